@@ -27,22 +27,19 @@ class Settings:
     reset_limit: int | None = None  # failures survived; planned changes do not count
     cooldown_min_s: float = 1.0  # before a failed slot is used again; doubles ...
     cooldown_max_s: float = 60.0  # ... up to this
-    slot_attempts: int = (
-        5  # incarnations in a row that die without training before the slot is given up
-    )
+    # Incarnations in a row that die without training before the slot is given up.
+    slot_attempts: int = 5
     host_attempts: int | None = None  # slots given up before their whole host is; None: never
     settle_s: float = 0.3  # how long one ready newcomer waits for others that are starting
     prepare_s: float = 5.0  # for all members to answer a planned change
     leave_s: float = 30.0  # from being told to leave to the exit
     disconnect_s: float = 2.0  # from a lost connection to the fence, if no exit is seen
     reconnect_s: float = 15.0  # for all workers to find a driver that was restarted
-    stranded_failures: int = (
-        3  # world failures in a row with nobody lost and no new commit before giving up
-    )
+    # World failures in a row with nobody lost and no new commit before giving up.
+    stranded_failures: int = 3
     lease_s: float = 2.0  # a worker that was not seen able to run for so long is frozen
-    silence_s: float = (
-        0.0  # others wait for it, and its host does not answer: then that is lost; 0: never
-    )
+    # A host that others wait for, and that does not answer for so long, is lost; 0: never.
+    silence_s: float = 0.0
     idle_s: float = 30.0  # idle while others wait for it: then it is stuck; 0: never
     busy_warning_s: float = 60.0  # busy while others wait for it: a warning; 0: never
     busy_s: float = 600.0  # ... and then it is stuck; 0: never
@@ -51,9 +48,8 @@ class Settings:
     dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
     kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
     starting_max: int | None = None  # newcomers that start at once beside a world that trains
-    restarts: int | None = (
-        None  # from a checkpoint, with no newer one between; None: there are no checkpoints
-    )
+    # From a checkpoint, with no newer one between; None: there are no checkpoints.
+    restarts: int | None = None
     timeline: str | None = None  # absolute path of the file that tells what all ranks did when
     env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
 

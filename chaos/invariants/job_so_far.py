@@ -67,9 +67,8 @@ class JobSoFar:
         self.members: dict[Worker, int] = {}  # of the present world: rank
         self.base: Commit | None = None  # the present world began from it
         self.trained = False
-        self.durable: Commit | None = (
-            None  # the newest commit in the storage, as the driver has heard
-        )
+        # The newest commit in the storage, as the driver has heard.
+        self.durable: Commit | None = None
         self.broken_at: float | None = None
         self.first_ready_at: float | None = None
         self.checks: dict[Worker, int] = {}  # answers to the change under way

@@ -88,9 +88,8 @@ class Together(msgspec.Struct, tag=True):
     broken_at: float  # the last one was told that the world before is over
     first_at: float  # the first one was told its place
     last_at: float  # the last one was
-    bytes_told: (
-        int  # that all hosts together were sent for it: that the one before is over, and all places
-    )
+    # Bytes that all hosts together were sent for it: that the one before is over, and all places.
+    bytes_told: int
 
 
 class Adopted(msgspec.Struct, tag=True):

@@ -96,9 +96,8 @@ class SimulatedDriver:
         self.paused = False
         self.end: EndJob | None = None
         self.ended_at = 0.0
-        self.doom: int | None = (
-            None  # crashes at the n-th place from here where it gives up control
-        )
+        # Crashes at the n-th place from here where it gives up control.
+        self.doom: int | None = None
         self.down_s = 1.0
         self.crashes = 0
         self.decisions = self._new_decisions()

@@ -392,9 +392,8 @@ class Weather:
     network: Conditions = field(default_factory=Conditions)
     early_exits: float = 0.0  # share of exits that are heard before the last words of the process
     struck: float = 0.0  # share of new processes that are killed or frozen on their way
-    starts_agents: bool = (
-        False  # the driver does, where it needs one; else they run from the beginning
-    )
+    # The driver does, where it needs one; else they run from the beginning.
+    starts_agents: bool = False
 
     @property
     def loses_messages(self) -> bool:

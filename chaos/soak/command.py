@@ -40,9 +40,8 @@ examples:
   python -m elastic.chaos soak --minutes 20 --json soak.json --write-doc docs/soak.md"""
 
 FAULTS = "kill,leave,freeze,cut"
-SLOTS_PER_FAULT = (
-    0.5  # slots to have for each fault: a worker that leaves on request leaves its slot empty
-)
+# Slots to have for each fault: a worker that leaves on request leaves its slot empty.
+SLOTS_PER_FAULT = 0.5
 SPARED = "localhost:0"
 FREEZE_S = (0.2, 4.0)  # shorter and longer than the lease
 SETTLED_S = 0.5  # since the world has changed: until then the old one's sockets are still there

@@ -12,9 +12,8 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-LAST_S = (
-    5.0  # before it is killed an agent ends by itself; where there is less time, after half of it
-)
+# Before it is killed an agent ends by itself; where there is less time, after half of it.
+LAST_S = 5.0
 
 
 class MachineEnd:

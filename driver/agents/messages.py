@@ -113,9 +113,8 @@ class Hire(AgentMessage):
     term: int  # grows with every driver of a job
     lease_s: float
     away_s: float  # workers train on for so long without a driver
-    preemption: str = (
-        "off"  # who may announce the end of the agent's machine; see `preemption.watch`
-    )
+    # Who may announce the end of the agent's machine; see `preemption.watch`.
+    preemption: str = "off"
     slurm: dict[str, str] = {}  # what the driver's environment says of the allocation
     preload: str = ""  # what the next worker is prepared with
 

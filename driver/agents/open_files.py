@@ -7,9 +7,8 @@ import resource
 from elastic.errors import Invalid
 
 SPARE = 512  # for strangers, and for whatever else a process has open
-UNKNOWN = (
-    16_384  # where hosts come by themselves, for so many of them at least, if the system lets us
-)
+# Where hosts come by themselves, for so many of them at least, if the system lets us.
+UNKNOWN = 16_384
 
 
 def limit_for(hosts: int | None, soft: int, hard: int) -> int:

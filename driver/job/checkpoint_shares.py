@@ -55,9 +55,8 @@ class Failed:
     number: int
     who: Worker
     reason: str
-    unusual: (
-        bool  # not only that the word came too late, or that the one before is still being written
-    )
+    # Not only that the word came too late, or that the one before is still being written.
+    unusual: bool
 
 
 @dataclass(frozen=True)

@@ -43,17 +43,14 @@ class Job:
     slots_per_host: int = 1  # of a host that the script prints without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
     streams: tuple[Write, Write] | None = None  # in place of the driver's stdout and stderr
-    reported: Callable[[Report], object] | None = (
-        None  # each report of a worker, in the loop's thread
-    )
+    # Each report of a worker, in the loop's thread.
+    reported: Callable[[Report], object] | None = None
     preemption: str = "off"  # who may announce the end of a machine; see `preemption.watch`
-    preload: str = (
-        ""  # modules that a process for the next worker has imported; see `processes.prepared`
-    )
+    # Modules that a process for the next worker has imported; see `processes.prepared`.
+    preload: str = ""
     begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
-    steered: Callable[[str, bytes], object] | None = (
-        None  # is given where operators call, and their key
-    )
+    # Called with the address where operators call, and their key.
+    steered: Callable[[str, bytes], object] | None = None
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     gloo_timeout_s: float = 30.0  # for a group to form
     collective_timeout_s: float = 660.0  # when a collective gives up by itself

@@ -218,9 +218,8 @@ class Driver:
         self._partings = Partings(server, self._post)
         self._stop_code: int | None = None  # of the first request to stop that was heard
         self._hurried = False  # a second one was heard: nothing waits for the journal any more
-        self._settling: asyncio.Future[None] | None = (
-            None  # what it is written with, while that is awaited
-        )
+        # What it is written with, while that is awaited.
+        self._settling: asyncio.Future[None] | None = None
         self._signalled: int | None = None  # the exit code of the last signal
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world

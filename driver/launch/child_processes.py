@@ -105,9 +105,8 @@ class Attended:
             os.close(self._pidfd)
             self._pidfd = None
         if self._popen.returncode is None:
-            self._popen.returncode = (
-                0  # It lives on, and Popen would complain that nobody waits for it.
-            )
+            # It lives on, and Popen would complain that nobody waits for it.
+            self._popen.returncode = 0
 
     def _send(self) -> None:
         try:

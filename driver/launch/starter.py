@@ -30,9 +30,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     host: str  # by this name it is listed
     secret: str  # of the job, hexadecimal
     drivers: list[str] = []  # host:port, names are looked up anew at each try
-    drivers_file: str = (
-        ""  # holds the same, one a line, and is read anew at each try; before ``drivers``
-    )
+    # Holds the same, one a line, and is read anew at each try; before ``drivers``.
+    drivers_file: str = ""
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
     slots: int = 0  # 0: as many as there are GPUs, else cores

@@ -30,9 +30,8 @@ from elastic.protocol.messages import Commit
 
 HURRY_S = 10.0  # before the end
 LAST_CHECKPOINT_S = 20.0  # before the end
-LAST_S = (
-    3.0  # before the end: then the job ends where the driver's machine goes too, checkpoint or not
-)
+# Before the end: then the job ends where the driver's machine goes too, checkpoint or not.
+LAST_S = 3.0
 GONE_S = 60.0  # after the end a host may be tried again: it is another machine by then, or it was a false alarm
 UNKNOWN_S = 600.0  # taken for the time until then where nobody says it
 STOPPED = 143  # the exit code, as if SIGTERM had come; a batch system may run the job again

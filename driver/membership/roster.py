@@ -49,9 +49,8 @@ class Standing:
     resumed_at: float | None = None  # its first collective completed
     leaving: Reason | None = None  # why it wants or has to leave; None: it stays
     unlisted: bool = False  # leaving because its host left the list, so there is no hurry
-    noticed: bool = (
-        False  # leaving because its machine has announced its end, and there is time yet
-    )
+    # Leaving because its machine has announced its end, and there is time yet.
+    noticed: bool = False
     exit_by: float | None = None  # must be gone by then, or is killed
     exit_why: Reason | None = None  # given when it is killed for that
     killed_for: Reason | None = None  # why a kill was ordered; None: none was

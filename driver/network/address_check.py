@@ -29,9 +29,8 @@ class Agreement:
         self._callers: dict[
             _Address, Counter[str]
         ] = {}  # from where hosts that use this address call
-        self._inside = self._afar = (
-            0  # hosts that use loopback; and though they call from elsewhere
-        )
+        # Hosts that use loopback; and though they call from elsewhere.
+        self._inside = self._afar = 0
         self._having: Counter[_Network] = Counter()  # hosts
         self._held: dict[_Network, Counter[_Address]] = {}
 

@@ -72,9 +72,8 @@ class Callers(Generic[Who]):
     who: Callable[[Any], Who]  # it is from
     # Whether a new connection stands in for an open one: its other end may have lost that without our noticing.
     replaces: bool = False
-    told_why: bool = (
-        False  # one that knows the secret and is refused is sent the reason, a TurnedAway
-    )
+    # One that knows the secret and is refused is sent the reason, a TurnedAway.
+    told_why: bool = False
 
 
 WORKERS: Callers[Worker] = Callers(

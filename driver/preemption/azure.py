@@ -25,9 +25,8 @@ ENDING = {
     "Reboot": "Azure restarts this machine",
     "Redeploy": "Azure moves this machine, and what it holds is lost",
 }
-FIRST_ANSWER_S = (
-    150.0  # the service is switched on by the first request, which may take two minutes
-)
+# The service is switched on by the first request, which may take two minutes.
+FIRST_ANSWER_S = 150.0
 
 
 class Azure:

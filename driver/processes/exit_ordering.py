@@ -9,9 +9,8 @@ from typing import Protocol
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-PARTING_S = (
-    2.0  # for what a worker sent before it exited with code 0 to arrive, a large result perhaps
-)
+# For what a worker sent before it exited with code 0 to arrive, a large result perhaps.
+PARTING_S = 2.0
 
 
 class Connections(Protocol):

@@ -40,9 +40,8 @@ from elastic.errors import Invalid
 LOOK_S = 0.25
 ANSWER_S = 5.0  # for Ray to answer one look
 CLOSE_S = 10.0
-SETTLE_S = (
-    10.0  # for the first list to be whole: what a driver before this one left is not to look lost
-)
+# For the first list to be whole: what a driver before this one left is not to look lost.
+SETTLE_S = 10.0
 QUIET_S = 5.0  # waiting for room is told after this time
 BUSY = 0.05  # of one core's time is what looks may take, in a cluster so large that they take long
 PAUSE_S = 2.0  # but never longer than this between two

@@ -382,9 +382,8 @@ class NcclWork:
         self._then = then
         self.number = 0  # in its group, from 1
         self.launched_at = 0.0
-        self._arrived: torch.cuda.Event | None = (
-            None  # recorded before it on the stream it was launched from
-        )
+        # Recorded before it on the stream it was launched from.
+        self._arrived: torch.cuda.Event | None = None
 
     def is_launched(self, number: int, arrived: torch.cuda.Event) -> None:
         self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()

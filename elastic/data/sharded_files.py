@@ -42,9 +42,8 @@ class ShardedFiles(Dataset[Any]):
         self._read = read
         self._ends = list(accumulate(self.lengths))
         self._indexed: bool | None = None
-        self._open: tuple[int, Any, int] | None = (
-            None  # which, what was read, the next of its samples
-        )
+        # Which, what was read, the next of its samples.
+        self._open: tuple[int, Any, int] | None = None
 
     def __len__(self) -> int:
         return self._ends[-1]

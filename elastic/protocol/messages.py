@@ -307,9 +307,8 @@ class Raised(Message):
     commit: Commit | None
     summary: str
     traceback: str
-    hardware: bool = (
-        False  # a GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`
-    )
+    # A GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`.
+    hardware: bool = False
     final: bool = False  # whoever tries it again ends in the same way
 
 

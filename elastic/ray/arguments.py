@@ -46,9 +46,8 @@ class Limits:
 
     elastic_timeout: float | None = None
     start_timeout: float | None = None
-    placement_timeout: float = (
-        PLACEMENT_S  # until there are resources for the workers to begin with
-    )
+    # Until there are resources for the workers to begin with.
+    placement_timeout: float = PLACEMENT_S
     reset_limit: int | None = None
     cooldown_range: tuple[float, float] | None = None
     gloo_timeout: float | None = None

@@ -37,9 +37,8 @@ class Environment:
     driver: Address | None
     worker: Worker
     secret: bytes
-    bind_host: (
-        str  # the address on which this worker may listen; empty: the one that leads to rank 0
-    )
+    # The address on which this worker may listen; empty: the one that leads to rank 0.
+    bind_host: str
     elastic: bool
     timeout_s: float  # to form a group
     collective_timeout_s: float  # for a collective to end

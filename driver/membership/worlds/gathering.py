@@ -34,12 +34,10 @@ class Gathering:
     began_at: float
     settings: Settings
     somebody_lost: bool = False
-    late: bool = (
-        False  # ``late_at`` has passed: old members outside elastic.run are no longer awaited
-    )
-    anew: bool = (
-        False  # from a checkpoint, because nobody holds a commit: all that start are waited for
-    )
+    # ``late_at`` has passed: old members outside elastic.run are no longer awaited.
+    late: bool = False
+    # From a checkpoint, because nobody holds a commit: all that start are waited for.
+    anew: bool = False
     short_by: float | None = None  # too few, nobody awaited: until then
     said: tuple[int, int] | None = None  # the last word about being short: ready, and needed
     _more: int = 0  # lost, and not named in the reason

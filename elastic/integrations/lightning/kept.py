@@ -16,9 +16,8 @@ from elastic.data import DataLoader
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
-_LOADERS = (
-    "combined_loader"  # in the dict of the fit loop: the loader is a part of the state itself
-)
+# In the dict of the fit loop: the loader is a part of the state itself.
+_LOADERS = "combined_loader"
 
 
 def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:

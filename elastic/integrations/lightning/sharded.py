@@ -20,9 +20,8 @@ from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.optimizer.sharded.reducer import ShardReducer
 
-Automatic: Any = (
-    _AutomaticOptimization  # private: there is no other way to the order of backward and zero_grad
-)
+# Private: there is no other way to the order of backward and zero_grad.
+Automatic: Any = _AutomaticOptimization
 Backward = Callable[[torch.Tensor], object]
 
 
