@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import secrets
 import socket
 import ssl
@@ -25,17 +24,9 @@ from elastic.driver.agents import messages
 from elastic.driver.agents.messages import AgentAnswer, AgentMessage, Heard, HostAgent
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.keepalive import expect_signs_of_life
-from elastic.protocol.framing import NONCE_BYTES, Wire, proof
-from elastic.protocol.messages import (
-    RELAY_LIMIT,
-    VERSION,
-    Accepted,
-    Challenge,
-    Message,
-    ProtocolError,
-    SendResult,
-    encoded,
-)
+from elastic.protocol.framing import NONCE_BYTES, Wire
+from elastic.protocol.handshake import Caller
+from elastic.protocol.messages import RELAY_LIMIT, Message, ProtocolError, SendResult, encoded
 from elastic.protocol.tls import explained
 
 CONNECT_S = 5.0  # to one address, and to prove who we are
@@ -168,26 +159,11 @@ class Uplink:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             expect_signs_of_life(sock, self._lease_s)
             wire = Wire(messages.to_agent)
-            challenge = await self._next(reader, wire)
-            if not isinstance(challenge, Challenge):
-                raise ProtocolError("it is not a driver of hvd-elastic")
-            if challenge.version != VERSION:
-                raise ProtocolError(
-                    f"the driver speaks version {challenge.version} of the protocol, this agent"
-                    f" {VERSION}: install the same hvd-elastic on every host"
-                )
-            if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
-                raise ProtocolError("its challenge has no proper length")
-            nonce, name = secrets.token_bytes(NONCE_BYTES), str(self._agent)
-            mine = proof(self._secret, "agent", challenge.nonce, nonce, name)
-            writer.write(wire.frame_of(encoded(AgentAnswer(self._agent, nonce, mine))))
-            accepted = await self._next(reader, wire)
-            theirs = proof(self._secret, "driver", nonce, challenge.nonce, name)
-            if not isinstance(accepted, Accepted) or not hmac.compare_digest(
-                accepted.proof, theirs
-            ):
-                raise ProtocolError("the driver does not know this job's secret")
-            wire.seal(self._secret, mine=nonce, theirs=challenge.nonce, caller=True)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            caller = Caller(self._secret, "agent", str(self._agent), nonce)
+            proof = caller.answer(await self._next(reader, wire))
+            writer.write(wire.frame(AgentAnswer(self._agent, nonce, proof)))
+            caller.accepted(await self._next(reader, wire), wire)
         except BaseException:
             writer.transport.abort()
             raise

@@ -8,7 +8,6 @@ nothing to say goodbye with.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import select
@@ -22,7 +21,8 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 
 from elastic.errors import DriverLost
 from elastic.protocol import messages
-from elastic.protocol.framing import NONCE_BYTES, Wire, proof
+from elastic.protocol.framing import NONCE_BYTES, Wire
+from elastic.protocol.handshake import Caller
 from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 
 if TYPE_CHECKING:
@@ -80,44 +80,16 @@ class Link:
         deadline = time.monotonic() + CONNECT_S
         try:
             self._flush()
-            challenge = self._next(deadline)
-            if not isinstance(challenge, messages.Challenge):
-                raise ProtocolError("the driver did not begin with a challenge")
-            if challenge.version != messages.VERSION:
-                raise ProtocolError(
-                    f"the driver speaks version {challenge.version} of the protocol, this worker"
-                    f" {messages.VERSION}: install the same hvd-elastic on every host"
-                )
-            if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
-                raise ProtocolError("its challenge has no proper length")
             nonce = secrets.token_bytes(NONCE_BYTES)
-            name = str(self._worker)
-            mine = proof(secret, "worker", challenge.nonce, nonce, name)
-            self.send(messages.Answer(self._worker, nonce, mine))
-            accepted = self._next(deadline)
-            if isinstance(accepted, messages.TurnedAway):
-                self._turned_away(secret, nonce, challenge.nonce, accepted)
-            theirs = proof(secret, "driver", nonce, challenge.nonce, name)
-            if not isinstance(accepted, messages.Accepted) or not hmac.compare_digest(
-                accepted.proof, theirs
-            ):
-                raise ProtocolError("the driver does not know this job's secret")
-            self._wire.seal(secret, mine=nonce, theirs=challenge.nonce, caller=True)
+            caller = Caller(secret, "worker", str(self._worker), nonce)
+            proof = caller.answer(self._next(deadline))
+            self.send(messages.Answer(self._worker, nonce, proof))
+            caller.accepted(self._next(deadline), self._wire)
         except (OSError, ProtocolError) as error:
             with contextlib.suppress(OSError):
                 self._flush()  # an alert says why
             self._socket.close()
             raise DriverLost(f"the driver refused this worker: {error}") from error
-
-    @staticmethod
-    def _turned_away(
-        secret: bytes, mine: bytes, theirs: bytes, message: messages.TurnedAway
-    ) -> None:
-        """Raises ProtocolError with the driver's reason, or because it is not the driver's."""
-        sign = proof(secret, "turned away", mine, theirs, message.reason)
-        if hmac.compare_digest(message.proof, sign):
-            raise ProtocolError(message.reason)
-        raise ProtocolError("the driver does not know this job's secret")
 
     def _next(self, deadline: float) -> Message:
         silent = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import hmac
 import itertools
 import os
 import secrets
@@ -23,15 +22,9 @@ from elastic.driver.job.steering.runtime_folder import JobRecord, records
 from elastic.driver.network.hosts import parse_address
 from elastic.driver.network.secret import derived
 from elastic.errors import ElasticError, Invalid
-from elastic.protocol.framing import NONCE_BYTES, Wire, proof
-from elastic.protocol.messages import (
-    VERSION,
-    Accepted,
-    Challenge,
-    ProtocolError,
-    TurnedAway,
-    encoded,
-)
+from elastic.protocol.framing import NONCE_BYTES, Wire
+from elastic.protocol.handshake import Caller
+from elastic.protocol.messages import Accepted, Challenge, ProtocolError, TurnedAway, encoded
 
 CONNECT_S = 5.0
 ANSWER_S = 20.0
@@ -140,22 +133,12 @@ class JobClient:
 
     def _prove(self) -> None:
         deadline = time.monotonic() + CONNECT_S
-        challenge = self._next(deadline)
-        if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE_BYTES:
-            raise ProtocolError("it is not a driver of hvd-elastic")
-        if challenge.version != VERSION:
-            raise ProtocolError(
-                f"it speaks version {challenge.version} of the protocol, this command {VERSION}: use the same release"
-            )
-        key, nonce = self.job.key, secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"
-        mine = proof(key, "operator", challenge.nonce, nonce, name)
-        self._socket.sendall(self._wire.frame_of(encoded(OperatorAnswer(name, nonce, mine))))
-        accepted = self._next(deadline)
-        theirs = proof(key, "driver", nonce, challenge.nonce, name)
-        if not isinstance(accepted, Accepted) or not hmac.compare_digest(accepted.proof, theirs):
-            raise ProtocolError("it does not know this job's secret")
-        self._wire.seal(key, mine=nonce, theirs=challenge.nonce, caller=True)
+        caller = Caller(self.job.key, "operator", name, nonce)
+        proof = caller.answer(self._next(deadline))
+        self._socket.sendall(self._wire.frame(OperatorAnswer(name, nonce, proof)))
+        caller.accepted(self._next(deadline), self._wire)
 
     def _next(self, deadline: float) -> Any:
         while (message := self._wire.next()) is None:

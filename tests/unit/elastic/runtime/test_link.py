@@ -260,7 +260,7 @@ def test_who_connects_a_second_time_is_told_why(paths):
             framed(protocol.Challenge(b"n" * 32), protocol.TurnedAway("x", b"p" * 32)),
             "not know this",
         ),
-        (framed(protocol.Accepted(b"p" * 32)), "did not begin with a challenge"),
+        (framed(protocol.Accepted(b"p" * 32)), "not a driver of hvd-elastic"),
         (framed(protocol.Challenge(b"n" * 32, 99)), "speaks version 99"),
         # Of another length, its parts could be read otherwise than they were meant.
         (framed(protocol.Challenge(b"n" * 33)), "no proper length"),
