@@ -15,12 +15,14 @@ from elastic.driver.commandline.arguments import (
     LOG_LEVELS,
     Names,
     Parser,
+    add_declared,
+    flag,
     log_level,
     seconds,
     whole,
 )
 from elastic.driver.commandline.flags import Options
-from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
+from elastic.driver.commandline.multi_host_flags import EtcdFlags, SecurityFlags
 from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
 from elastic.driver.etcd.keys import check_host, check_slots, job_root
 from elastic.driver.launch.starter import Bootstrap
@@ -47,11 +49,37 @@ that use it: copy it to their hosts, and give it there with --secret-file."""
 class AgentOptions(Options):
     """Flags as given. None means not given."""
 
-    drivers: list[str] | None = None
-    host: str | None = None
-    slots: str | None = None
-    grace: float | None = None  # seconds
-    ready_file: str | None = None
+    drivers: list[str] | None = flag(
+        "--driver",
+        "HOST:PORT,...",
+        "Call the driver there; a name is looked up anew at each try.",
+        action=Names,
+    )
+    host: str | None = flag("--host", "NAME", "Be listed by this name (default: the host's name).")
+    slots: str | None = flag(
+        "--slots", "N", "Workers at once; auto: as many as there are GPUs, else cores (default)."
+    )
+    network_interfaces: list[str] | None = flag(
+        "--network-interface --network-interfaces",
+        "LIST",
+        "Workers talk over the first of these that this host has: interfaces, networks or"
+        " addresses (default: what leads to the driver).",
+        action=Names,
+    )
+    grace: float | None = flag(
+        "--grace",
+        "S",
+        f"From SIGTERM to SIGKILL: so long have workers to leave (default: {GRACE}, or 30).",
+        seconds,
+    )
+    ready_file: str | None = flag(
+        "--ready-file",
+        "FILE",
+        f"Exists while this agent serves a driver, for a readiness probe (default: {READY_FILE}, or none).",
+    )
+    log_level: str | None = flag(
+        "--log-level", "LEVEL", f"One of {', '.join(LOG_LEVELS)} (default: INFO).", log_level
+    )
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -80,47 +108,13 @@ def agent_parser() -> Parser:
         description=AGENT,
     )
     add = parser.group("where the driver is", "One of --etcd and --driver.")
-    add_etcd(add)
-    add(
-        "--driver",
-        "HOST:PORT,...",
-        str,
-        "Call the driver there; a name is looked up anew at each try.",
-        action=Names,
-        dest="drivers",
-    )
-    add = parser.group("this host")
-    add("--host", "NAME", str, "Be listed by this name (default: the host's name).")
-    add(
-        "--slots",
-        "N",
-        str,
-        "Workers at once; auto: as many as there are GPUs, else cores (default).",
-    )
-    add(
-        "--network-interface --network-interfaces",
-        "LIST",
-        str,
-        "Workers talk over the first of these that this host has: interfaces, networks or"
-        " addresses (default: what leads to the driver).",
-        action=Names,
-        dest="network_interfaces",
-    )
-    add(
-        "--grace",
-        "S",
-        seconds,
-        f"From SIGTERM to SIGKILL: so long have workers to leave (default: {GRACE}, or 30).",
-    )
-    add(
-        "--ready-file",
-        "FILE",
-        str,
-        f"Exists while this agent serves a driver, for a readiness probe (default: {READY_FILE}, or none).",
-    )
-    add_security(parser.group("security", "As the driver's."))
+    add_declared(add, EtcdFlags)
+    add_declared(add, AgentOptions, "drivers")
+    here = ("host", "slots", "network_interfaces", "grace", "ready_file")
+    add_declared(parser.group("this host"), AgentOptions, *here)
+    add_declared(parser.group("security", "As the driver's."), SecurityFlags)
     add = parser.group("general")
-    add("--log-level", "LEVEL", log_level, f"One of {', '.join(LOG_LEVELS)} (default: INFO).")
+    add_declared(add, AgentOptions, "log_level")
     add("-h --help", None, None, "Show this.", action="help")
     return parser
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import field, fields
 from typing import Any, NoReturn
 
 from elastic.errors import Invalid
@@ -15,6 +16,45 @@ from elastic.errors import Invalid
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
+Declared = tuple[tuple[Any, ...], dict[str, Any]]  # what a `Group` is called with
+
+# ---- fields of options that are flags; for their arguments see `Parser.group`
+
+
+def flag(
+    names: str,
+    value: str | tuple[str, str],
+    text: str,
+    convert: Callable[[str], Any] = str,
+    *,
+    default: Any = None,
+    **more: Any,
+) -> Any:
+    """A field that has the default where the flag is not given."""
+    return choice(default, ((names, value, convert, text), more))
+
+
+def switch(names: str, text: str, **more: Any) -> Any:
+    """A field that is True where the flag is given."""
+    return choice(False, ((names, None, None, text), more))
+
+
+def choice(default: Any, *each: Declared) -> Any:
+    """A field that several flags set, each `given` with its value."""
+    return field(default=default, metadata={"flags": each})
+
+
+def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) -> Declared:
+    """A flag that sets this value."""
+    return (names, None, None, text), {"action": "store_const", "const": value, **more}
+
+
+def add_declared(add: Group, kind: Any, *names: str) -> None:
+    """Adds the flags that a class of options declares itself: all, or those of some of its fields."""
+    known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
+    for name in names or kind.__annotations__:
+        for arguments, more in known[name]:
+            add(*arguments, dest=name, **more)
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,9 +90,7 @@ class Parser(argparse.ArgumentParser):
                 rest.update(metavar=value, type=convert)
             elif "action" not in rest:
                 rest["action"] = "store_true"
-            rest.setdefault(
-                "dest", argparse.SUPPRESS if rest.get("action") == "help" else _dest(names)
-            )
+            rest.setdefault("dest", argparse.SUPPRESS)
             action = group.add_argument(
                 *names.split(), default=argparse.SUPPRESS, help=text, **rest
             )
@@ -134,11 +172,6 @@ class WithoutMeaning(argparse.Action):
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         options.without_meaning[self.dest] = bool(self.const)
-
-
-def _dest(names: str) -> str:
-    """The field of Options: the longest name says it best."""
-    return max(names.split(), key=len).lstrip("-").replace("-", "_")
 
 
 def whole(smallest: int) -> Callable[[str], int]:

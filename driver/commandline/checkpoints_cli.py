@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elastic.checkpoints import catalog
 from elastic.checkpoints.catalog import CheckpointEntry
 from elastic.checkpoints.storage import Storage
-from elastic.driver.commandline.arguments import Parser, whole
+from elastic.driver.commandline.arguments import Parser, add_declared, flag, switch, whole
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -20,8 +20,16 @@ Lists the checkpoints of a folder, oldest first, and says which of them can be t
 class CheckpointsOptions:
     """Flags as given."""
 
-    verify: bool = False
-    prune: int | None = None
+    verify: bool = switch(
+        "--verify",
+        "Read every file and compare its checksum; exit with 1 if one is damaged, or if there is no checkpoint.",
+    )
+    prune: int | None = flag(
+        "--prune",
+        "N",
+        "Remove all but the newest N, and what was never completed. No job may be writing here.",
+        whole(1),
+    )
 
 
 def parser() -> Parser:
@@ -31,20 +39,7 @@ def parser() -> Parser:
         usage="elasticrun checkpoints [flags] DIR-OR-URL",
         description=DESCRIPTION,
     )
-    add = made.group("what to do")
-    add(
-        "--verify",
-        None,
-        None,
-        "Read every file and compare its checksum; exit with 1 if one is damaged, or if there is no checkpoint.",
-        action="store_true",
-    )
-    add(
-        "--prune",
-        "N",
-        whole(1),
-        "Remove all but the newest N, and what was never completed. No job may be writing here.",
-    )
+    add_declared(made.group("what to do"), CheckpointsOptions)
     made.group("general")("-h --help", None, None, "Show this.", action="help")
     return made
 

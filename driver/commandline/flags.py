@@ -19,20 +19,27 @@ from elastic.driver.commandline.arguments import (
     Names,
     Parser,
     WithoutMeaning,
+    add_declared,
+    choice,
     cores,
+    flag,
+    given,
     log_level,
     number,
     seconds,
+    switch,
     whole,
 )
 from elastic.driver.commandline.multi_host_flags import (
-    add_checkpoints,
-    add_failover,
-    add_preemption,
-    add_security,
-    add_several_hosts,
+    CheckpointFlags,
+    EtcdFlags,
+    FailoverFlags,
+    KubernetesFlags,
+    PreemptionFlags,
+    SecurityFlags,
+    SshFlags,
 )
-from elastic.driver.commandline.torchrun_flags import add_torchrun
+from elastic.driver.commandline.torchrun_flags import TorchrunFlags, add_refused
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -62,104 +69,439 @@ elsewhere:
 
 
 @dataclass
-class Options:
+class WorkerFlags:
+    """How many, and when to give up."""
+
+    num_proc: int | None = flag(
+        "-np --num-proc", "N", "Workers to start with (elastic: default --min-np).", whole(1)
+    )
+    min_num_proc: int | None = flag(
+        "--min-np --min-num-proc", "N", "Elastic: go on with as few (default: -np).", whole(1)
+    )
+    max_num_proc: int | None = flag(
+        "--max-np --max-num-proc",
+        "N",
+        "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are"
+        " slots).",
+        whole(1),
+    )
+    standbys: int | None = flag(
+        "--standbys",
+        "N",
+        "Elastic: keep N workers beyond --max-np in free slots, ready to take the place of one that is lost (default:"
+        " ELASTIC_STANDBYS, or 0).",
+        whole(0),
+        variable="ELASTIC_STANDBYS",
+        keys=("standbys.count",),
+    )
+    elastic_timeout: float | None = flag(
+        "--elastic-timeout",
+        "S",
+        f"Give up after waiting this long for --min-np workers (default: {Settings.elastic_timeout_s:g}, or"
+        " HOROVOD_ELASTIC_TIMEOUT).",
+        seconds,
+        variable="HOROVOD_ELASTIC_TIMEOUT",
+    )
+    start_timeout: float | None = flag(
+        "--start-timeout",
+        "S",
+        f"Give a worker this long from its start to hvd.init() (default: {Settings.start_timeout_s:g}, or"
+        " HOROVOD_START_TIMEOUT).",
+        seconds,
+        variable="HOROVOD_START_TIMEOUT",
+    )
+    reset_limit: int | None = flag(
+        "--reset-limit",
+        "N",
+        "Survive N failures, then end the job; planned changes do not count (default: no limit).",
+        whole(0),
+    )
+    cooldown_range: Sequence[float] | None = flag(
+        "--blacklist-cooldown-range",
+        ("MIN", "MAX"),
+        "Use a slot again MIN seconds after its worker failed, doubling up to MAX (default:"
+        f" {Settings.cooldown_min_s:g} {Settings.cooldown_max_s:g}).",
+        seconds,
+        nargs=2,
+    )
+    slot_attempts: int | None = flag(
+        "--slot-attempts",
+        "N",
+        "Give a slot up after N workers in a row died there before they trained (default:"
+        f" {Settings.slot_attempts}).",
+        whole(1),
+    )
+    host_attempts: int | None = flag(
+        "--host-attempts",
+        "N",
+        "Give a host up once N of its slots were given up (default: never).",
+        whole(1),
+    )
+
+
+@dataclass
+class HostFlags:
+    """Where they run."""
+
+    hosts: str | None = flag(
+        "-H --hosts", "LIST", "Hosts and slots, as in gpu1:4,gpu2:4 or [::1]:2, each once."
+    )
+    hostfile: str | None = flag(
+        "-hostfile --hostfile", "FILE", "A file with one host a line, as in gpu1 slots=4."
+    )
+    host_discovery_script: str | None = flag(
+        "--host-discovery-script",
+        "SCRIPT",
+        "A program that is run every second and prints the hosts there are now, one host or"
+        " host:slots a line.",
+    )
+    slots_per_host: int | None = flag(
+        "--slots-per-host", "N", "Slots of a host listed without a number (default: 1).", whole(1)
+    )
+    network_interfaces: list[str] | None = flag(
+        "--network-interface --network-interfaces",
+        "LIST",
+        "Talk over the first of these that a host has: interfaces, networks or addresses, as in"
+        " eth1,10.0.0.0/8,fd00::/8 (default: what leads to the other hosts; on one machine"
+        " loopback).",
+        action=Names,
+    )
+
+
+@dataclass
+class CommunicationFlags:
+    """How they talk."""
+
+    controller: str = choice(  # two are there to be refused
+        "gloo",
+        given("--gloo", "gloo", "Start workers without MPI, as is always done."),
+        given("--mpi", "mpi", "Refused: MPI does not start our workers."),
+        given("--jsrun", "jsrun", "Refused: jsrun does not start our workers."),
+    )
+    gloo_timeout_seconds: float | None = flag(
+        "--gloo-timeout-seconds",
+        "S",
+        "End a collective that has waited this long, whoever is to blame (default:"
+        " HOROVOD_GLOO_TIMEOUT_SECONDS, ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute);"
+        " also the time to connect (default: 30).",
+        seconds,
+        variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
+        keys=("library_options.gloo_timeout_seconds",),
+    )
+    tcp: bool = switch("--tcp", "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
+
+
+@dataclass
+class TuningFlags:
+    """How small tensors are negotiated and fused."""
+
+    fusion_threshold_mb: float | None = flag(
+        "--fusion-threshold-mb",
+        "MB",
+        "Fuse small tensors into collectives of up to so many MiB; 0: never (default:"
+        " HOROVOD_FUSION_THRESHOLD, in bytes, or 128).",
+        number,
+        keys=("params.fusion_threshold_mb",),
+    )
+    cycle_time_ms: float | None = flag(
+        "--cycle-time-ms",
+        "MS",
+        "Wait this long for more to fuse before a round of negotiation (default:"
+        " HOROVOD_CYCLE_TIME, or 1).",
+        number,
+        variable="HOROVOD_CYCLE_TIME",
+        keys=("params.cycle_time_ms",),
+    )
+    cache_capacity: int | None = flag(
+        "--cache-capacity",
+        "N",
+        "Remember the negotiation of so many tensors; 0: of none (default:"
+        " HOROVOD_CACHE_CAPACITY, or 1024).",
+        whole(0),
+        variable="HOROVOD_CACHE_CAPACITY",
+        keys=("params.cache_capacity",),
+    )
+    thread_affinity: str | None = flag(
+        "--thread-affinity",
+        "CORES",
+        "Keep each worker's background thread on one core: their numbers, one for each worker of a"
+        " host, as in 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or any core).",
+        cores,
+        variable="HOROVOD_THREAD_AFFINITY",
+        keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
+    )
+
+
+@dataclass
+class DetectionFlags:
+    """How long to wait for whom."""
+
+    lease: float | None = flag(
+        "--lease",
+        "S",
+        "Fence a worker that was not able to run for this long, as its process is stopped, or that"
+        f" the network does not reach (default: {Settings.lease_s:g}).",
+        seconds,
+    )
+    idle_timeout: float | None = flag(
+        "--idle-timeout",
+        "S",
+        "Fence a worker that others wait for and that uses neither processor nor disk for this"
+        f" long; 0: never (default: {Settings.idle_s:g}; in a job of a fixed size, --busy-timeout).",
+        number,
+    )
+    busy_warning: float | None = flag(
+        "--busy-warning",
+        "S",
+        "Name a busy worker once others have waited for it this long; 0: never (default:"
+        f" {Settings.busy_warning_s:g}).",
+        number,
+    )
+    busy_timeout: float | None = flag(
+        "--busy-timeout",
+        "S",
+        "Fence a busy worker once others have waited for it this long; 0: never (default:"
+        f" {Settings.busy_s:g}).",
+        number,
+    )
+    gpu_hang_timeout: float | None = flag(
+        "--gpu-hang-timeout",
+        "S",
+        "Fence a worker whose GPU has not come to a collective this long after those of the others;"
+        " where all have come, form a new world after three times as long; 0: never (default:"
+        f" {Settings.gpu_hang_s:g}).",
+        number,
+    )
+    stall_warning: float | None = flag(
+        "--stall-check-warning-time-seconds",
+        "S",
+        "As --busy-warning, and name tensors that some ranks have not submitted for this long, and"
+        " these ranks (default: HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
+        number,
+        variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        keys=("stall_check.warning_time_seconds",),
+    )
+    stall_shutdown: float | None = flag(
+        "--stall-check-shutdown-time-seconds",
+        "S",
+        "As --busy-timeout, and fail collectives that some ranks have not submitted for this long;"
+        " 0: never (default: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
+        number,
+        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        keys=("stall_check.shutdown_time_seconds",),
+    )
+    stall_check: bool | None = choice(
+        None,
+        given(
+            "--no-stall-check",
+            False,
+            "Turn the last five off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
+            variable="HOROVOD_STALL_CHECK_DISABLE",
+            keys=("stall_check.enabled=false",),
+        ),
+        given("--stall-check", True, keys=("stall_check.enabled=true",)),
+    )
+
+
+@dataclass
+class OutputFlags:
+    """What is written, served and shown."""
+
+    output_filename: str | None = flag(
+        "--output-filename",
+        "DIR",
+        "Also write what each worker prints to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+    )
+    prefix_output_with_timestamp: bool = switch(
+        "-prefix-timestamp --prefix-output-with-timestamp",
+        "Put the time before each line that a worker prints.",
+    )
+    timeline_filename: str | None = flag(
+        "--timeline-filename",
+        "FILE",
+        "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev"
+        " (default: HOROVOD_TIMELINE).",
+        variable="HOROVOD_TIMELINE",
+        keys=("timeline.filename",),
+    )
+    timeline_mark_cycles: bool | None = choice(
+        None,
+        given(
+            "--timeline-mark-cycles",
+            True,
+            "Mark every round of negotiation there, as HOROVOD_TIMELINE_MARK_CYCLES=1 does."
+            " Off: --no-timeline-mark-cycles.",
+            variable="HOROVOD_TIMELINE_MARK_CYCLES",
+            keys=("timeline.mark_cycles=true",),
+        ),
+        given("--no-timeline-mark-cycles", False, keys=("timeline.mark_cycles=false",)),
+    )
+    journal: str | None = flag(
+        "--journal", "FILE", "Write every event and decision of the driver to FILE."
+    )
+    summary: bool = switch(
+        "--summary",
+        "Say at the end how the time of the job and of each worker went: training, committing, waiting, recovering,"
+        " lost; as ELASTIC_SUMMARY=1 does.",
+        variable="ELASTIC_SUMMARY",
+        keys=("summary.enabled=true",),
+    )
+    report: str | None = flag(
+        "--report",
+        "FILE",
+        "Write a page about the job to FILE when it ends: what happened and why, a timeline, what was reported, how the"
+        " time went (default: ELASTIC_REPORT, or none).",
+        variable="ELASTIC_REPORT",
+        keys=("report.file",),
+    )
+    digests: bool = switch(
+        "--digests",
+        "Have workers report a digest of every tensor of the state at each commit, into --journal; two runs are then"
+        " compared by python -m elastic.chaos exact.",
+    )
+    allow_inexact: bool = switch(
+        "--allow-inexact",
+        "Where training in shards is to be exact, let workers in that compute differently (other threads, instructions,"
+        " versions), and say from which step on.",
+    )
+    metrics_port: int | None = flag(
+        "--metrics-port",
+        "PORT",
+        "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics.",
+        whole(1),
+    )
+    metrics_host: str | None = flag(
+        "--metrics-host", "ADDRESS", "Serve them on this address, to whoever reaches it."
+    )
+    dashboard: str | None = flag(
+        "--dashboard",
+        "[ADDRESS]:PORT",
+        "Serve a live page of the job at http://127.0.0.1:PORT/, or on another address, to who has the link that is"
+        " shown at the start, which holds a token (default: ELASTIC_DASHBOARD, or no page).",
+        variable="ELASTIC_DASHBOARD",
+        keys=("dashboard.address",),
+    )
+    opentelemetry: bool = switch(
+        "--opentelemetry",
+        "Send a trace of each recovery and each change of the world, with its phases as spans, to where the OTEL_*"
+        " variables say (OTEL_EXPORTER_OTLP_ENDPOINT); as ELASTIC_OPENTELEMETRY=1 does.",
+        variable="ELASTIC_OPENTELEMETRY",
+        keys=("opentelemetry.enabled=true",),
+    )
+    log_level: str | None = flag(
+        "--log-level",
+        "LEVEL",
+        f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or"
+        " HOROVOD_LOG_LEVEL).",
+        log_level,
+        variable="HOROVOD_LOG_LEVEL",
+        keys=("logging.level",),
+    )
+    verbose: bool = switch("--verbose", "The same as --log-level DEBUG.")
+    log_timestamps: bool | None = choice(
+        None,
+        given(
+            "--log-without-timestamp --log-hide-timestamp",
+            False,
+            "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does."
+            " On: --log-with-timestamp.",
+            variable="HOROVOD_LOG_HIDE_TIME",
+            keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
+        ),
+        given(
+            "--log-with-timestamp --no-log-hide-timestamp",
+            True,
+            keys=("logging.with_timestamp=true", "logging.hide_timestamp=false"),
+        ),
+    )
+
+
+@dataclass
+class GeneralFlags:
+    """The rest."""
+
+    config_file: str | None = flag(
+        "--config-file", "FILE", "Read a YAML file of Horovod's form; flags given here win."
+    )
+    check_build: bool = switch("-cb --check-build", "Show what is available here, and end.")
+    version: bool = switch("-v --version", "Show the version, and end.")
+    disable_cache: bool = switch("--disable-cache", "Changes nothing: no checks are cached anyway.")
+
+
+@dataclass
+class Options(
+    WorkerFlags,
+    HostFlags,
+    SshFlags,
+    EtcdFlags,
+    KubernetesFlags,
+    CheckpointFlags,
+    PreemptionFlags,
+    FailoverFlags,
+    SecurityFlags,
+    CommunicationFlags,
+    TuningFlags,
+    DetectionFlags,
+    TorchrunFlags,
+    OutputFlags,
+    GeneralFlags,
+):
     """Flags as given. None means not given, so that the file, the environment and the defaults can fill it in."""
 
     command: list[str] = field(default_factory=list)
-    num_proc: int | None = None
-    min_num_proc: int | None = None
-    max_num_proc: int | None = None
-    standbys: int | None = None
-    hosts: str | None = None
-    hostfile: str | None = None
-    host_discovery_script: str | None = None
-    slots_per_host: int | None = None
-    start_timeout: float | None = None  # seconds
-    elastic_timeout: float | None = None  # seconds
-    reset_limit: int | None = None
-    cooldown_range: Sequence[float] | None = None  # two numbers of seconds
-    slot_attempts: int | None = None
-    host_attempts: int | None = None
-    output_filename: str | None = None
-    prefix_output_with_timestamp: bool = False
-    journal: str | None = None
-    summary: bool = False
-    report: str | None = None
-    digests: bool = False
-    allow_inexact: bool = False
-    metrics_port: int | None = None
-    metrics_host: str | None = None
-    dashboard: str | None = None
-    opentelemetry: bool = False
-    log_level: str | None = None
-    verbose: bool = False
-    config_file: str | None = None
-    network_interfaces: list[str] | None = None
-    gloo_timeout_seconds: float | None = None
-    lease: float | None = None  # seconds
-    idle_timeout: float | None = None  # seconds; 0: never
-    busy_warning: float | None = None  # seconds; 0: never
-    busy_timeout: float | None = None  # seconds; 0: never
-    gpu_hang_timeout: float | None = None  # seconds; 0: never
-    stall_warning: float | None = None  # seconds; 0: never; stands in for busy_warning
-    stall_shutdown: float | None = None  # seconds; 0: never; stands in for busy_timeout
-    stall_check: bool | None = None
-    fusion_threshold_mb: float | None = None
-    cycle_time_ms: float | None = None
-    cache_capacity: int | None = None
-    thread_affinity: str | None = None  # numbers of cores with commas between them
-    timeline_filename: str | None = None
-    timeline_mark_cycles: bool | None = None
-    log_timestamps: bool | None = None
-    tcp: bool = False
-    controller: str = "gloo"  # "mpi" and "jsrun" are there to be refused
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    ssh_config: str | None = None
-    remote_python: str | None = None
-    exported: list[str] | None = None  # names of variables
-    job_name: str | None = None
-    etcd: str | None = None
-    etcd_user: str | None = None
-    etcd_cert: str | None = None
-    etcd_key: str | None = None
-    etcd_ca: str | None = None
-    kubernetes: bool = False
-    kubernetes_selector: str | None = None
-    kubernetes_namespace: str | None = None
-    kubernetes_service: str | None = None
-    secret_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_every: str | None = None
-    checkpoint_keep: int | None = None
-    begin_from: str | None = None
-    restarts: int | None = None
-    preemption: str | None = None
-    preload: str | None = None
-    resume: bool = False
-    standby: bool = False
-    fresh: bool = False
-    torch_backend: str | None = None
-    nproc_per_node: str | None = None  # a number, auto, gpu or cpu
-    nnodes: tuple[int, int] | None = None
-    standalone: bool = False
-    max_restarts: int | None = None
-    rdzv_id: str | None = None
-    rdzv_backend: str | None = None
-    rdzv_endpoint: str | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    module: bool = False
-    no_python: bool = False
-    driver_timeout: float | None = None  # seconds
-    driver_port: int | None = None
-    disable_cache: bool = False
-    check_build: bool = False
-    version: bool = False
     without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
+
+
+# Title and text of each group of --help, and the flags in it.
+GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
+    ("workers", None, (WorkerFlags,)),
+    (
+        "hosts",
+        "At most one of the first three; without any and without --etcd, this machine has as many"
+        " slots as it needs,\n  up to 8 a core.",
+        (HostFlags,),
+    ),
+    (
+        "several hosts",
+        "Hosts of a list that are not this machine are reached over ssh; those of --etcd run"
+        "\n  the program `elasticrun agent`. See docs/many-hosts.md.",
+        (SshFlags, EtcdFlags, KubernetesFlags),
+    ),
+    (
+        "checkpoints",
+        "What is committed outlives all workers, and the driver. See docs/checkpoints.md.",
+        (CheckpointFlags,),
+    ),
+    (
+        "machines that go away",
+        "Their workers leave before the end, and others take their places. See docs/spot.md.",
+        (PreemptionFlags,),
+    ),
+    (
+        "a driver that may die",
+        "Workers then belong to agents that outlive it, and another driver goes on.",
+        (FailoverFlags,),
+    ),
+    ("security", "Every connection is authenticated; TLS also encrypts.", (SecurityFlags,)),
+    ("communication", None, (CommunicationFlags,)),
+    (
+        "small tensors",
+        "What is submitted together is negotiated and reduced together.",
+        (TuningFlags,),
+    ),
+    (
+        "hung and slow workers",
+        "They are named, then fenced: killed, so that the others go on. See docs/detection.md.",
+        (DetectionFlags,),
+    ),
+    (
+        "torch.distributed, and torchrun's flags",
+        "Scripts that torchrun starts run unedited. See docs/pytorch.md.",
+        (TorchrunFlags,),
+    ),
+    ("output", None, (OutputFlags,)),
+    ("general", None, (GeneralFlags,)),
+)
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -185,61 +527,12 @@ def build_parser() -> Parser:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    _add_workers(parser.group("workers"))
-    _add_hosts(
-        parser.group(
-            "hosts",
-            "At most one of the first three; without any and without --etcd, this machine has as many"
-            " slots as it needs,\n  up to 8 a core.",
-        )
-    )
-    add_several_hosts(
-        parser.group(
-            "several hosts",
-            "Hosts of a list that are not this machine are reached over ssh; those of --etcd run"
-            "\n  the program `elasticrun agent`. See docs/many-hosts.md.",
-        )
-    )
-    add_checkpoints(
-        parser.group(
-            "checkpoints",
-            "What is committed outlives all workers, and the driver. See docs/checkpoints.md.",
-        )
-    )
-    add_preemption(
-        parser.group(
-            "machines that go away",
-            "Their workers leave before the end, and others take their places. See docs/spot.md.",
-        )
-    )
-    add_failover(
-        parser.group(
-            "a driver that may die",
-            "Workers then belong to agents that outlive it, and another driver goes on.",
-        )
-    )
-    add_security(parser.group("security", "Every connection is authenticated; TLS also encrypts."))
-    _add_communication(parser.group("communication"))
-    _add_tuning(
-        parser.group(
-            "small tensors",
-            "What is submitted together is negotiated and reduced together.",
-        )
-    )
-    _add_detection(
-        parser.group(
-            "hung and slow workers",
-            "They are named, then fenced: killed, so that the others go on. See docs/detection.md.",
-        )
-    )
-    add_torchrun(
-        parser.group(
-            "torch.distributed, and torchrun's flags",
-            "Scripts that torchrun starts run unedited. See docs/pytorch.md.",
-        )
-    )
-    _add_output(parser.group("output"))
-    _add_general(parser.group("general"))
+    for title, text, kinds in GROUPS:
+        add = parser.group(title, text)
+        for kind in kinds:
+            add_declared(add, kind)
+    add("-h --help", None, None, "Show this, and end.", action="help")
+    add_refused(add)
     _add_without_meaning(
         parser.group(
             "accepted from Horovod, without meaning here",
@@ -250,363 +543,6 @@ def build_parser() -> Parser:
 
 
 parser = functools.cache(build_parser)
-
-
-def _add_workers(add: Group) -> None:
-    add("-np --num-proc", "N", whole(1), "Workers to start with (elastic: default --min-np).")
-    add("--min-np --min-num-proc", "N", whole(1), "Elastic: go on with as few (default: -np).")
-    add(
-        "--max-np --max-num-proc",
-        "N",
-        whole(1),
-        "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are"
-        " slots).",
-    )
-    add(
-        "--standbys",
-        "N",
-        whole(0),
-        "Elastic: keep N workers beyond --max-np in free slots, ready to take the place of one that is lost (default:"
-        " ELASTIC_STANDBYS, or 0).",
-        variable="ELASTIC_STANDBYS",
-        keys=("standbys.count",),
-    )
-    add(
-        "--elastic-timeout",
-        "S",
-        seconds,
-        f"Give up after waiting this long for --min-np workers (default: {Settings.elastic_timeout_s:g}, or"
-        " HOROVOD_ELASTIC_TIMEOUT).",
-        variable="HOROVOD_ELASTIC_TIMEOUT",
-    )
-    add(
-        "--start-timeout",
-        "S",
-        seconds,
-        f"Give a worker this long from its start to hvd.init() (default: {Settings.start_timeout_s:g}, or"
-        " HOROVOD_START_TIMEOUT).",
-        variable="HOROVOD_START_TIMEOUT",
-    )
-    add(
-        "--reset-limit",
-        "N",
-        whole(0),
-        "Survive N failures, then end the job; planned changes do not count (default: no limit).",
-    )
-    add(
-        "--blacklist-cooldown-range",
-        ("MIN", "MAX"),
-        seconds,
-        "Use a slot again MIN seconds after its worker failed, doubling up to MAX (default:"
-        f" {Settings.cooldown_min_s:g} {Settings.cooldown_max_s:g}).",
-        dest="cooldown_range",
-        nargs=2,
-    )
-    add(
-        "--slot-attempts",
-        "N",
-        whole(1),
-        "Give a slot up after N workers in a row died there before they trained (default:"
-        f" {Settings.slot_attempts}).",
-    )
-    add(
-        "--host-attempts",
-        "N",
-        whole(1),
-        "Give a host up once N of its slots were given up (default: never).",
-    )
-
-
-def _add_hosts(add: Group) -> None:
-    add("-H --hosts", "LIST", str, "Hosts and slots, as in gpu1:4,gpu2:4 or [::1]:2, each once.")
-    add("-hostfile --hostfile", "FILE", str, "A file with one host a line, as in gpu1 slots=4.")
-    add(
-        "--host-discovery-script",
-        "SCRIPT",
-        str,
-        "A program that is run every second and prints the hosts there are now, one host or"
-        " host:slots a line.",
-    )
-    add("--slots-per-host", "N", whole(1), "Slots of a host listed without a number (default: 1).")
-    add(
-        "--network-interface --network-interfaces",
-        "LIST",
-        str,
-        "Talk over the first of these that a host has: interfaces, networks or addresses, as in"
-        " eth1,10.0.0.0/8,fd00::/8 (default: what leads to the other hosts; on one machine"
-        " loopback).",
-        action=Names,
-        dest="network_interfaces",
-    )
-
-
-def _add_communication(add: Group) -> None:
-    add(
-        "--gloo", None, None, "Start workers without MPI, as is always done.", **_controller("gloo")
-    )
-    add("--mpi", None, None, "Refused: MPI does not start our workers.", **_controller("mpi"))
-    add("--jsrun", None, None, "Refused: jsrun does not start our workers.", **_controller("jsrun"))
-    add(
-        "--gloo-timeout-seconds",
-        "S",
-        seconds,
-        "End a collective that has waited this long, whoever is to blame (default:"
-        " HOROVOD_GLOO_TIMEOUT_SECONDS, ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute);"
-        " also the time to connect (default: 30).",
-        variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
-        keys=("library_options.gloo_timeout_seconds",),
-    )
-    add("--tcp", None, None, "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
-
-
-def _add_tuning(add: Group) -> None:
-    add(
-        "--fusion-threshold-mb",
-        "MB",
-        number,
-        "Fuse small tensors into collectives of up to so many MiB; 0: never (default:"
-        " HOROVOD_FUSION_THRESHOLD, in bytes, or 128).",
-        keys=("params.fusion_threshold_mb",),
-    )
-    add(
-        "--cycle-time-ms",
-        "MS",
-        number,
-        "Wait this long for more to fuse before a round of negotiation (default:"
-        " HOROVOD_CYCLE_TIME, or 1).",
-        variable="HOROVOD_CYCLE_TIME",
-        keys=("params.cycle_time_ms",),
-    )
-    add(
-        "--cache-capacity",
-        "N",
-        whole(0),
-        "Remember the negotiation of so many tensors; 0: of none (default:"
-        " HOROVOD_CACHE_CAPACITY, or 1024).",
-        variable="HOROVOD_CACHE_CAPACITY",
-        keys=("params.cache_capacity",),
-    )
-    add(
-        "--thread-affinity",
-        "CORES",
-        cores,
-        "Keep each worker's background thread on one core: their numbers, one for each worker of a"
-        " host, as in 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or any core).",
-        variable="HOROVOD_THREAD_AFFINITY",
-        keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
-    )
-
-
-def _add_detection(add: Group) -> None:
-    add(
-        "--lease",
-        "S",
-        seconds,
-        "Fence a worker that was not able to run for this long, as its process is stopped, or that"
-        f" the network does not reach (default: {Settings.lease_s:g}).",
-    )
-    add(
-        "--idle-timeout",
-        "S",
-        number,
-        "Fence a worker that others wait for and that uses neither processor nor disk for this"
-        f" long; 0: never (default: {Settings.idle_s:g}; in a job of a fixed size, --busy-timeout).",
-    )
-    add(
-        "--busy-warning",
-        "S",
-        number,
-        "Name a busy worker once others have waited for it this long; 0: never (default:"
-        f" {Settings.busy_warning_s:g}).",
-    )
-    add(
-        "--busy-timeout",
-        "S",
-        number,
-        "Fence a busy worker once others have waited for it this long; 0: never (default:"
-        f" {Settings.busy_s:g}).",
-    )
-    add(
-        "--gpu-hang-timeout",
-        "S",
-        number,
-        "Fence a worker whose GPU has not come to a collective this long after those of the others;"
-        " where all have come, form a new world after three times as long; 0: never (default:"
-        f" {Settings.gpu_hang_s:g}).",
-    )
-    add(
-        "--stall-check-warning-time-seconds",
-        "S",
-        number,
-        "As --busy-warning, and name tensors that some ranks have not submitted for this long, and"
-        " these ranks (default: HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
-        dest="stall_warning",
-        variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
-        keys=("stall_check.warning_time_seconds",),
-    )
-    add(
-        "--stall-check-shutdown-time-seconds",
-        "S",
-        number,
-        "As --busy-timeout, and fail collectives that some ranks have not submitted for this long;"
-        " 0: never (default: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
-        dest="stall_shutdown",
-        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        keys=("stall_check.shutdown_time_seconds",),
-    )
-    add(
-        "--no-stall-check",
-        None,
-        None,
-        "Turn the last five off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
-        variable="HOROVOD_STALL_CHECK_DISABLE",
-        keys=("stall_check.enabled=false",),
-        **_switch("stall_check", False),
-    )
-    add(
-        "--stall-check",
-        None,
-        None,
-        argparse.SUPPRESS,
-        keys=("stall_check.enabled=true",),
-        **_switch("stall_check", True),
-    )
-
-
-def _add_output(add: Group) -> None:
-    add(
-        "--output-filename",
-        "DIR",
-        str,
-        "Also write what each worker prints to DIR/rank.N/stdout and DIR/rank.N/stderr.",
-    )
-    add(
-        "-prefix-timestamp --prefix-output-with-timestamp",
-        None,
-        None,
-        "Put the time before each line that a worker prints.",
-    )
-    add(
-        "--timeline-filename",
-        "FILE",
-        str,
-        "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev"
-        " (default: HOROVOD_TIMELINE).",
-        variable="HOROVOD_TIMELINE",
-        keys=("timeline.filename",),
-    )
-    add(
-        "--timeline-mark-cycles",
-        None,
-        None,
-        "Mark every round of negotiation there, as HOROVOD_TIMELINE_MARK_CYCLES=1 does."
-        " Off: --no-timeline-mark-cycles.",
-        variable="HOROVOD_TIMELINE_MARK_CYCLES",
-        keys=("timeline.mark_cycles=true",),
-        **_switch("timeline_mark_cycles", True),
-    )
-    add(
-        "--no-timeline-mark-cycles",
-        None,
-        None,
-        argparse.SUPPRESS,
-        keys=("timeline.mark_cycles=false",),
-        **_switch("timeline_mark_cycles", False),
-    )
-    add("--journal", "FILE", str, "Write every event and decision of the driver to FILE.")
-    add(
-        "--summary",
-        None,
-        None,
-        "Say at the end how the time of the job and of each worker went: training, committing, waiting, recovering,"
-        " lost; as ELASTIC_SUMMARY=1 does.",
-        variable="ELASTIC_SUMMARY",
-        keys=("summary.enabled=true",),
-    )
-    add(
-        "--report",
-        "FILE",
-        str,
-        "Write a page about the job to FILE when it ends: what happened and why, a timeline, what was reported, how the"
-        " time went (default: ELASTIC_REPORT, or none).",
-        variable="ELASTIC_REPORT",
-        keys=("report.file",),
-    )
-    add(
-        "--digests",
-        None,
-        None,
-        "Have workers report a digest of every tensor of the state at each commit, into --journal; two runs are then"
-        " compared by python -m elastic.chaos exact.",
-    )
-    add(
-        "--allow-inexact",
-        None,
-        None,
-        "Where training in shards is to be exact, let workers in that compute differently (other threads, instructions,"
-        " versions), and say from which step on.",
-    )
-    add(
-        "--metrics-port",
-        "PORT",
-        whole(1),
-        "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics.",
-    )
-    add("--metrics-host", "ADDRESS", str, "Serve them on this address, to whoever reaches it.")
-    add(
-        "--dashboard",
-        "[ADDRESS]:PORT",
-        str,
-        "Serve a live page of the job at http://127.0.0.1:PORT/, or on another address, to who has the link that is"
-        " shown at the start, which holds a token (default: ELASTIC_DASHBOARD, or no page).",
-        variable="ELASTIC_DASHBOARD",
-        keys=("dashboard.address",),
-    )
-    add(
-        "--opentelemetry",
-        None,
-        None,
-        "Send a trace of each recovery and each change of the world, with its phases as spans, to where the OTEL_*"
-        " variables say (OTEL_EXPORTER_OTLP_ENDPOINT); as ELASTIC_OPENTELEMETRY=1 does.",
-        variable="ELASTIC_OPENTELEMETRY",
-        keys=("opentelemetry.enabled=true",),
-    )
-    add(
-        "--log-level",
-        "LEVEL",
-        log_level,
-        f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or"
-        " HOROVOD_LOG_LEVEL).",
-        variable="HOROVOD_LOG_LEVEL",
-        keys=("logging.level",),
-    )
-    add("--verbose", None, None, "The same as --log-level DEBUG.")
-    add(
-        "--log-without-timestamp --log-hide-timestamp",
-        None,
-        None,
-        "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does."
-        " On: --log-with-timestamp.",
-        variable="HOROVOD_LOG_HIDE_TIME",
-        keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
-        **_switch("log_timestamps", False),
-    )
-    add(
-        "--log-with-timestamp --no-log-hide-timestamp",
-        None,
-        None,
-        argparse.SUPPRESS,
-        keys=("logging.with_timestamp=true", "logging.hide_timestamp=false"),
-        **_switch("log_timestamps", True),
-    )
-
-
-def _add_general(add: Group) -> None:
-    add("--config-file", "FILE", str, "Read a YAML file of Horovod's form; flags given here win.")
-    add("-cb --check-build", None, None, "Show what is available here, and end.")
-    add("-v --version", None, None, "Show the version, and end.")
-    add("-h --help", None, None, "Show this, and end.", action="help")
-    add("--disable-cache", None, None, "Changes nothing: no checks are cached anyway.")
 
 
 def _add_without_meaning(add: Group) -> None:
@@ -638,8 +574,8 @@ def _add_without_meaning(add: Group) -> None:
         ("--mpi-args", str, "Arguments of mpirun.", {}),
         ("--binding-args", str, "Binding of processes under MPI.", {}),
     )
-    for flag, convert, text, rest in valued:
-        add(flag, "X", convert, text, action=WithoutMeaning, dest=flag, const=True, **rest)
+    for name, convert, text, rest in valued:
+        add(name, "X", convert, text, action=WithoutMeaning, dest=name, const=True, **rest)
     for name, text, key in (
         ("hierarchical-allreduce", "Allreduce in two levels.", "params.hierarchical_allreduce"),
         ("hierarchical-allgather", "Allgather in two levels.", "params.hierarchical_allgather"),
@@ -680,11 +616,3 @@ _BY_ITSELF = (
 _NCCL_CHOOSES = (
     "NCCL chooses the algorithm by the network it finds; its variable NCCL_ALGO forces one"
 )
-
-
-def _controller(name: str) -> dict[str, Any]:
-    return {"action": "store_const", "dest": "controller", "const": name}
-
-
-def _switch(field: str, on: bool) -> dict[str, Any]:
-    return {"action": "store_const", "dest": field, "const": on}

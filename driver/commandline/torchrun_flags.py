@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic.driver.commandline.arguments import Group, whole
+from elastic.driver.commandline.arguments import Group, flag, switch, whole
 from elastic.errors import Invalid
 
 Options = TypeVar("Options", bound=Any)  # those of `flags`, which has these flags too
@@ -53,74 +54,8 @@ REFUSED: dict[str, tuple[bool, str]] = {
 BACKENDS = ("elastic", "off")
 
 
-def add_torchrun(add: Group) -> None:
-    add(
-        "--torch-backend",
-        "WHICH",
-        _backend,
-        "elastic: a script that asks torch.distributed for gloo, nccl or no backend gets this system's; off: it gets"
-        " torch's own, which does not outlive a worker (default: ELASTIC_TORCH_BACKEND, or elastic).",
-        variable="ELASTIC_TORCH_BACKEND",
-        keys=("torch.backend",),
-    )
-    add(
-        "--nproc-per-node --nproc_per_node",
-        "N",
-        _per_host,
-        "Workers on each host; auto, gpu: as many as it has GPUs; auto without one, cpu: as many as cores.",
-        dest="nproc_per_node",
-    )
-    add(
-        "--nnodes",
-        "N[:M]",
-        _hosts,
-        "Hosts; with a range the job is elastic, from N times --nproc-per-node workers up to M times.",
-    )
-    add("--standalone", None, None, "One host, as without any flag of hosts.")
-    add(
-        "--max-restarts --max_restarts",
-        "N",
-        whole(0),
-        "Elastic: survive N failures, as --reset-limit; in a job of a fixed size only 0 has a meaning.",
-        dest="max_restarts",
-    )
-    add("--rdzv-id --rdzv_id", "NAME", str, "The job's name, as --job.", dest="rdzv_id")
-    add(
-        "--rdzv-backend --rdzv_backend",
-        "WHICH",
-        str,
-        "c10d and static say nothing here; etcd-v2 and etcd: --rdzv-endpoint is --etcd.",
-        dest="rdzv_backend",
-    )
-    add(
-        "--rdzv-endpoint --rdzv_endpoint",
-        "HOST:PORT",
-        str,
-        "With --rdzv-backend etcd, as --etcd. Without, it may be this host alone.",
-        dest="rdzv_endpoint",
-    )
-    add(
-        "--master-addr --master_addr",
-        "HOST",
-        str,
-        "MASTER_ADDR of the workers (default: where rank 0 will listen).",
-        dest="master_addr",
-    )
-    add(
-        "--master-port --master_port",
-        "PORT",
-        whole(1),
-        "MASTER_PORT of the workers (default: a free port).",
-        dest="master_port",
-    )
-    add("-m --module", None, None, "The program is the name of a Python module.", dest="module")
-    add(
-        "--no-python --no_python",
-        None,
-        None,
-        "Run the program as it is, also a script.",
-        dest="no_python",
-    )
+def add_refused(add: Group) -> None:
+    """Those of torchrun that are not available: to give one is an error that says what to do."""
     for names, (valued, _) in REFUSED.items():
         rest: dict[str, Any] = {} if valued else {"nargs": 0}
         add(
@@ -159,6 +94,64 @@ def _hosts(text: str) -> tuple[int, int]:
             f"{text!r} must be a number of hosts, or a range such as 2:4"
         )
     return int(least), int(most)
+
+
+@dataclass
+class TorchrunFlags:
+    """torch.distributed, and torchrun's own."""
+
+    torch_backend: str | None = flag(
+        "--torch-backend",
+        "WHICH",
+        "elastic: a script that asks torch.distributed for gloo, nccl or no backend gets this system's; off: it gets"
+        " torch's own, which does not outlive a worker (default: ELASTIC_TORCH_BACKEND, or elastic).",
+        _backend,
+        variable="ELASTIC_TORCH_BACKEND",
+        keys=("torch.backend",),
+    )
+    nproc_per_node: str | None = flag(
+        "--nproc-per-node --nproc_per_node",
+        "N",
+        "Workers on each host; auto, gpu: as many as it has GPUs; auto without one, cpu: as many as cores.",
+        _per_host,
+    )
+    nnodes: tuple[int, int] | None = flag(
+        "--nnodes",
+        "N[:M]",
+        "Hosts; with a range the job is elastic, from N times --nproc-per-node workers up to M times.",
+        _hosts,
+    )
+    standalone: bool = switch("--standalone", "One host, as without any flag of hosts.")
+    max_restarts: int | None = flag(
+        "--max-restarts --max_restarts",
+        "N",
+        "Elastic: survive N failures, as --reset-limit; in a job of a fixed size only 0 has a meaning.",
+        whole(0),
+    )
+    rdzv_id: str | None = flag("--rdzv-id --rdzv_id", "NAME", "The job's name, as --job.")
+    rdzv_backend: str | None = flag(
+        "--rdzv-backend --rdzv_backend",
+        "WHICH",
+        "c10d and static say nothing here; etcd-v2 and etcd: --rdzv-endpoint is --etcd.",
+    )
+    rdzv_endpoint: str | None = flag(
+        "--rdzv-endpoint --rdzv_endpoint",
+        "HOST:PORT",
+        "With --rdzv-backend etcd, as --etcd. Without, it may be this host alone.",
+    )
+    master_addr: str | None = flag(
+        "--master-addr --master_addr",
+        "HOST",
+        "MASTER_ADDR of the workers (default: where rank 0 will listen).",
+    )
+    master_port: int | None = flag(
+        "--master-port --master_port",
+        "PORT",
+        "MASTER_PORT of the workers (default: a free port).",
+        whole(1),
+    )
+    module: bool = switch("-m --module", "The program is the name of a Python module.")
+    no_python: bool = switch("--no-python --no_python", "Run the program as it is, also a script.")
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:

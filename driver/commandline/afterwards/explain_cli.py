@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.driver.commandline.arguments import Parser
+from elastic.driver.commandline.arguments import Parser, add_declared, flag, switch
 from elastic.driver.monitoring.explain.findings import What, findings
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
 from elastic.driver.monitoring.explain.page import PageJob, page
@@ -31,8 +31,12 @@ _NAMES = "h:2#1 is the first process in slot 2 of host h, commit 3.25 the 25th o
 class ExplainOptions:
     """Flags as given."""
 
-    html: str | None = None
-    json: bool = False
+    html: str | None = flag(
+        "--html",
+        "FILE",
+        "Write a page with the same, and the job's timeline to zoom into. It needs nothing else, and no network.",
+    )
+    json: bool = switch("--json", "Print the findings, their facts and sentences as JSON.")
 
 
 def parser() -> Parser:
@@ -42,14 +46,7 @@ def parser() -> Parser:
         usage="elasticrun explain [flags] JOURNAL",
         description=DESCRIPTION,
     )
-    add = made.group("what to write")
-    add(
-        "--html",
-        "FILE",
-        str,
-        "Write a page with the same, and the job's timeline to zoom into. It needs nothing else, and no network.",
-    )
-    add("--json", None, None, "Print the findings, their facts and sentences as JSON.")
+    add_declared(made.group("what to write"), ExplainOptions)
     made.group("general")("-h --help", None, None, "Show this.", action="help")
     return made
 

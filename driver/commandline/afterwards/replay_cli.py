@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.driver.commandline.arguments import Parser, number, seconds, whole
+from elastic.driver.commandline.arguments import Parser, add_declared, flag, number, seconds, whole
 from elastic.driver.events import Report
 from elastic.driver.journal.entries import Entry
 from elastic.driver.monitoring.dashboard import page_server
@@ -39,37 +39,44 @@ TICK_S = 0.05  # of real time, between two looks at what is due
 class ReplayOptions:
     """Flags as given."""
 
-    speed: float = 10.0
-    begin: float = 0.0  # seconds of the job
-    port: int = 0
-    svg: str | None = None
-    length: float = FILM_S
+    speed: float = flag(
+        "--speed",
+        "X",
+        "Play X seconds of the job in one second (default: 10).",
+        seconds,
+        default=10.0,
+    )
+    begin: float = flag(
+        "--begin",
+        "S",
+        "Begin S seconds after the start of the job (default: 0).",
+        number,
+        default=0.0,
+    )
+    port: int = flag(
+        "--port",
+        "PORT",
+        "Serve the page at http://127.0.0.1:PORT/ (default: a free port).",
+        whole(1),
+        default=0,
+    )
+    svg: str | None = flag(
+        "--svg",
+        "FILE",
+        "Write a film to FILE, as an SVG that moves by itself, also in a README, and serve no page.",
+    )
+    length: float = flag(
+        "--length", "S", f"The film takes S seconds (default: {FILM_S:g}).", seconds, default=FILM_S
+    )
 
 
 def parser() -> Parser:
     """All flags of ``elasticrun replay``."""
     made = Parser(
-        prog="elasticrun replay",
-        usage="elasticrun replay [flags] JOURNAL",
-        description=DESCRIPTION,
+        prog="elasticrun replay", usage="elasticrun replay [flags] JOURNAL", description=DESCRIPTION
     )
-    add = made.group("on the page")
-    add("--speed", "X", seconds, "Play X seconds of the job in one second (default: 10).")
-    add("--begin", "S", number, "Begin S seconds after the start of the job (default: 0).")
-    add(
-        "--port",
-        "PORT",
-        whole(1),
-        "Serve the page at http://127.0.0.1:PORT/ (default: a free port).",
-    )
-    add = made.group("as a film")
-    add(
-        "--svg",
-        "FILE",
-        str,
-        "Write a film to FILE, as an SVG that moves by itself, also in a README, and serve no page.",
-    )
-    add("--length", "S", seconds, f"The film takes S seconds (default: {FILM_S:g}).")
+    add_declared(made.group("on the page"), ReplayOptions, "speed", "begin", "port")
+    add_declared(made.group("as a film"), ReplayOptions, "svg", "length")
     made.group("general")("-h --help", None, None, "Show this.", action="help")
     return made
 

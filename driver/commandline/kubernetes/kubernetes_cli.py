@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from elastic.driver.commandline.arguments import Names, Parser, whole
+from elastic.driver.commandline.arguments import Names, Parser, add_declared, flag, switch, whole
 from elastic.driver.commandline.kubernetes.kubernetes_release import ApiSilent, ChartRelease
 from elastic.errors import Invalid
 
@@ -38,47 +38,44 @@ VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # and how many words fo
 class KubernetesOptions:
     """Flags as given."""
 
-    image: str | None = None
-    workers: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-    gpus: int = 0
-    values: list[str] | None = None
-    settings: list[str] | None = None
-    detach: bool = False
+    image: str | None = flag(
+        "--image", "IMAGE", "What driver and workers run, as in registry/train:1.2."
+    )
+    workers: str | None = flag(
+        "--workers",
+        "MIN[:PODS]",
+        "Start PODS worker pods, and go on with as few as MIN workers (default of PODS: MIN).",
+    )
+    gpus: int = flag(
+        "--gpus",
+        "N",
+        "GPUs of each worker pod, with a worker for each (default: 0).",
+        whole(0),
+        default=0,
+    )
+    name: str | None = flag("--name", "NAME", "Of the job (default: train- and a number).")
+    values: list[str] | None = flag(
+        "--values", "FILE", "Values for the chart; what flags say wins. Repeatable.", action=Names
+    )
+    settings: list[str] | None = flag(
+        "--set",
+        "KEY=VALUE",
+        "One more value for the chart, as helm takes it. Repeatable.",
+        action="append",
+    )
+    detach: bool = switch("--detach", "Return once it is installed; it is not removed at its end.")
+    namespace: str | None = flag(
+        "-n --namespace", "NAME", "Where it is (default: the kubeconfig's)."
+    )
 
 
 def kubernetes_parser() -> Parser:
     """All flags of ``elasticrun k8s``."""
     made = Parser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
-    add = made.group("the job", "Of run.")
-    add("--image", "IMAGE", str, "What driver and workers run, as in registry/train:1.2.")
-    add(
-        "--workers",
-        "MIN[:PODS]",
-        str,
-        "Start PODS worker pods, and go on with as few as MIN workers (default of PODS: MIN).",
-    )
-    add("--gpus", "N", whole(0), "GPUs of each worker pod, with a worker for each (default: 0).")
-    add("--name", "NAME", str, "Of the job (default: train- and a number).")
-    add(
-        "--values",
-        "FILE",
-        str,
-        "Values for the chart; what flags say wins. Repeatable.",
-        action=Names,
-    )
-    add(
-        "--set",
-        "KEY=VALUE",
-        str,
-        "One more value for the chart, as helm takes it. Repeatable.",
-        action="append",
-        dest="settings",
-    )
-    add("--detach", None, None, "Return once it is installed; it is not removed at its end.")
+    of_run = ("image", "workers", "gpus", "name", "values", "settings", "detach")
+    add_declared(made.group("the job", "Of run."), KubernetesOptions, *of_run)
     add = made.group("general")
-    add("-n --namespace", "NAME", str, "Where it is (default: the kubeconfig's).")
+    add_declared(add, KubernetesOptions, "namespace")
     add("-h --help", None, None, "Show this.", action="help")
     return made
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.driver.commandline.arguments import Parser, seconds, whole
+from elastic.driver.commandline.arguments import Parser, add_declared, flag, seconds, switch, whole
 from elastic.driver.commandline.flags import Options
-from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
+from elastic.driver.commandline.multi_host_flags import EtcdFlags, SecurityFlags
 from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
 from elastic.driver.commandline.steering import job_tables
 from elastic.driver.job.steering import messages
@@ -42,15 +42,19 @@ class Verb:
     usage: str
     text: str
     words: tuple[int, int]
+    flags: tuple[str, ...] = ()  # its own fields of `CommandOptions`
     named: bool = True
 
 
 VERBS: dict[str, Verb] = {
-    "jobs": Verb("", "The jobs of this user on this machine.", (0, 0), named=False),
-    "status": Verb("[JOB]", "Workers, world, commits, goodput.", (0, 0)),
-    "scale": Verb("[JOB] N", "From here on the job wants N workers.", (1, 1)),
+    "jobs": Verb("", "The jobs of this user on this machine.", (0, 0), ("json",), named=False),
+    "status": Verb("[JOB]", "Workers, world, commits, goodput.", (0, 0), ("json", "watch")),
+    "scale": Verb("[JOB] N", "From here on the job wants N workers.", (1, 1), ("wait",)),
     "drain": Verb(
-        "[JOB] HOST", "Its workers leave, if enough others stay; nobody is started there.", (1, 1)
+        "[JOB] HOST",
+        "Its workers leave, if enough others stay; nobody is started there.",
+        (1, 1),
+        ("off",),
     ),
     "remove": Verb(
         "[JOB] WORKER", "A worker, by rank or as host:slot, leaves at its next commit.", (1, 1)
@@ -59,9 +63,13 @@ VERBS: dict[str, Verb] = {
         "[JOB] [RANK]",
         "The Python stacks of all threads of a worker, or of the first eight.",
         (0, 1),
+        ("json",),
     ),
     "logs": Verb(
-        "[JOB] [RANK]", "The last lines of the driver and the workers, or of one.", (0, 1)
+        "[JOB] [RANK]",
+        "The last lines of the driver and the workers, or of one.",
+        (0, 1),
+        ("json", "follow", "least_lines"),
     ),
     "stop": Verb("[JOB]", "End the job, as SIGTERM does; a second time at once.", (0, 0)),
 }
@@ -71,13 +79,16 @@ VERBS: dict[str, Verb] = {
 class CommandOptions(Options):
     """Flags as given."""
 
-    json: bool = False
-    watch: bool = False
-    follow: bool = False
-    off: bool = False
-    ray: bool = False
-    wait: float | None = None
-    least_lines: int | None = None
+    json: bool = switch("--json", "As JSON.")
+    watch: bool = switch("--watch", "Go on, until Ctrl-C.")
+    follow: bool = switch("-f --follow", "Go on, until Ctrl-C or the end of the job.")
+    least_lines: int | None = flag("--lines", "N", "So many (default: 100).", whole(1))
+    off: bool = switch("--off", "Workers may be started there again.")
+    wait: float | None = flag(
+        "--wait", "S", "Return when so many train together, within S seconds.", seconds
+    )
+    journal: str | None = flag("--journal", "FILE", "The one that writes this journal.")
+    ray: bool = switch("--ray", "A detached job of the Ray cluster of RAY_ADDRESS, by its name.")
 
 
 def command_parser(name: str) -> Parser:
@@ -88,24 +99,13 @@ def command_parser(name: str) -> Parser:
         usage=f"elasticrun {name} [flags] {verb.usage}".rstrip(),
         description=f"{verb.text}\n\n{DESCRIPTION}",
     )
-    add = parser.group("what")
-    if name in ("status", "jobs", "stacks", "logs"):
-        add("--json", None, None, "As JSON.")
-    if name == "status":
-        add("--watch", None, None, "Go on, until Ctrl-C.")
-    if name == "logs":
-        add("-f --follow", None, None, "Go on, until Ctrl-C or the end of the job.")
-        add("--lines", "N", whole(1), "So many (default: 100).", dest="least_lines")
-    if name == "drain":
-        add("--off", None, None, "Workers may be started there again.")
-    if name == "scale":
-        add("--wait", "S", seconds, "Return when so many train together, within S seconds.")
+    if verb.flags:
+        add_declared(parser.group("what"), CommandOptions, *verb.flags)
     if verb.named:
         add = parser.group("which job")
-        add("--journal", "FILE", str, "The one that writes this journal.")
-        add("--ray", None, None, "A detached job of the Ray cluster of RAY_ADDRESS, by its name.")
-        add_etcd(add)
-        add_security(add)
+        add_declared(add, CommandOptions, "journal", "ray")
+        add_declared(add, EtcdFlags)
+        add_declared(add, SecurityFlags)
     add = parser.group("general")
     add("-h --help", None, None, "Show this.", action="help")
     return parser
