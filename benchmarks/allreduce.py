@@ -13,11 +13,9 @@ every rank that it sums. The share of plain copies is that of their time in ours
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from rich.table import Table
 from torch import distributed
 
 import groups
+import shown
 from elastic.collectives.shared_memory import arena
 from figures import Mark, Spread, ratio, size_text, spread
 
@@ -47,7 +46,7 @@ class Answer:
     share: Spread  # of plain copies
 
 
-def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(sizes: list[int], rounds: int) -> list[Answer]:
     group = groups.ours()
     gloo = torchs()
     answers = []
@@ -77,7 +76,7 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
             ratio(times["gloo"], times["ours"]),
             ratio(times["copies"], times["ours"]),
         )
-        answers.append(asdict(answer))
+        answers.append(answer)
     return answers
 
 
@@ -124,15 +123,15 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
 
 
 def table(answers: list[Answer], rounds: int) -> Table:
-    title = f"allreduce of float32 on one host, ms, {rounds} rounds: median (quartiles)"
-    shown = Table(title=title)
-    headings = ("workers", "size", "carried by", "ours, in place", "ours, from elsewhere")
-    for heading in (*headings, "Gloo", "plain copies", "x Gloo", "share of copies"):
-        shown.add_column(heading, justify="right")
+    found = shown.table(
+        f"allreduce of float32 on one host, ms, {rounds} rounds: median (quartiles)",
+        *("workers", "size", "carried by", "ours, in place", "ours, from elsewhere"),
+        *("Gloo", "plain copies", "x Gloo", "share of copies"),
+    )
     for answer in answers:
         digits = 1 if answer.size >= 10 * MB else 3
         ways = ("ours", "elsewhere", "gloo", "copies")
-        shown.add_row(
+        found.add_row(
             str(answer.workers),
             size_text(answer.size),
             answer.carried_by,
@@ -140,35 +139,28 @@ def table(answers: list[Answer], rounds: int) -> Table:
             answer.times_gloo.text(),
             answer.share.text(),
         )
-    return shown
-
-
-def answer_of(raw: dict[str, Any]) -> Answer:
-    ms = {name: Spread(**each) for name, each in raw.pop("ms").items()}
-    times, share = Spread(**raw.pop("times_gloo")), Spread(**raw.pop("share"))
-    return Answer(**raw, ms=ms, times_gloo=times, share=share)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=SIZES_MB)
     parser.add_argument("--rounds", type=int, default=30, help="of each way, for each size")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     sizes = [int(size * MB) for size in options.sizes_mb]
     answers = [
-        answer_of(raw)
+        answer
         for workers in options.workers
-        for raw in groups.ask(measure, workers, sizes, options.rounds)
+        for answer in groups.ask(measure, workers, sizes, options.rounds)
     ]
-    console = groups.console()
+    console = shown.console()
     console.print(table(answers, options.rounds))
     if not all(answer.shared for answer in answers):
         console.print(f"no memory to share: {arena.why_not()}; the first two ways are the same")
     marks = marks_of(answers)
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ The stall is the longest step of a block, less its median. One process; the disk
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -20,19 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import elastic
+import shown
+from models import linear_layers
 
 KINDS = ("plain", "durable", "async")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = shown.options_of(__doc__)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--width", type=int, default=2240)
     parser.add_argument("--batch", type=int, default=64)
@@ -40,18 +37,16 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="on the disk to be measured (default: TMPDIR)")
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="elastic-checkpoint-", dir=options.folder))
     try:
         figures = measured(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    table = Table(
-        title=f"{figures['parameters'] / 1e6:.1f} M parameters, Adam; each {options.every}th step"
+    table = shown.table(
+        f"{figures['parameters'] / 1e6:.1f} M parameters, Adam; each {options.every}th step",
+        *("", "step, median", "step, mean", "x plain", "longest stall", "checkpoints"),
     )
-    for column in ("", "step, median", "step, mean", "x plain", "longest stall", "checkpoints"):
-        table.add_column(column, justify="right")
     for kind in KINDS:
         row = figures[kind]
         table.add_row(
@@ -62,17 +57,13 @@ def main() -> None:
             f"{row['stall_ms']:.0f} ms",
             str(row["checkpoints"]),
         )
-    Console().print(table)
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    shown.console().print(table)
+    shown.write_json(options.json, figures)
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(options.layers):
-        layers += [torch.nn.Linear(options.width, options.width), torch.nn.ReLU()]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*linear_layers(options.layers, options.width))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     inputs = torch.randn(options.batch, options.width)
     elastic.init()

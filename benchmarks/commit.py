@@ -6,17 +6,15 @@ so that everything has changed; then a second commit with no work in between is 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import elastic
+import shown
+from models import linear_layers
 
 
 def ms(work: Callable[[], object]) -> float:
@@ -26,17 +24,13 @@ def ms(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = shown.options_of(__doc__)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--width", type=int, default=2240)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(options.layers):
-        layers += [torch.nn.Linear(options.width, options.width), torch.nn.ReLU()]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*linear_layers(options.layers, options.width))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     inputs = torch.randn(8, options.width)
 
@@ -70,10 +64,8 @@ def main() -> None:
             plains.append(ms(plain))
         again.append(ms(state.commit))
     ratios = [c / p for c, p in zip(commits, plains, strict=True)]
-    table = Table(title=f"commit of {size / 1e6:.0f} MB, {options.rounds} pairs")
-    table.add_column("")
-    for column in ("min", "median", "max"):
-        table.add_column(column, justify="right")
+    title = f"commit of {size / 1e6:.0f} MB, {options.rounds} pairs"
+    table = shown.table(title, "", "min", "median", "max")
     for name, values, digits in (
         ("commit(), ms", commits, 1),
         ("plain copy, ms", plains, 1),
@@ -82,10 +74,9 @@ def main() -> None:
     ):
         row = (min(values), statistics.median(values), max(values))
         table.add_row(name, *(f"{value:.{digits}f}" for value in row))
-    Console().print(table)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"commit_ms": commits, "plain_ms": plains, "again_ms": again}, file)
+    shown.console().print(table)
+    figures = {"commit_ms": commits, "plain_ms": plains, "again_ms": again}
+    shown.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

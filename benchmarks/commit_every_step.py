@@ -12,12 +12,9 @@ Before it is timed, a restore has to bring back what was committed.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.table import Table
@@ -26,6 +23,7 @@ from torch import distributed
 import elastic
 import groups
 import models
+import shown
 from figures import Mark, Spread, ratio, spread
 
 WARMUP = 5
@@ -44,7 +42,7 @@ class Answer:
     call_to_copy: Spread
 
 
-def measure(model: str, rounds: int, block: int) -> dict[str, Any]:
+def measure(model: str, rounds: int, block: int) -> Answer:
     training = models.make(model, distributed.get_rank())
     names = training.model.named_parameters()
     optimizer = elastic.DistributedOptimizer(training.optimizer(), names)
@@ -64,7 +62,7 @@ def measure(model: str, rounds: int, block: int) -> dict[str, Any]:
     snapshot = models.bytes_of_state(training.model, optimizer)
     calls, copies = calls_and_copies(state, steps, snapshot, rounds)
     groups.same_everywhere("the model", list(training.model.parameters()))
-    answer = Answer(
+    return Answer(
         ranks=distributed.get_world_size(),
         snapshot=snapshot,
         step_ms=spread(blocks["without"]).times(1e3),
@@ -74,7 +72,6 @@ def measure(model: str, rounds: int, block: int) -> dict[str, Any]:
         copy_ms=spread(copies).times(1e3),
         call_to_copy=ratio(calls, copies),
     )
-    return asdict(answer)
 
 
 def prove(state: elastic.TorchState, steps: models.Steps) -> None:
@@ -115,21 +112,15 @@ def calls_and_copies(
     return times[:, 0].tolist(), times[:, 1].tolist()
 
 
-def answer_of(raw: dict[str, Any]) -> Answer:
-    read: dict[str, Any] = {
-        name: Spread(**value) if isinstance(value, dict) else value for name, value in raw.items()
-    }
-    return Answer(**read)
-
-
 def table(answers: list[Answer], model: str, rounds: int, block: int) -> Table:
     title = f"{model}: a commit after every step, {rounds} pairs of blocks of {block} steps"
-    shown = Table(title=f"{title}: median (quartiles)")
-    headings = ("workers", "snapshot, MB", "step, ms", "step with commit, ms", "with / without")
-    for heading in (*headings, "the call, ms", "one copy, ms", "call / copy"):
-        shown.add_column(heading, justify="right")
+    found = shown.table(
+        f"{title}: median (quartiles)",
+        *("workers", "snapshot, MB", "step, ms", "step with commit, ms", "with / without"),
+        *("the call, ms", "one copy, ms", "call / copy"),
+    )
     for answer in answers:
-        shown.add_row(
+        found.add_row(
             str(answer.ranks),
             f"{answer.snapshot / (1 << 20):.1f}",
             answer.step_ms.text(1),
@@ -139,29 +130,28 @@ def table(answers: list[Answer], model: str, rounds: int, block: int) -> Table:
             answer.copy_ms.text(),
             answer.call_to_copy.text(),
         )
-    return shown
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--model", choices=models.MODELS, default="gpt")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks")
     parser.add_argument("--block", type=int, default=5, help="steps of a block")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     answers = [
-        answer_of(groups.ask(measure, ranks, options.model, options.rounds, options.block))
+        groups.ask(measure, ranks, options.model, options.rounds, options.block)
         for ranks in options.ranks
     ]
-    console = groups.console()
+    console = shown.console()
     console.print(table(answers, options.model, options.rounds, options.block))
     marks = [
         Mark(f"{each.ranks} workers, step with a commit / without", WANTED, each.ratio.median)
         for each in answers
     ]
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

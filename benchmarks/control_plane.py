@@ -13,22 +13,19 @@ Wanted of 8,000 workers on 1,000 hosts, on two cores: a lost host within 1 s, 30
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+import shown
 from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
 from elastic.chaos.load.job import LightJob
+from figures import Mark
 
 SMALL = (10, 80, 800)  # workers of the worlds beside it
 TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # the marks
@@ -119,17 +116,13 @@ def idle(job: LightJob, idle_s: float) -> tuple[float, float]:
     return spent / over, (after.said - before.said) / over
 
 
-def missed(figures: Figures) -> list[str]:
-    """The marks that were not met, as sentences."""
-    found = []
+def marks_of(figures: Figures) -> list[Mark]:
     slowest = max((loss.told_s for loss in figures.losses), default=0.0)
-    if slowest > TOLD_S:
-        found.append(f"a lost host took {slowest:.2f} s, wanted: {TOLD_S:g} s at most")
-    if figures.peak_mb > MEMORY_MB:
-        found.append(f"the driver took {figures.peak_mb:.0f} MB, wanted: {MEMORY_MB:g} at most")
-    if figures.idle > IDLE:
-        found.append(f"it needs {figures.idle:.1%} of a core while all train, wanted: {IDLE:.0%}")
-    return found
+    return [
+        Mark("a lost host, s", TOLD_S, slowest),
+        Mark("the driver's memory, MB", MEMORY_MB, figures.peak_mb),
+        Mark("while all train, of a core", IDLE, figures.idle),
+    ]
 
 
 ROWS: dict[str, Callable[[Figures], str]] = {
@@ -152,34 +145,27 @@ def _median(figures: Figures, name: str) -> float:
 
 
 def table(found: list[Figures]) -> Table:
-    shown = Table(title="one driver; its agents and workers on loopback")
-    shown.add_column("workers")
-    for each in found:
-        shown.add_column(f"{each.workers:,}", justify="right")
+    sizes = (f"{each.workers:,} workers" for each in found)
+    made = shown.table("one driver; its agents and workers on loopback", "", *sizes)
     for name, cell in ROWS.items():
-        shown.add_row(name, *(cell(each) for each in found))
-    return shown
+        made.add_row(name, *(cell(each) for each in found))
+    return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=8000)
     parser.add_argument("--slots", type=int, default=8, help="workers of a host")
     parser.add_argument("--losses", type=int, default=3, help="hosts that are lost")
     parser.add_argument("--idle-s", type=float, default=40.0, help="how long the load is looked at")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     sizes = [size for size in SMALL if size < options.workers]
     found = [measure(size, options.slots, 1, 0.0) for size in sizes]
     found.append(measure(options.workers, options.slots, options.losses, options.idle_s))
-    console = Console()
+    console, marks = shown.console(), marks_of(found[-1])
     console.print(table(found))
-    for sentence in missed(found[-1]) or ["all marks are met"]:
-        console.print(sentence)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        result = {"sizes": [asdict(each) for each in found], "machine": machine}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"sizes": found}, marks)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,20 @@ Wanted of 1,000 workers and 10 viewers: 1 % of a core and 20 MB more than withou
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import selectors
 import socket
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
-
+import shown
 from elastic.chaos.load.agents import Lose, Together
 from elastic.chaos.load.job import LightJob
+from figures import Mark
 
 CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # the marks
 
@@ -132,46 +128,35 @@ def measure(workers: int, viewers: int, losses: int, idle_s: float) -> PageFigur
     return figures
 
 
-def missed(without: PageFigures, page: PageFigures) -> list[str]:
-    """The marks that were not met, as sentences."""
-    found = []
-    if page.core - without.core > CORE:
-        found.append(f"the page takes {page.core - without.core:.2%} of a core, wanted: {CORE:.0%}")
-    if page.peak_mb - without.peak_mb > MEMORY_MB:
-        more = page.peak_mb - without.peak_mb
-        found.append(f"the page takes {more:.0f} MB, wanted: {MEMORY_MB:g}")
-    if max(page.shown_s, default=0.0) > SHOWN_S:
-        found.append(f"a change took {max(page.shown_s):.3f} s, wanted: {SHOWN_S:g}")
-    return found
+def marks_of(without: PageFigures, page: PageFigures) -> list[Mark]:
+    return [
+        Mark("the page, of a core", CORE, page.core - without.core),
+        Mark("the page's memory, MB", MEMORY_MB, page.peak_mb - without.peak_mb),
+        Mark("until a change is on all pages, s", SHOWN_S, max(page.shown_s, default=0.0)),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--losses", type=int, default=3, help="hosts that are lost")
     parser.add_argument("--idle-s", type=float, default=20.0, help="how long the load is looked at")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     without = measure(options.workers, 0, options.losses, options.idle_s)
     page = measure(options.workers, options.viewers, options.losses, options.idle_s)
-    table = Table(title=f"{options.workers:,} workers, {options.viewers} viewers")
-    for name in ("", "without a page", "with it"):
-        table.add_column(name, justify="right" if name else "left")
+    title = f"{options.workers:,} workers, {options.viewers} viewers"
+    table = shown.table(title, "", "without a page", "with it")
     table.add_row("while all train, of a core", f"{without.core:.2%}", f"{page.core:.2%}")
     table.add_row("driver's memory, MB", f"{without.peak_mb:.1f}", f"{page.peak_mb:.1f}")
     table.add_row("sent to a viewer, KB/s", "", f"{page.sent_kb_per_s:.1f}")
-    shown = ", ".join(f"{1e3 * each:.0f}" for each in page.shown_s)
-    table.add_row("a lost host on all pages, ms", "", shown)
-    console = Console()
+    lost_ms = ", ".join(f"{1e3 * each:.0f}" for each in page.shown_s)
+    table.add_row("a lost host on all pages, ms", "", lost_ms)
+    console, marks = shown.console(), marks_of(without, page)
     console.print(table)
     console.print(f"load {os.getloadavg()[0]:.1f}")
-    for sentence in missed(without, page) or ["all marks are met"]:
-        console.print(sentence)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        figures = {"without": asdict(without), "page": asdict(page), "machine": machine}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"without": without, "page": page}, marks)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ StatefulDataLoader is asked to go on with another number of ranks, if it is inst
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import time
@@ -23,6 +22,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic
+import shown
 from figures import ratio, spread
 
 MARK = 0.97
@@ -134,31 +134,26 @@ def stateful(console: Console) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = shown.options_of(__doc__)
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--us", type=float, nargs="*", default=[0.0, 100.0])
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-    console = Console()
+    console = shown.console()
     load = os.getloadavg()[0]
-    table = Table(title=f"samples per second, {options.rounds} rounds (load {load:.0f})")
-    for column in ("", f"ours / torch (mark: {MARK})", "torch, samples/s"):
-        table.add_column(column)
+    title = f"samples per second, {options.rounds} rounds (load {load:.0f})"
+    table = shown.table(title, "", f"ours / torch (mark: {MARK})", "torch, samples/s")
     figures: dict[str, Any] = {"rates": rates(options, table)}
     console.print(table)
-    table = Table(title="what the loader adds to a commit (marks: 0.5 ms, 4096 bytes)")
-    for column in ("", "time", "state"):
-        table.add_column(column)
+    title = "what the loader adds to a commit (marks: 0.5 ms, 4096 bytes)"
+    table = shown.table(title, "", "time", "state")
     figures["commits"] = commits(table)
     console.print(table)
     figures["stateful"] = stateful(console)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file)
+    shown.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
+import shown
+
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
 MARGIN = 1000  # steps, in which all see that the end was decided: a second or two
@@ -202,12 +204,11 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def options_of(description: str | None) -> argparse.ArgumentParser:
+def options_of(doc: str | None) -> argparse.ArgumentParser:
     """What each of these benchmarks can be told."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = shown.options_of(doc)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument(
         "--keras",
         dest="script",
@@ -221,9 +222,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
 
 def table_of(title: str, counted: str, rows: dict[str, list[float]]) -> Table:
     """Milliseconds by what was measured. ``counted``: what there is one of for each value."""
-    table = Table(title=title)
-    for column in ("", counted, "p50 ms", "p90 ms", "max ms"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = shown.table(title, "", counted, "p50 ms", "p90 ms", "max ms")
     for name, values in rows.items():
         table.add_row(
             name,
@@ -233,8 +232,3 @@ def table_of(title: str, counted: str, rows: dict[str, list[float]]) -> Table:
             f"{max(values):.0f}",
         )
     return table
-
-
-def write_json(path: str | None, figures: dict[str, Any]) -> None:
-    if path:
-        Path(path).write_text(json.dumps(figures))

@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +33,7 @@ from rich.table import Table
 import elastic
 import groups
 import models
+import shown
 from elastic.chaos.harness.ports import free_port
 from figures import Mark, Spread, ratio, spread
 
@@ -190,15 +190,8 @@ class Jobs:
         self.carried_by: dict[str, str] = {}  # the group's backend
         self._lines: dict[str, list[Any]] = {job: [] for job in JOBS}
         script = [sys.executable, __file__, "--work", path]
-        led = [
-            sys.executable,
-            "-m",
-            "elastic.driver.commandline.cli",
-            "-np",
-            str(workers),
-            "--min-np",
-            "1",
-        ]
+        led = [sys.executable, "-m", "elastic.driver.commandline.cli"]
+        led += ["-np", str(workers), "--min-np", "1"]
         self._start([*led, *script, "elastic", model], {})
         port = free_port()
         for rank in range(workers):
@@ -321,10 +314,11 @@ def marks_of(answer: Answer) -> list[Mark]:
 
 
 def table(answers: list[Answer], rounds: int) -> Table:
-    shown = Table(title=f"an elastic job beside a static one, {rounds} rounds: median (quartiles)")
-    headings = ("model", "workers", "elastic, ms", "static, ms", "elastic / static", "steps")
-    for heading in (*headings, "messages out, in", "bytes out, in", "idle: messages", "bytes"):
-        shown.add_column(heading, justify="right")
+    found = shown.table(
+        f"an elastic job beside a static one, {rounds} rounds: median (quartiles)",
+        *("model", "workers", "elastic, ms", "static, ms", "elastic / static", "steps"),
+        *("messages out, in", "bytes out, in", "idle: messages", "bytes"),
+    )
     for answer in answers:
         cells = [answer.model, str(answer.workers)]
         cells += [f"{answer.ms[job].text()} {answer.carried_by[job]}" for job in JOBS]
@@ -332,17 +326,16 @@ def table(answers: list[Answer], rounds: int) -> Table:
         for passed in answer.training, answer.idle:
             cells.append(f"{passed.messages_out}, {passed.messages_in}")
             cells.append(f"{passed.bytes_out:,}, {passed.bytes_in:,}")
-        shown.add_row(*cells)
-    return shown
+        found.add_row(*cells)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["tiny", "gpt"])
     parser.add_argument("--workers", type=int, default=2, help="of each of the two jobs")
     parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks")
     parser.add_argument("--block-s", type=float, default=0.5, help="about so long is a block")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
@@ -351,11 +344,11 @@ def main() -> None:
     answers = [
         measure(model, options.workers, options.rounds, options.block_s) for model in options.models
     ]
-    console = groups.console()
+    console = shown.console()
     console.print(table(answers, options.rounds))
     marks = [mark for answer in answers for mark in marks_of(answer)]
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ the same bits everywhere is what the tests show; here the ranks' models are comp
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import distributed
 
 import groups
 import models
+import shown
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from figures import Mark, Spread, ratio, spread
@@ -37,6 +36,15 @@ class ShardQuestion:
     model: str
     shards: int
     rounds: int
+
+
+@dataclass(frozen=True)
+class ShardAnswer:
+    model: str
+    shards: int
+    ranks: int
+    ms: dict[str, Spread]
+    ratio: Spread
 
 
 class ShardSteps:
@@ -64,7 +72,7 @@ class ShardSteps:
         self.optimizer.step()
 
 
-def measure(question: ShardQuestion) -> dict[str, Any]:
+def measure(question: ShardQuestion) -> ShardAnswer:
     ranks = distributed.get_world_size()
     steps = ShardSteps(question.model, question.shards, reduced=True)
     ways: dict[str, Any] = {"shards": steps}
@@ -76,61 +84,50 @@ def measure(question: ShardQuestion) -> dict[str, Any]:
         ways["beside"] = ShardSteps(question.model, question.shards, reduced=False)
     times = groups.take_turns(ways, question.rounds)
     groups.same_everywhere("the model in shards", list(steps.model.parameters()))
-    return {
-        "model": question.model,
-        "shards": question.shards,
-        "ranks": ranks,
-        "ms": {name: asdict(spread(each).times(1e3)) for name, each in times.items()},
-        "ratio": asdict(ratio(times["shards"], times["beside"])),
-    }
+    ms = {name: spread(each).times(1e3) for name, each in times.items()}
+    even = ratio(times["shards"], times["beside"])
+    return ShardAnswer(question.model, question.shards, ranks, ms, even)
 
 
-def marks_of(answers: list[dict[str, Any]]) -> list[Mark]:
+def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
     return [
         Mark(
-            f"{each['model']}, {each['shards']} shards on {each['ranks']} workers",
-            EVEN_MARK if each["ranks"] == each["shards"] else MANY_MARK,
-            each["ratio"]["median"],
+            f"{each.model}, {each.shards} shards on {each.ranks} workers",
+            EVEN_MARK if each.ranks == each.shards else MANY_MARK,
+            each.ratio.median,
         )
         for each in answers
     ]
 
 
-def table(answers: list[dict[str, Any]], rounds: int) -> Table:
-    found = Table(title=f"a step in shards; median and quartiles of {rounds} rounds")
-    for column in ("model", "shards", "workers", "in shards, ms", "beside, ms", "ratio"):
-        found.add_column(column)
+def table(answers: list[ShardAnswer], rounds: int) -> Table:
+    found = shown.table(
+        f"a step in shards; median and quartiles of {rounds} rounds",
+        *("model", "shards", "workers", "in shards, ms", "beside, ms", "ratio"),
+    )
     for each in answers:
-        ms = {name: Spread(**values) for name, values in each["ms"].items()}
-        found.add_row(
-            each["model"],
-            str(each["shards"]),
-            str(each["ranks"]),
-            ms["shards"].text(1),
-            ms["beside"].text(1),
-            Spread(**each["ratio"]).text(2),
-        )
+        ms = (each.ms[name].text(1) for name in ("shards", "beside"))
+        found.add_row(each.model, str(each.shards), str(each.ranks), *ms, each.ratio.text())
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["mlp", "gpt"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--shards", type=int, default=0, help="of a step; 0: as many as workers")
     parser.add_argument("--rounds", type=int, default=30, help="steps of each way")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     answers = [
         groups.ask(measure, ranks, ShardQuestion(name, options.shards or ranks, options.rounds))
         for name in options.models
         for ranks in options.ranks
     ]
-    console = groups.console()
+    console = shown.console()
     console.print(table(answers, options.rounds))
     marks = marks_of(answers)
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": answers}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

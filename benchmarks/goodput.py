@@ -24,10 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from disturbed import Disturbed, options_of, write_json
+import shown
+from disturbed import Disturbed, options_of
 
 USUAL = 5.0  # times the median gap between two steps: still training
 LEAST_S = 0.05  # a gap below this is no loss, however short the steps are
@@ -135,10 +133,8 @@ def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[
     told: list[tuple[float, int]] = []
     for moment in moments:
         while (left := begin + moment.at - time.monotonic()) > 0:
-            if (
-                told and not machines.slots
-            ):  # an empty list stops nothing by itself: no machine is there
-                machines.kill(0)
+            if told and not machines.slots:
+                machines.kill(0)  # an empty list stops nothing by itself: no machine is there
             time.sleep(min(left, 0.2))
         fewer = moment.slots < machines.slots
         if fewer and not ahead_s:
@@ -198,21 +194,14 @@ def main() -> None:
             there += end - begin
             trained += trained_s(times, begin, end)
     goodput = trained / there
-    table = Table(
-        title=f"{len(moments)} changes in {told[-1][0] - told[0][0]:.0f} s, {options.slots} slots"
+    table = shown.table(
+        f"{len(moments)} changes in {told[-1][0] - told[0][0]:.0f} s, {options.slots} slots",
+        *("worlds broke", "steps", "goodput", "all gone", "a slot is back -> next step, s"),
     )
-    for column in (
-        "worlds broke",
-        "steps",
-        "goodput",
-        "all gone",
-        "a slot is back -> next step, s",
-    ):
-        table.add_column(column, justify="right")
-    shown = ", ".join(f"{each:.1f}" for each in back_s)
-    table.add_row(str(killed), str(len(times)), f"{goodput:.4f}", str(len(back_s)), shown)
-    Console().print(table)
-    write_json(options.json, {"goodput": goodput, "back_s": back_s, "worlds_broke": killed})
+    waits = ", ".join(f"{each:.1f}" for each in back_s)
+    table.add_row(str(killed), str(len(times)), f"{goodput:.4f}", str(len(back_s)), waits)
+    shown.console().print(table)
+    shown.write_json(options.json, {"goodput": goodput, "back_s": back_s, "worlds_broke": killed})
 
 
 if __name__ == "__main__":

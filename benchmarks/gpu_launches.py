@@ -9,19 +9,17 @@ time is not a GPU machine's: a launch costs another amount there.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import groups
+import shown
 from hooks import Many, alone, ours
 
 STEPS = 5
@@ -75,19 +73,15 @@ def counted(parameters: int, elements: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = shown.options_of(__doc__)
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--elements", type=int, default=4096)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     asked = parser.parse_args()
     figures = {}
     for parameters in asked.parameters:
         found = groups.ask(counted, 2, parameters, asked.elements)
-        table = Table(title=f"{parameters} parameters of {asked.elements} elements")
-        for column in ("", *SHOWN):
-            table.add_column(column)
+        title = f"{parameters} parameters of {asked.elements} elements"
+        table = shown.table(title, "", *SHOWN)
         without = found.pop("alone")
         figures[str(parameters)] = {
             name: {each: counts[each] - without[each] for each in SHOWN}
@@ -96,7 +90,7 @@ def main() -> None:
         for name, counts in figures[str(parameters)].items():
             table.add_row(name, *(f"{counts[each]:.4g}" for each in SHOWN))
         Console(width=200).print(table)
-    groups.write_json(asked.json, figures, [])
+    shown.write_json(asked.json, figures)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ alternating order, so that whatever else the machine does disturbs all of them. 
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
+import msgspec
 import torch
-from rich.console import Console
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
@@ -27,10 +24,10 @@ from elastic.chaos.harness.ports import free_ports
 from elastic.collectives.interface import Collectives, Op
 from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
-from figures import Mark, order
+from figures import order
 
 CPU = torch.device("cpu")
-WIDTH = 160  # of a table in a file
+Found = TypeVar("Found")
 
 
 class WrongResult(Exception):
@@ -46,14 +43,16 @@ class Meeting:
     torchs: int
 
 
-def ask(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+def ask(work: Callable[..., Found], ranks: int, *arguments: Any) -> Found:
     """Runs ``work(*arguments)`` in so many ranks. Returns what rank 0's has returned, by way of JSON."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what torchft asks it for
     meeting = Meeting("127.0.0.1", *free_ports(2))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         out = Path(folder) / "answer.json"
         spawn(_rank, (work, ranks, meeting, str(out), arguments), nprocs=ranks)
-        return json.loads(out.read_text())
+        returns = get_type_hints(work)["return"]
+        found: Found = msgspec.json.decode(out.read_bytes(), type=returns)
+        return found
 
 
 def _rank(
@@ -67,7 +66,7 @@ def _rank(
     enter(rank, ranks, meeting)
     answer = work(*arguments)
     if rank == 0:
-        Path(out).write_text(json.dumps(answer))
+        Path(out).write_bytes(msgspec.json.encode(answer))
     leave()
 
 
@@ -160,33 +159,3 @@ def take_turns(
                 times[turn, names.index(name)] = (time.perf_counter() - began) / repeats
     distributed.all_reduce(times, distributed.ReduceOp.MAX)
     return {name: times[:, column].tolist() for column, name in enumerate(names)}
-
-
-# ---- what is said --------------------------------------------------------------------------------
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def console() -> Console:
-    """As wide as the tables, where nobody looks at a terminal."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
-
-
-def say_marks(console: Console, marks: Sequence[Mark]) -> None:
-    for mark in marks:
-        style = None if mark.met else "bold"
-        console.print(mark.sentence(), style=style, highlight=False, soft_wrap=True)
-
-
-def write_json(path: Path | None, figures: Mapping[str, Any], marks: Sequence[Mark]) -> None:
-    if path is not None:
-        said = [mark.sentence() for mark in marks]
-        result = {**figures, "marks": said, "machine": machine()}
-        path.write_text(json.dumps(result, indent=2) + "\n")

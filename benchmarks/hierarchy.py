@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from rich.table import Table
 from torch import distributed
 
 import groups
+import shown
 from allreduce import gloo_sum, torchs
 from elastic.chaos.hosts.namespaces import Network, check_possible
 from elastic.collectives.shared_memory import arena
@@ -200,12 +201,10 @@ def answers_of(
 
 
 def table(answers: list[Answer], title: str) -> Table:
-    shown = Table(title=title)
     headings = ("ranks", "size", "carried by", "ours, ms", "links allow", "flat Gloo, ms")
-    for heading in (*headings, "links allow its ring", "flat / ours"):
-        shown.add_column(heading, justify="right")
+    found = shown.table(title, *headings, "links allow its ring", "flat / ours")
     for answer in answers:
-        shown.add_row(
+        found.add_row(
             ORDERS[answer.order],
             size_text(answer.size),
             answer.carried_by,
@@ -215,11 +214,11 @@ def table(answers: list[Answer], title: str) -> Table:
             f"{answer.flat_bound_ms:.1f}",
             answer.times.text(),
         )
-    return shown
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2, help="of each host")
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS], help="of ranks")
@@ -229,7 +228,6 @@ def main() -> None:
     )
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1.0, 10.0, 100.0])
     parser.add_argument("--rounds", type=int, default=15, help="of each way, for each size")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
@@ -245,7 +243,7 @@ def main() -> None:
     for order in options.orders:
         job = (order, options.hosts, options.workers, options.rate)
         answers += answers_of(ask(*job, sizes, options.rounds, options.congestion), *job)
-    console = groups.console()
+    console = shown.console()
     title = f"{options.hosts} hosts with {options.workers} workers each, links of {options.rate}"
     title += f", {options.congestion}"
     console.print(table(answers, f"{title}, {options.rounds} rounds: median (quartiles)"))
@@ -258,8 +256,8 @@ def main() -> None:
         )
         for each in answers
     ]
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ called for every parameter: less can't be had with hooks for each.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import shown
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.runtime import lifecycle
 from figures import order, ratio, spread
@@ -85,9 +83,7 @@ WAYS = {"alone": alone, "a hook alone": hooked, "ours": ours, "torch DDP": ddp}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = shown.options_of(__doc__)
     parser.add_argument("--parameters", type=int, default=1000)
     parser.add_argument("--elements", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=60)
@@ -104,16 +100,16 @@ def main() -> None:
             steps[name]()
             if turn >= 10:
                 took[name].append(time.thread_time() - began)
-    table = Table(title=f"{asked.parameters} parameters of {asked.elements} elements")
-    for column in ("", "us for each parameter", "least", "a step, beside DDP's"):
-        table.add_column(column)
+    title = f"{asked.parameters} parameters of {asked.elements} elements"
+    headings = ("", "us for each parameter", "least", "a step, beside DDP's")
+    table, found = shown.table(title, *headings), {}
     for name, times in took.items():
         more = [(a - b) / asked.parameters * 1e6 for a, b in zip(times, took["alone"], strict=True)]
         least = (min(times) - min(took["alone"])) / asked.parameters * 1e6
-        table.add_row(
-            name, spread(more).text(2), f"{least:.2f}", ratio(times, took["torch DDP"]).text(2)
-        )
-    Console().print(table)
+        found[name] = (spread(more), least, ratio(times, took["torch DDP"]))
+        table.add_row(name, spread(more).text(), f"{least:.2f}", found[name][2].text())
+    shown.console().print(table)
+    shown.write_json(asked.json, found)
     distributed.destroy_process_group()
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 import signal
 
-from rich.console import Console
-
-from disturbed import Disturbed, longest_gap, options_of, table_of, write_json
+import shown
+from disturbed import Disturbed, longest_gap, options_of, table_of
 
 
 def main() -> None:
@@ -42,8 +41,8 @@ def main() -> None:
         "from the newcomer's start (its imports included)": whole,
         "afterwards, nobody joining": steady,
     }
-    Console().print(table_of(title, "joins", rows))
-    write_json(options.json, {"join_ms": agreed, "whole_ms": whole, "steady_ms": steady})
+    shown.console().print(table_of(title, "joins", rows))
+    shown.write_json(options.json, {"join_ms": agreed, "whole_ms": whole, "steady_ms": steady})
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ Wanted: no more on top of DDP than the snapshot itself, and a twentieth of it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic
 import groups
 import models
+import shown
 from figures import Mark
 
 MB = 1 << 20
@@ -75,7 +75,7 @@ def pss(rollup: str) -> int:
     raise ValueError(f"there is no line of Pss in {rollup[:200]!r}")
 
 
-def measure(model: str, kind: str, steps: int) -> dict[str, float]:
+def measure(model: str, kind: str, steps: int) -> Taken:
     before = taken()
     training = models.make(model, distributed.get_rank())
     if kind == "ours":
@@ -96,7 +96,7 @@ def measure(model: str, kind: str, steps: int) -> dict[str, float]:
         snapshot = models.bytes_of_state(training.model, stepped.optimizer)
     trained = taken()
     groups.same_everywhere("the model", list(training.model.parameters()))
-    return asdict(Taken(before, trained, snapshot))
+    return Taken(before, trained, snapshot)
 
 
 def taken() -> float:
@@ -113,14 +113,13 @@ def ask(model: str, ranks: int, steps: int, rounds: int) -> Answer:
     found: dict[str, list[Taken]] = {"ours": [], "ddp": []}
     for turn in range(rounds):
         for kind in ("ours", "ddp") if turn % 2 else ("ddp", "ours"):
-            found[kind].append(Taken(**groups.ask(measure, ranks, model, kind, steps)))
+            found[kind].append(groups.ask(measure, ranks, model, kind, steps))
     return Answer(model, ranks, found["ours"], found["ddp"])
 
 
 def table(answers: list[Answer]) -> Table:
-    shown = Table(title="memory of a worker (PSS), MB: median job (least .. most)")
-    for heading in ("model", "workers", "", "before the model", "trained"):
-        shown.add_column(heading, justify="right")
+    title = "memory of a worker (PSS), MB: median job (least .. most)"
+    found = shown.table(title, "model", "workers", "", "before the model", "trained")
     for answer in answers:
         for name, jobs in ("ours, committed", answer.ours), ("torch DDP", answer.ddp):
             row = [answer.model, str(answer.ranks), name]
@@ -129,26 +128,25 @@ def table(answers: list[Answer]) -> Table:
                     f"{statistics.median(values) / MB:.1f}"
                     f" ({min(values) / MB:.1f} .. {max(values) / MB:.1f})"
                 )
-            shown.add_row(*row)
-        shown.add_row(answer.model, "", "difference", "", f"{answer.more / MB:.1f}")
-        shown.add_row(answer.model, "", "snapshot", "", f"{answer.snapshot / MB:.1f}")
-    return shown
+            found.add_row(*row)
+        found.add_row(answer.model, "", "difference", "", f"{answer.more / MB:.1f}")
+        found.add_row(answer.model, "", "snapshot", "", f"{answer.snapshot / MB:.1f}")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["mlp", "gpt"])
     parser.add_argument("--ranks", type=int, default=2, help="workers")
     parser.add_argument("--steps", type=int, default=10, help="before memory is looked at")
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each kind")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     answers = [ask(model, options.ranks, options.steps, options.rounds) for model in options.models]
-    console = groups.console()
+    console = shown.console()
     console.print(table(answers))
     marks = [answer.mark() for answer in answers]
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

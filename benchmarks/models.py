@@ -34,7 +34,7 @@ class Training:
 
 
 def mlp(rank: int) -> Training:
-    model = nn.Sequential(*_linear_layers(5, 2240))
+    model = nn.Sequential(*linear_layers(5, 2240))
     draw = torch.Generator().manual_seed(rank)
     batches = []
     for _ in range(BATCHES):
@@ -46,7 +46,7 @@ def mlp(rank: int) -> Training:
     return Training(model, lambda: torch.optim.SGD(model.parameters(), lr=0.01), batches, loss)
 
 
-def _linear_layers(count: int, width: int) -> list[nn.Module]:
+def linear_layers(count: int, width: int) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for _ in range(count):
         layers += [nn.Linear(width, width), nn.ReLU()]
@@ -117,7 +117,7 @@ def convnet(rank: int) -> Training:
 
 
 def tiny(rank: int) -> Training:
-    model = nn.Sequential(*_linear_layers(2, 64))
+    model = nn.Sequential(*linear_layers(2, 64))
     batches = [(torch.randn(8, 64), torch.zeros(8, 64)) for _ in range(BATCHES)]
 
     def loss(predict: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

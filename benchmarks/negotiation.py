@@ -14,31 +14,19 @@ slower. 1,024 of 1 MB are left out: a gigabyte for each kind in each worker, of 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import distributed
-from torch.multiprocessing.spawn import spawn
 
+import groups
 import horovod.torch as hvd
-from elastic.chaos.harness.ports import free_port
-from elastic.protocol.messages import Address
-from elastic.runtime import lifecycle
+import shown
+from figures import Mark, Spread, ratio, size_text, spread
 
 KB, MB = 1 << 10, 1 << 20
 CASES = [(1, KB), (64, KB), (1024, KB), (1, MB), (64, MB)]
-WARMUP = 3
 SINGLE_SHARE = 5  # rounds of one tensor are so many times more: a millisecond is easily disturbed
 LARGE_SHARE = 4  # rounds of 64 MB are so many times fewer
 FASTER, SLOWER = 3.0, 1.2  # the marks
@@ -48,11 +36,9 @@ FASTER, SLOWER = 3.0, 1.2  # the marks
 class Answer:
     tensors: int
     bytes_each: int
-    plain_ms: float  # medians
-    named_ms: float
-    ratio: float  # median of named / plain over the rounds
-    low: float  # its quartiles
-    high: float
+    plain_ms: Spread
+    named_ms: Spread
+    ratio: Spread  # of named to plain
 
 
 def named(tensors: list[torch.Tensor], case: str) -> Callable[[], None]:
@@ -79,23 +65,18 @@ def plain(tensors: list[torch.Tensor]) -> Callable[[], None]:
     return step
 
 
-def measure(count: int, each: int, rounds: int) -> Answer:
+def measure(rounds: int) -> list[Answer]:
+    return [measured(count, each, rounds_of(count, each, rounds)) for count, each in CASES]
+
+
+def measured(count: int, each: int, rounds: int) -> Answer:
     ours = [torch.zeros(each // 4) for _ in range(count)]
     theirs = [torch.zeros(each // 4) for _ in range(count)]
-    steps = [named(ours, f"{count} of {each}"), plain(theirs)]
-    times = torch.zeros(rounds, 2)
-    for turn in range(-WARMUP, rounds):
-        for column in (0, 1) if turn % 2 else (1, 0):
-            distributed.barrier()
-            began = time.perf_counter()
-            steps[column]()
-            if turn >= 0:
-                times[turn, column] = time.perf_counter() - began
+    ways = {"named": named(ours, f"{count} of {each}"), "plain": plain(theirs)}
+    times = groups.take_turns(ways, rounds)
     check(ours, theirs)
-    distributed.all_reduce(times, distributed.ReduceOp.MAX)
-    low, middle, high = statistics.quantiles((times[:, 0] / times[:, 1]).tolist(), n=4)
-    named_ms, plain_ms = (times.median(dim=0).values * 1e3).tolist()
-    return Answer(count, each, plain_ms, named_ms, middle, low, high)
+    plain_ms, named_ms = (spread(times[name]).times(1e3) for name in ("plain", "named"))
+    return Answer(count, each, plain_ms, named_ms, ratio(times["named"], times["plain"]))
 
 
 def check(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -109,83 +90,37 @@ def check(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine, wanted)
 
 
-def worker(rank: int, workers: int, rounds: int, ports: tuple[int, int], out: str) -> None:
-    torch.set_num_threads(1)
-    lifecycle.init_static(rank, workers, Address("127.0.0.1", ports[0]))
-    distributed.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=workers
-    )
-    answers = [measure(count, each, rounds_of(count, each, rounds)) for count, each in CASES]
-    if rank == 0:
-        Path(out).write_text(json.dumps([asdict(answer) for answer in answers]))
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def ask(workers: int, rounds: int) -> list[Answer]:
-    with tempfile.TemporaryDirectory(prefix="negotiation-") as folder:
-        out = Path(folder) / "answers.json"
-        ports = (free_port(), free_port())
-        spawn(worker, (workers, rounds, ports, str(out)), nprocs=workers)
-        return [Answer(**answer) for answer in json.loads(out.read_text())]
-
-
 def rounds_of(count: int, each: int, rounds: int) -> int:
     if count == 1:
         return rounds * SINGLE_SHARE
     return max(8, rounds // LARGE_SHARE) if count * each > 8 * MB else rounds
 
 
-def missed(answers: list[Answer]) -> list[str]:
-    """The marks that were not met, as sentences."""
-    by_case = {(answer.tensors, answer.bytes_each): answer.ratio for answer in answers}
-    found = []
-    if by_case[1024, KB] > 1 / FASTER:
-        faster = 1 / by_case[1024, KB]
-        found.append(f"1,024 of 1 KB are {faster:.1f} times faster, wanted: {FASTER:g} times")
-    if by_case[1, MB] > SLOWER:
-        found.append(
-            f"one of 1 MB takes {by_case[1, MB]:.2f} times as long, wanted: {SLOWER:g} at most"
-        )
-    return found
+def marks_of(answers: list[Answer]) -> list[Mark]:
+    by_case = {(answer.tensors, answer.bytes_each): answer.ratio.median for answer in answers}
+    return [
+        Mark("1,024 of 1 KB, times as fast", FASTER, 1 / by_case[1024, KB], at_least=True),
+        Mark("one of 1 MB, times as long", SLOWER, by_case[1, MB]),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
     parser.add_argument("--rounds", type=int, default=40, help="of each kind, for each size")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
-    answers = ask(options.workers, options.rounds)
-    table = Table(
-        title=f"allreduce of {options.workers} workers over Gloo, {options.rounds} rounds"
+    answers = groups.ask(measure, options.workers, options.rounds)
+    table = shown.table(
+        f"allreduce of {options.workers} workers over Gloo, {options.rounds} rounds: median (quartiles)",
+        *("tensors", "each", "plain, ms", "named, ms", "named / plain"),
     )
-    for heading in ("tensors", "each", "plain, ms", "named, ms", "named / plain", "quartiles"):
-        table.add_column(heading, justify="right")
     for answer in answers:
-        table.add_row(
-            str(answer.tensors),
-            "1 KB" if answer.bytes_each == KB else "1 MB",
-            f"{answer.plain_ms:.2f}",
-            f"{answer.named_ms:.2f}",
-            f"{answer.ratio:.2f}",
-            f"{answer.low:.2f} .. {answer.high:.2f}",
-        )
-    console = Console()
+        ms = (each.text() for each in (answer.plain_ms, answer.named_ms, answer.ratio))
+        table.add_row(str(answer.tensors), size_text(answer.bytes_each), *ms)
+    console, marks = shown.console(), marks_of(answers)
     console.print(table)
-    marks = missed(answers)
-    for sentence in marks or ["both marks are met"]:
-        console.print(sentence)
-    if options.json is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        machine["torch"] = torch.__version__
-        result = {
-            "workers": options.workers,
-            "rounds": options.rounds,
-            "answers": [asdict(answer) for answer in answers],
-            "machine": machine,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"workers": options.workers, "answers": answers}, marks)
 
 
 if __name__ == "__main__":

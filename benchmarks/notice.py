@@ -17,9 +17,8 @@ from bisect import bisect
 from operator import attrgetter
 from pathlib import Path
 
-from rich.console import Console
-
-from disturbed import Disturbed, Step, longest_gap, options_of, table_of, write_json
+import shown
+from disturbed import Disturbed, Step, longest_gap, options_of, table_of
 
 AHEAD_S = 2.0
 OTHER = "127.0.0.2"
@@ -95,9 +94,9 @@ def main() -> None:
         "afterwards, nobody leaving": steady,
         "from the notice until its workers have gone": left_ms,
     }
-    Console().print(table_of(title, "notices", rows))
+    shown.console().print(table_of(title, "notices", rows))
     figures = {"gap_ms": gaps, "steady_ms": steady, "left_ms": left_ms}
-    write_json(options.json, {**figures, "repeated": again, "broken": broke, "late": late})
+    shown.write_json(options.json, {**figures, "repeated": again, "broken": broke, "late": late})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ import signal
 import time
 from typing import Any
 
-from rich.console import Console
-
-from disturbed import Disturbed, options_of, table_of, write_json
+import shown
+from disturbed import Disturbed, options_of, table_of
 
 REST_S = 10.0  # after a strike: for a process to be prepared
 
@@ -51,8 +50,8 @@ def main() -> None:
                 newcomers = functools.partial(came, job, strike + 1)
                 rows[name] = job.wait("a newcomer", newcomers, 60)
     title = "from the start of a worker until it is ready to join"
-    Console().print(table_of(title, "strikes", rows))
-    write_json(options.json, rows)
+    shown.console().print(table_of(title, "strikes", rows))
+    shown.write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ Then, of hvd-elastic alone: what a node more and a drained node cost, N kills, a
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -26,11 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import shown
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Step, Stepping, committed_lost, repeated
 
@@ -40,7 +38,7 @@ AT_STEP = 207  # seven after a checkpoint of the other
 STEP_S = 0.02
 SPARE = 5  # places that wait, so that a new node is used before Ray has noticed the end of another
 OURS, THEIRS = "hvd-elastic", "Ray Train"
-CONSOLE = Console()
+CONSOLE = shown.console()
 
 Start = Callable[[RayCluster, Path], Stepping]
 
@@ -122,7 +120,7 @@ def compare(rounds: int) -> dict[str, list[dict[str, float]]]:
         for round_ in range(rounds):
             for name in (OURS, THEIRS) if round_ % 2 == 0 else (THEIRS, OURS):
                 found[name].append(one_fault(cluster, jobs[name]))
-                CONSOLE.print(f"round {round_ + 1}, {name}: {shown(found[name][-1])}")
+                CONSOLE.print(f"round {round_ + 1}, {name}: {in_words(found[name][-1])}")
     return found
 
 
@@ -233,15 +231,15 @@ def a_cluster(cpus: int) -> Iterator[RayCluster]:
             yield cluster
 
 
-def shown(numbers: dict[str, float]) -> str:
+def in_words(numbers: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
 
 
 def side_by_side(found: dict[str, list[dict[str, float]]]) -> Table:
     rounds = len(found[OURS])
-    table = Table(title=f"one of {WORKERS} nodes dies: medians of {rounds} rounds (worst)")
-    for column in ("", "s without progress", "steps repeated", "s until all train again"):
-        table.add_column(column, justify="right" if column else "left")
+    title = f"one of {WORKERS} nodes dies: medians of {rounds} rounds (worst)"
+    headings = ("s without progress", "steps repeated", "s until all train again")
+    table = shown.table(title, "", *headings)
     for name, each in found.items():
         cells = []
         for key, digits in (("without_progress_s", 2), ("steps_repeated", 0), ("all_again_s", 1)):
@@ -252,9 +250,7 @@ def side_by_side(found: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def of_its_own(found: dict[str, Any]) -> Table:
-    table = Table(title=f"{OURS} alone")
-    for column in ("", "count", "p50", "max"):
-        table.add_column(column, justify="right" if column else "left")
+    table = shown.table(f"{OURS} alone", "", "count", "p50", "max")
     rows = {
         "machine killed -> slowest survivor's next step, ms": "machine_ms",
         "raylet killed -> slowest survivor's next step, ms": "raylet_ms",
@@ -271,10 +267,10 @@ def of_its_own(found: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = shown.options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison")
     parser.add_argument("--kills", type=int, default=50, help="0: the comparison alone")
-    parser.add_argument("--json", default="out/ray_train.json", help="where the figures go")
+    parser.set_defaults(json=Path("out/ray_train.json"))
     options = parser.parse_args()
     check = [sys.executable, "-c", "import ray.train.torch"]
     if subprocess.run(check, capture_output=True).returncode:
@@ -292,9 +288,7 @@ def main() -> None:
         CONSOLE.print(f"commits lost: {found['commits_lost']}")
         for when in ("before", "during", "after"):
             CONSOLE.print(f"{when} {options.kills} kills:", found[when])
-    path = Path(options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1))
+    shown.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rich.console import Console
-
-from disturbed import Disturbed, options_of, table_of, write_json
+import shown
+from disturbed import Disturbed, options_of, table_of
 
 
 def lost_commits(job: Disturbed) -> int:
@@ -140,7 +139,7 @@ def main() -> None:
         phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
 
     title = f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
-    console = Console()
+    console = shown.console()
     console.print(table_of(title, "kills", {"hvd-elastic": times, "bare Gloo rebuild": bare}))
     ratio = statistics.median(times) / statistics.median(bare)
     console.print(
@@ -152,7 +151,7 @@ def main() -> None:
         means = {n: statistics.median([p["phases_ms"].get(n, 0.0) for p in phases]) for n in names}
         console.print("median ms by phase (slowest worker of each):", means)
     figures = {"hvd_elastic_ms": times, "bare_gloo_ms": bare, "lost": lost, "ranks": ranks}
-    write_json(options.json, figures)
+    shown.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 
-from rich.console import Console
-
 import elastic
+import shown
 
 
 def rounds(number: int) -> list[float]:
@@ -29,20 +26,17 @@ def rounds(number: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = shown.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     found = elastic.launch(rounds, (options.rounds,), np=options.workers, log_level="WARNING")
     slowest = [max(times) for times in zip(*found, strict=True)]
-    Console().print(
+    shown.console().print(
         f"shutdown() + init() of {options.workers} workers, slowest of each round:"
         f" median {statistics.median(slowest):.1f} ms, max {max(slowest):.1f} ms"
     )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"reinit_ms": slowest}, file)
+    shown.write_json(options.json, {"reinit_ms": slowest})
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ import signal
 import statistics
 import time
 
-from rich.console import Console
-
-from disturbed import Disturbed, Step, options_of, table_of, write_json
+import shown
+from disturbed import Disturbed, Step, options_of, table_of
 
 WORKERS = 2
 TURN_S = 1.0  # shorter than a lease
@@ -124,14 +123,14 @@ def main() -> None:
         "a usual step": [statistics.median(usual)],
         **parts,
     }
-    console = Console()
+    console = shown.console()
     console.print(table_of(f"{WORKERS} workers and one standby", "strikes", rows))
     ratio = statistics.median(beside) / statistics.median(alone)
     console.print(
         f"a step with the standby waiting: {statistics.median(beside):.2f} ms, with it stopped:"
         f" {statistics.median(alone):.2f} ms; ratio {ratio:.3f} ({len(beside)} and {len(alone)} steps)"
     )
-    write_json(
+    shown.write_json(
         options.json,
         {"full_ms": lasted, "stepped_ms": stepped, "parts_ms": parts, "step_ratio": ratio},
     )

@@ -25,11 +25,8 @@ So buckets are full at 8 MB, and two of them travel at a time over Gloo. Nothing
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.table import Table
@@ -38,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groups
 import models
+import shown
 import torchft_side
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
@@ -77,7 +75,7 @@ class Answer:
 # ---- in each rank --------------------------------------------------------------------------------
 
 
-def measure(question: Question) -> dict[str, Any]:
+def measure(question: Question) -> Answer:
     gradient_reducer.FIRST_BYTES = int(question.first_mb * (1 << 20))
     gradient_reducer.FULL_BYTES = int(question.full_mb * (1 << 20))
     rank = distributed.get_rank()
@@ -98,7 +96,7 @@ def measure(question: Question) -> dict[str, Any]:
             groups.same_everywhere(f"the model of {name}", list(steps.model.parameters()))
     if torchft is not None:
         torchft.close()
-    answer = Answer(
+    return Answer(
         model=question.model,
         parameters=models.parameters(ways["ours"].model),
         ranks=distributed.get_world_size(),
@@ -107,7 +105,6 @@ def measure(question: Question) -> dict[str, Any]:
         to={peer: ratio(times["ours"], times[peer]) for peer in question.peers},
         efficiency=ratio(times["alone"], times["ours"]),
     )
-    return asdict(answer)
 
 
 def alone(question: Question, rank: int) -> models.Steps:
@@ -172,13 +169,12 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
 
 
 def table(answers: list[Answer], rounds: int, missing: Mapping[str, str]) -> Table:
-    shown = Table(title=f"a training step, {rounds} rounds: median (quartiles)")
-    for heading in ("model", "workers", "carried by", "ours, ms", "without reduction, ms"):
-        shown.add_column(heading, justify="right")
-    for peer in PEERS:
-        shown.add_column(f"{NAMES[peer]}, ms", justify="right")
-        shown.add_column(f"ours / {NAMES[peer]}", justify="right")
-    shown.add_column("efficiency", justify="right")
+    found = shown.table(
+        f"a training step, {rounds} rounds: median (quartiles)",
+        *("model", "workers", "carried by", "ours, ms", "without reduction, ms"),
+        *(each for peer in PEERS for each in (f"{NAMES[peer]}, ms", f"ours / {NAMES[peer]}")),
+        "efficiency",
+    )
     for answer in answers:
         cells = [f"{answer.model}, {answer.parameters / 1e6:.1f} M", str(answer.ranks)]
         cells += [answer.carried_by, answer.ms["ours"].text(1), answer.ms["alone"].text(1)]
@@ -187,25 +183,18 @@ def table(answers: list[Answer], rounds: int, missing: Mapping[str, str]) -> Tab
                 cells += [answer.ms[peer].text(1), answer.to[peer].text()]
             else:
                 cells += [missing[peer], ""]
-        shown.add_row(*cells, answer.efficiency.text())
-    return shown
-
-
-def answer_of(raw: dict[str, Any]) -> Answer:
-    ms = {name: Spread(**each) for name, each in raw.pop("ms").items()}
-    to = {name: Spread(**each) for name, each in raw.pop("to").items()}
-    return Answer(**raw | {"ms": ms, "to": to, "efficiency": Spread(**raw["efficiency"])})
+        found.add_row(*cells, answer.efficiency.text())
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=MODELS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=40, help="steps of each way")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--first-mb", type=float, default=gradient_reducer.FIRST_BYTES / (1 << 20))
     parser.add_argument("--full-mb", type=float, default=gradient_reducer.FULL_BYTES / (1 << 20))
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     missing = {peer: "not asked for" for peer in PEERS if peer not in options.peers}
     if "torchft" not in missing and (why := torchft_side.why_not()):
@@ -214,12 +203,12 @@ def main() -> None:
     answers = []
     for name in options.models:
         question = Question(name, options.rounds, peers, options.first_mb, options.full_mb)
-        answers += [answer_of(groups.ask(measure, ranks, question)) for ranks in options.ranks]
-    console = groups.console()
+        answers += [groups.ask(measure, ranks, question) for ranks in options.ranks]
+    console = shown.console()
     console.print(table(answers, options.rounds, missing))
     marks = marks_of(answers)
-    groups.say_marks(console, marks)
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

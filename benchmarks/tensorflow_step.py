@@ -20,9 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+import shown
 from elastic.chaos.harness.ports import free_ports
 
 WIDTH, LAYERS = 2880, 3  # 25M parameters
@@ -174,11 +172,8 @@ def beside(steps: int, environ: dict[str, str]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = shown.options_of(__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--as", dest="role", choices=["doors", "strategy"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
@@ -189,7 +184,7 @@ def main() -> None:
     run = str(Path(sys.executable).with_name("elasticrun"))
     command = [sys.executable, __file__, "--steps", str(args.steps), "--as", "doors"]
     found = answers([run, "-np", "2", *command], environ) | beside(args.steps, environ)
-    table = Table("what", "ms", "ratio")
+    table = shown.table("through TensorFlow, and beside it", "", "ms", "ratio")
     for kind in ("25M", "small"):
         ours, theirs = found[f"{kind} torch"], found[f"{kind} tensorflow"]
         table.add_row(f"{kind}: reduced through torch's door", f"{ours:.2f}", "")
@@ -197,9 +192,8 @@ def main() -> None:
     ours, theirs = found["step with hvd"], found["step with MultiWorkerMirroredStrategy"]
     table.add_row("a step with hvd", f"{ours:.1f}", f"{ours / theirs:.2f}")
     table.add_row("a step with MultiWorkerMirroredStrategy", f"{theirs:.1f}", "1")
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(found))
+    shown.console().print(table)
+    shown.write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -19,21 +19,18 @@ bytes a step. Blocks of 40 steps gave 1.019, 1.047 and 1.036 while the compariso
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import elastic
+import shown
 
 WARMUP = 2  # pairs
 SETTLE_S = 0.05  # before each block: a timeline begins with a comparison of clocks
@@ -152,12 +149,11 @@ def _quartiles(on: list[float], off: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=100, help="in a block")
     parser.add_argument("--tensors", type=int, default=1, help="averaged by name in each step")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     flags = vars(parser.parse_args())
     report = flags.pop("json")
     answer = measure(**flags)
@@ -173,14 +169,8 @@ def main() -> None:
     table.add_row("ratio of the quickest tenth", f"{answer.quiet_ratio:.3f}")
     records = f"{answer.records_per_step:.0f} of {answer.bytes_per_record:.0f} bytes"
     table.add_row("records a step", records)
-    Console().print(table)
-    if report is not None:
-        import torch
-
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        machine["torch"] = torch.__version__
-        result = {"question": flags, "answer": asdict(answer), "machine": machine}
-        report.write_text(json.dumps(result, indent=2) + "\n")
+    shown.console().print(table)
+    shown.write_json(report, {"question": flags, "answer": answer})
 
 
 if __name__ == "__main__":

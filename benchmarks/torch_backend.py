@@ -10,10 +10,8 @@ allreduce, and what a rank gets of the others together where it gets a part from
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groups
 import models
+import shown
 from elastic.torch_backend import registration
 from figures import Mark, Spread, ratio, size_text, spread
 
@@ -82,7 +81,7 @@ def calls(group: Any, size: int, rank: int, ranks: int) -> dict[str, Callable[[]
     } | ({"barrier": lambda: distributed.barrier(group=group)} if size == KB else {})
 
 
-def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(sizes: list[int], rounds: int) -> list[Answer]:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     ours = our_group()
     answers = []
@@ -96,7 +95,7 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     return answers
 
 
-def measure_steps(model: str, rounds: int) -> dict[str, Any]:
+def measure_steps(model: str, rounds: int) -> Answer:
     ranks = distributed.get_world_size()
     ways = {"ours": steps(model, our_group()), "gloo": steps(model, None)}
     prove_gradients(ways)
@@ -130,23 +129,22 @@ def our_group() -> Any:
     return distributed.new_group(backend="elastic")
 
 
-def _answer(what: str, size: int, ranks: int, times: dict[str, list[float]]) -> dict[str, Any]:
+def _answer(what: str, size: int, ranks: int, times: dict[str, list[float]]) -> Answer:
     ms = {name: spread(seconds).times(1e3) for name, seconds in times.items()}
-    return asdict(Answer(what, size, ranks, ms, ratio(times["ours"], times["gloo"])))
+    return Answer(what, size, ranks, ms, ratio(times["ours"], times["gloo"]))
 
 
 # ---- what is said --------------------------------------------------------------------------------
 
 
 def table(answers: list[Answer], rounds: int) -> Table:
-    shown = Table(title=f"torch.distributed on one host, ms, {rounds} rounds: median (quartiles)")
-    for heading in ("", "size", "workers", "ours", "Gloo", "ours / Gloo"):
-        shown.add_column(heading, justify="left" if not heading else "right")
+    title = f"torch.distributed on one host, ms, {rounds} rounds: median (quartiles)"
+    found = shown.table(title, "", "size", "workers", "ours", "Gloo", "ours / Gloo")
     for answer in answers:
         size = size_text(answer.size) if answer.size else ""
         ms = [answer.ms[name].text(3) for name in ("ours", "gloo")]
-        shown.add_row(answer.what, size, str(answer.ranks), *ms, answer.to_gloo.text())
-    return shown
+        found.add_row(answer.what, size, str(answer.ranks), *ms, answer.to_gloo.text())
+    return found
 
 
 def marks_of(answers: list[Answer]) -> list[Mark]:
@@ -160,33 +158,26 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
     ]
 
 
-def answer_of(raw: dict[str, Any]) -> Answer:
-    ms = {name: Spread(**each) for name, each in raw.pop("ms").items()}
-    return Answer(**raw | {"ms": ms, "to_gloo": Spread(**raw["to_gloo"])})
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shown.options_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=20, help="calls, or steps, of each")
     parser.add_argument("--sizes-kb", type=int, nargs="*", default=SIZES_KB)
     parser.add_argument("--models", nargs="*", choices=models.MODELS, default=[])
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
-    raw = []
+    answers = []
     for ranks in options.ranks:
         if options.sizes_kb:
             sizes = [size * KB for size in options.sizes_kb]
-            raw += groups.ask(measure, ranks, sizes, options.rounds)
+            answers += groups.ask(measure, ranks, sizes, options.rounds)
         for model in options.models:
-            raw.append(groups.ask(measure_steps, ranks, model, options.rounds))
-    answers = [answer_of(each) for each in raw]
-    console = groups.console()
+            answers.append(groups.ask(measure_steps, ranks, model, options.rounds))
+    console = shown.console()
     console.print(table(answers, options.rounds))
     marks = marks_of(answers)
-    groups.say_marks(console, [mark for mark in marks if not mark.met])
+    shown.say_marks(console, [mark for mark in marks if not mark.met])
     console.print(f"{sum(mark.met for mark in marks)} of {len(marks)} marks met")
-    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":
