@@ -24,23 +24,12 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 import shown
+from elastic.chaos.harness.step_lines import Step, read
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
 MARGIN = 1000  # steps, in which all see that the end was decided: a second or two
 TAIL = 32768  # bytes at the end of a file of steps: some 900 of them
-
-
-@dataclass(frozen=True)
-class Step:
-    """One completed step of one worker; ``at`` is CLOCK_MONOTONIC in seconds."""
-
-    pid: int
-    at: float
-    generation: int
-    size: int
-    rank: int
-    step: int
 
 
 @dataclass(frozen=True)
@@ -104,10 +93,7 @@ class Disturbed:
         """All steps so far, by time. ``entries``: all calls of the training function."""
         found = []
         for path in self.directory.glob(f"*.{kind}"):
-            for line in path.read_text().splitlines():
-                parts = line.split()
-                if len(parts) == 5:
-                    found.append(Step(int(path.stem), float(parts[0]), *map(int, parts[1:])))
+            found += read(path)[0]
         return sorted(found, key=lambda s: s.at)
 
     def records(self) -> list[dict[str, Any]]:
@@ -179,13 +165,7 @@ class Disturbed:
         """The ends of all files: enough for the newest world."""
         found = []
         for path in self.directory.glob("*.steps"):
-            with open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size - TAIL))
-                lines = file.read().decode().splitlines()[1:]
-            for line in lines:
-                parts = line.split()
-                if len(parts) == 5:
-                    found.append(Step(int(path.stem), float(parts[0]), *map(int, parts[1:])))
+            found += read(path, max(0, path.stat().st_size - TAIL))[0][1:]  # the first may be cut
         return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import keras
 import numpy as np
 
 import horovod.keras as hvd
-from elastic.runtime import lifecycle
+from stepper import StepLog
 
 BATCH, BATCHES = 16, 1000  # samples; batches of an epoch
 
@@ -26,14 +25,11 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._state = state
         self._stop = Path(directory, "stop")
-        name = f"{directory}/{os.getpid()}.steps"
-        self._log = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._log = StepLog(directory)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        rt = lifecycle.current()
         step = self._state.epoch * BATCHES + self._state.batch
-        line = f"{time.monotonic():.6f} {rt.generation} {rt.place.size} {rt.place.rank} {step}\n"
-        os.write(self._log, line.encode())
+        self._log.made(step)
         if self._stop.exists() and step >= int(self._stop.read_text()):
             self.model.stop_training = True
 

@@ -18,17 +18,12 @@ from operator import attrgetter
 from pathlib import Path
 
 import shown
-from disturbed import Disturbed, Step, longest_gap, options_of, table_of
+from disturbed import Disturbed, longest_gap, options_of, table_of
+from elastic.chaos.harness.step_lines import repeated
 
 AHEAD_S = 2.0
 OTHER = "127.0.0.2"
 moment = attrgetter("at")
-
-
-def repeated(steps: list[Step], pids: set[int]) -> int:
-    """Steps that one of these has made twice."""
-    made = [(s.pid, s.step) for s in steps if s.pid in pids]
-    return len(made) - len(set(made))
 
 
 def told(job: Disturbed, since: int) -> float | None:
@@ -82,7 +77,8 @@ def main() -> None:
                 goes.unlink()
             job.finish()
         broke, steps = len(job.actions("BreakWorld")), job.steps()  # once: there may be millions
-    again = repeated(steps, set().union(*(others for _, others in told_at)))
+    stayed = set().union(*(others for _, others in told_at))
+    again = repeated(step for step in steps if step.pid in stayed)
     gaps, steady = [], []
     for at, others in told_at:
         near = steps[bisect(steps, at - 0.3, key=moment) : bisect(steps, at + 3.0, key=moment)]

@@ -29,8 +29,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import shown
+from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
 from harness.ray_cluster import RayCluster, ray_nodes
-from harness.ray_stepping import Step, Stepping, committed_lost, repeated
+from harness.ray_stepping import Stepping
 
 HERE = Path(__file__).parent
 WORKERS = 3

@@ -19,31 +19,7 @@ from typing import Any
 
 import shown
 from disturbed import Disturbed, options_of, table_of
-
-
-def lost_commits(job: Disturbed) -> int:
-    """Steps that every worker had to do again: the newest world's first step must follow the best
-    survivor's commit.
-    """
-    steps = job.steps()
-    lost = 0
-    by_generation: dict[int, dict[int, list[int]]] = {}
-    for step in steps:
-        by_generation.setdefault(step.generation, {}).setdefault(step.pid, []).append(step.step)
-    for generation in sorted(by_generation):
-        after = by_generation.get(generation + 1)
-        if not after:
-            continue
-        survivors = by_generation[generation].keys() & after.keys()
-        # The last line of a worker may be a step that it had not committed yet; the one before it
-        # was.
-        committed = max(
-            (s[-1] - 1 for p, s in by_generation[generation].items() if p in survivors), default=0
-        )
-        first = min(s[0] for s in after.values())
-        lost += max(0, committed + 1 - first)
-    return lost
-
+from elastic.chaos.harness.step_lines import committed_lost
 
 # ---- the reference -------------------------------------------------------------------------------
 
@@ -135,7 +111,7 @@ def main() -> None:
             times.append(strike.lasted_ms)
             ranks.append(strike.victim.rank)
         code = job.finish()
-        lost = lost_commits(job)
+        lost = committed_lost(job.steps())
         phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
 
     title = f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"

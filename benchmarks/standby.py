@@ -17,7 +17,8 @@ import statistics
 import time
 
 import shown
-from disturbed import Disturbed, Step, options_of, table_of
+from disturbed import Disturbed, options_of, table_of
+from elastic.chaos.harness.step_lines import Step
 
 WORKERS = 2
 TURN_S = 1.0  # shorter than a lease

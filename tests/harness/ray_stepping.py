@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from elastic.chaos.harness.step_lines import Step, read
 from harness.ray_cluster import RayCluster, RayJob
 
 SCRIPT = Path(__file__).with_name("scripts") / "ray_stepping.py"
 START_S = 90.0  # on a busy machine; a new worker takes some five seconds
 
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step that one worker has done; ``at`` is CLOCK_MONOTONIC in seconds."""
-
-    pid: int
-    at: float
-    generation: int
-    size: int
-    rank: int
-    step: int
 
 
 class Stepping:
@@ -52,13 +39,8 @@ class Stepping:
     def steps(self) -> list[Step]:
         """All so far, by time."""
         for path in self.folder.glob("*.steps"):
-            with open(path, "rb") as file:
-                file.seek(self._read.get(path, 0))
-                whole, end, _ = file.read().rpartition(b"\n")
-            self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
-            for line in whole.decode().splitlines():
-                at, *numbers = line.split()
-                self._steps.append(Step(int(path.stem), float(at), *map(int, numbers)))
+            found, self._read[path] = read(path, self._read.get(path, 0))
+            self._steps += found
         self._steps.sort(key=lambda step: step.at)
         return list(self._steps)
 
@@ -120,30 +102,3 @@ class Stepping:
 
 def runs(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
-
-
-def repeated(steps: list[Step]) -> int:
-    """Steps that a worker has done twice: those that it had not committed when its world broke."""
-    seen: set[tuple[int, int]] = set()
-    twice = 0
-    for step in steps:
-        twice += (step.pid, step.step) in seen
-        seen.add((step.pid, step.step))
-    return twice
-
-
-def committed_lost(steps: list[Step]) -> int:
-    """Commits that a following world did not begin with: it begins where the best of those that stayed had committed.
-
-    Nobody's last line of a world counts as a commit, as it may be a step that was not committed yet.
-    """
-    by_world: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for step in steps:
-        by_world[step.generation][step.pid].append(step.step)
-    worlds = [by_world[generation] for generation in sorted(by_world)]
-    lost = 0
-    for before, after in itertools.pairwise(worlds):
-        stayed = before.keys() & after.keys()
-        committed = max((before[pid][-1] - 1 for pid in stayed), default=0)
-        lost += max(0, committed + 1 - min(numbers[0] for numbers in after.values()))
-    return lost

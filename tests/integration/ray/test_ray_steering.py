@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import elastic
+from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
 from harness.ray_cluster import RayCluster, ray_nodes
-from harness.ray_stepping import Step, Stepping, committed_lost, repeated
+from harness.ray_stepping import Stepping
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(400)]
 

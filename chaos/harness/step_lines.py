@@ -1,0 +1,62 @@
+"""Steps as jobs under test write them down, and what they amount to. Pure but for `read`.
+
+Each worker appends ``time generation size rank step`` to ``FOLDER/PID.steps`` for each step that it has made, before it
+commits it. The time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that one worker has made."""
+
+    pid: int
+    at: float
+    generation: int
+    size: int
+    rank: int
+    step: int
+
+
+def read(file: Path, begin: int = 0) -> tuple[list[Step], int]:
+    """What stands there from this byte on, and where the next line begins. A line of another form means nothing."""
+    with open(file, "rb") as stream:
+        stream.seek(begin)
+        whole, end, _ = stream.read().rpartition(b"\n")
+    lines = (line.split() for line in whole.decode().splitlines())
+    found = [
+        Step(int(file.stem), float(parts[0]), *map(int, parts[1:]))
+        for parts in lines
+        if len(parts) == 5
+    ]
+    return found, begin + len(whole) + len(end)
+
+
+def repeated(steps: Iterable[Step]) -> int:
+    """Steps that a worker has made twice: those that it had not committed when its world broke."""
+    made = [(step.pid, step.step) for step in steps]
+    return len(made) - len(set(made))
+
+
+def committed_lost(steps: Iterable[Step]) -> int:
+    """Commits that a following world did not begin with: it begins where the best of those that stayed had committed.
+
+    Nobody's last line of a world counts as a commit, as it may be a step that was not committed yet.
+    """
+    by_world: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        by_world[step.generation][step.pid].append(step.step)
+    worlds = [by_world[generation] for generation in sorted(by_world)]
+    lost = 0
+    for before, after in itertools.pairwise(worlds):
+        stayed = before.keys() & after.keys()
+        committed = max((before[pid][-1] - 1 for pid in stayed), default=0)
+        lost += max(0, committed + 1 - min(numbers[0] for numbers in after.values()))
+    return lost
