@@ -73,6 +73,7 @@ PURE_ROOMS = ["driver/membership", "chaos/invariants"]  # whole, and what is in 
 PURE = [
     "elastic/protocol/messages.py",
     "elastic/protocol/framing.py",
+    "elastic/protocol/handshake.py",
     "elastic/errors.py",
     "elastic/horovod_errors.py",
     "elastic/runtime/recovery.py",
