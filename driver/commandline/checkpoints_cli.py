@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.catalog import CheckpointEntry
@@ -52,6 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     storage = Storage(folder)
     try:
         if options.prune is not None:
+            writer = catalog.writing_here(storage)
+            if writer is not None:
+                raise Invalid(
+                    f"{storage.url}: process {writer.pid} of this machine writes its checkpoints there, and removes old"
+                    " ones itself (--checkpoint-keep); prune it once that has ended"
+                )
             for name in catalog.prune(storage, options.prune):
                 print(f"removed {name}")
         entries = [catalog.entry(storage, name) for name in catalog.names(storage)]
@@ -62,21 +68,28 @@ def main(arguments: Sequence[str]) -> int:
             return 1 if options.verify else 0
         damaged = 0
         for entry in entries:
-            trouble = entry.trouble
-            if entry.manifest is not None and options.verify:
-                trouble = catalog.verify(storage, entry.manifest)
-            damaged += bool(trouble) and not entry.torn
-            print(_line(entry, trouble, verified=options.verify))
+            looked_at = _verified(storage, entry) if options.verify else entry
+            damaged += bool(looked_at.trouble) and not looked_at.torn
+            print(_line(looked_at, verified=options.verify))
         return 1 if damaged else 0
     except OSError as error:
         raise Invalid(f"{storage.url} can't be read: {error}") from error
 
 
-def _line(entry: CheckpointEntry, trouble: str, *, verified: bool) -> str:
+def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
+    """A job that writes here may have removed it meanwhile: then it is torn, and not damaged. Raises OSError."""
+    trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
+    if not trouble:
+        return entry
+    again = catalog.entry(storage, entry.name)
+    return again if again.torn else replace(entry, manifest=None, trouble=trouble)
+
+
+def _line(entry: CheckpointEntry, *, verified: bool) -> str:
     found = entry.manifest
     head = f"{entry.name}  commit {entry.name.commit}"
-    if found is None or trouble:
-        return f"{head}  {trouble}"
+    if found is None:
+        return f"{head}  {entry.trouble}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.written_at))
     workers = "1 worker" if found.size == 1 else f"{found.size} workers"
     state = "verified" if verified else "complete"

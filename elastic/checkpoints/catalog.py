@@ -99,7 +99,10 @@ def read(storage: Storage, name: Name) -> Manifest:
         raise Torn("it was not completed: there is no manifest.json") from None
     if found.name != name:
         raise NotReadable(f"its manifest is that of {found.name}")
-    trouble = manifest.missing(found, storage.sizes(str(name)))
+    files = storage.sizes(str(name))
+    if manifest.MANIFEST not in files:
+        raise Torn("it was removed meanwhile")
+    trouble = manifest.missing(found, files)
     if trouble:
         raise NotReadable(trouble)
     return found
@@ -126,8 +129,11 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
 def verify(storage: Storage, found: Manifest) -> str:
     """Reads all files and compares their checksums. What is wrong; empty: nothing. Raises OSError."""
     for file, stored in found.files.items():
-        if checksum(storage, f"{found.name}/{file}") != stored.sha256:
-            return f"{file} is damaged: its checksum differs"
+        try:
+            if checksum(storage, f"{found.name}/{file}") != stored.sha256:
+                return f"{file} is damaged: its checksum differs"
+        except FileNotFoundError:
+            return f"{file} is missing"
     return ""
 
 

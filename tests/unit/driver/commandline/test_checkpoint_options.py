@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,7 +44,7 @@ def written(folder: Path, name: Name) -> Path:
     """A commit of one file."""
     storage, content = Storage(str(folder)), b"bytes"
     storage.write(f"{name}/__0_0.distcp", content)
-    files = {"__0_0.distcp": StoredFile(len(content), "0" * 64)}
+    files = {"__0_0.distcp": StoredFile(len(content), hashlib.sha256(content).hexdigest())}
     told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
     storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(told))
     return folder / str(name)
@@ -151,3 +153,28 @@ def test_a_folder_that_is_not_there_is_not_verified(
     assert checkpoints_cli.main([str(tmp_path)]) == 0
     assert checkpoints_cli.main(["--verify", str(tmp_path)]) == 1
     assert "no checkpoints" in capsys.readouterr().out
+
+
+def test_a_job_that_writes_there_may_remove_what_is_being_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, checksum = written(tmp_path, OLDER), catalog.checksum
+    written(tmp_path, NEWER)
+
+    def removed_first(storage: Storage, file: str) -> str:
+        shutil.rmtree(older, ignore_errors=True)
+        return checksum(storage, file)
+
+    monkeypatch.setattr(catalog, "checksum", removed_first)
+    assert checkpoints_cli.main(["--verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("verified") == 1
+
+
+def test_a_folder_that_a_job_writes_to_is_not_pruned(tmp_path: Path) -> None:
+    for name in (OLDER, NEWER):
+        written(tmp_path, name)
+    with living(Storage(str(tmp_path)), 1) as pid:
+        before = content(tmp_path)
+        with pytest.raises(Invalid, match=f"process {pid} of this machine"):
+            checkpoints_cli.main(["--prune", "1", str(tmp_path)])
+        assert content(tmp_path) == before
