@@ -288,7 +288,7 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     worked = sum(msgspec.structs.astuple(spent))
     yield GaugeMetricFamily(
         "elastic_goodput_ratio",
-        "Of the time of all workers, what was training that counts.",
+        "Of the time of all workers, the share that was training, without what was lost.",
         value=spent.training / worked if worked else None,
     )
     yield _gauge(

@@ -239,6 +239,7 @@ WORDS: dict[Stretch, str] = {
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     """As lines of a table, with SHOWN of the workers. ``zeros``: also stretches and parts that nobody had."""
     job, total = spent.stretches(), spent.total()
+    until = ", until the last worker had ended" if spent.over else ""
     rows = [(str(each.worker), times) for each, times in spent.workers()]
     count = len(rows) + spent.older_count
     parts = [
@@ -249,7 +250,7 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     width = max([len("all workers"), *(len(name) for name, _ in rows[:SHOWN])])
     had = [name for name in Times.__struct_fields__ if zeros or getattr(total, name) >= LEAST_S]
     lines = [
-        f"how the time went, {sum(job.values()):.1f} s: {', '.join(parts)}",
+        f"how the time went, {sum(job.values()):.1f} s{until}: {', '.join(parts)}",
         f"  {'seconds':<{width}}" + "".join(f"{name:>11}" for name in ("total", *had)),
         *(_row(name, width, times, had) for name, times in rows[:SHOWN]),
     ]
@@ -260,7 +261,7 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     if worked:
         lines.append(
             f"  goodput {total.training / worked:.3f}: {total.training:.1f} s of the workers' {worked:.1f} s were"
-            " training that counts"
+            " training, without what was lost"
         )
     return lines
 

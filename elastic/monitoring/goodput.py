@@ -37,7 +37,8 @@ class Goodput:
 
 
 def goodput() -> Goodput:
-    """How this worker's time went so far: ``elastic.goodput().goodput`` is the share that was training that counts.
+    """How this worker's time went so far: ``elastic.goodput().goodput`` is the share that was training,
+    without what was lost.
 
     Asks nobody, and costs microseconds. ``elasticrun --summary`` says the same of all workers when the job ends.
     Raises NotInitialized before ``init()``.

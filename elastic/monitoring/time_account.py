@@ -5,7 +5,7 @@
     data         waiting for the next batch of a ``DataLoader``
     storage      reading a checkpoint to begin with, and waiting for the last one to be written
     recovering   from the end of a world that broke until the state is equal everywhere in the next
-    joining      from ``init()`` to the first world, and in planned changes
+    joining      from ``init()`` to the training function, and in planned changes
     lost         what was training, committing or waiting for data, and has to be done again
     idle         before and after the training function, and standing by
 
@@ -62,6 +62,12 @@ class TimeAccount:
             self.part = then or self.part
             for repeated in REPEATED:
                 self._kept[repeated] = self._spent[repeated]
+
+    def only_prepared(self) -> None:
+        """What looked like training was the way to the training function."""
+        with self._lock:
+            self._spent["joining"] += self._spent["training"]
+            self._spent["training"] = self._kept["training"] = 0.0
 
     def stepped_back(self) -> None:
         """To the newest commit: what followed it is lost."""

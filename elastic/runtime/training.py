@@ -23,6 +23,7 @@ class Training:
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
+        self._entered = False
         self._trains_in: int | None = None  # the thread that is in elastic.run
 
     def enter(self) -> None:
@@ -36,6 +37,11 @@ class Training:
         with self._session.lock:
             self._session.recovery.enter()
         self._session.account.begin("joining", time.monotonic())
+        if (
+            not self._entered
+        ):  # in a job of a fixed size all that follows init() is training, at first
+            self._session.account.only_prepared()
+        self._entered = True
         data_waits.count(self._session.account)
         self._trains_in = threading.get_ident()
 

@@ -30,6 +30,7 @@ STALLS = (
     Cause.HOST_LOST,
     Cause.GPU_HANGS,
 )  # what is lost was a wait
+OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 REPEATS = 3  # of one cause: it will not go away by itself
 
 
@@ -230,11 +231,13 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
         elastic = settings is None or settings.elastic or story.after is not None
         if not elastic and story.trained_at is not None:
             yield JobFinding(What.NOT_ELASTIC)
-        alike = sum(
-            each.cause is cause.cause and each.what == cause.what for each in story.losses()
-        )
-        if alike >= REPEATS:
-            yield JobFinding(What.REPEATED, {"times": alike})
+        alike = [
+            each for each in story.losses() if each.cause is cause.cause and each.what == cause.what
+        ]
+        if len(alike) >= REPEATS:
+            ranks = {each.rank for each in alike}
+            rank = ranks.pop() if len(ranks) == 1 else None
+            yield JobFinding(What.REPEATED, {"times": len(alike), "rank": rank})
         if trace := _trace(story, cause):
             yield JobFinding(What.TRACE, {"text": trace, "who": named(cause)})
 
@@ -492,7 +495,8 @@ def _advices(
         yield _against(cause)
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            yield Advice.BE_ELASTIC, {"np": settings.np}
+            if cause.cause not in OF_THE_SCRIPT:  # those would befall the next worker too
+                yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind is Why.TOO_FEW:
             yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
         elif end is not None and end.reason.kind is Why.RESET_LIMIT:

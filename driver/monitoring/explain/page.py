@@ -226,7 +226,8 @@ def _cost(job: PageJob, told: Told) -> Iterable[str]:
     yield from _bar(f"The job, {duration(facts['job_s'])}", facts["job"], words)
     yield from _bar(f"All workers, {duration(facts['workers_s'])}", facts["workers"], {})
     if facts["goodput"] is not None:
-        yield f'<p class="faint">Goodput {facts["goodput"]:.3f}: the share that was training that counts.</p>'
+        share = "the share that was training, without what was lost"
+        yield f'<p class="faint">Goodput {facts["goodput"]:.3f}: {share}.</p>'
     yield "</section>"
 
 

@@ -129,9 +129,7 @@ def _death(facts: Facts) -> str:
         case Cause.NOT_STARTED:
             return f"{who} could not be started: {what}"
         case Cause.FROZEN:
-            return (
-                f"{who} was frozen: {facts.get('how', what)}; it answered nothing, so it was killed"
-            )
+            return f"{who} was frozen: {facts.get('how', what)}; it answered nothing, so this job killed it"
         case Cause.CUT_OFF:
             return f"{who} was cut off: its host answered nothing any more"
         case Cause.STUCK:
@@ -151,7 +149,7 @@ def _death(facts: Facts) -> str:
         case Cause.HOST_LOST:
             return f"host {facts['host']} was lost, and {who} with it: {what}"
         case Cause.LOST_PEER:
-            return f"{who} could not go on without a lost peer: {what}"
+            return f"{who} lost its peers and could not go on: {what}"
 
 
 def _capital(text: str) -> str:
@@ -162,8 +160,8 @@ def _cause(facts: Facts) -> str:
     if "after_store_s" in facts:
         later = duration(facts["after_store_s"])
         return (
-            f"The last that is known, {later} after etcd was gone: {_death(facts)}. Nobody could decide who takes its"
-            " place."
+            f"The last event in the journal, {later} after etcd was gone: {_death(facts)}. Without etcd nobody could"
+            " take its place."
         )
     return f"{_capital(_death(facts))}."
 
@@ -186,8 +184,8 @@ def _runs(facts: Facts) -> str:
 def _cut_off(facts: Facts) -> str:
     if "after_store_s" in facts:
         return (
-            f"{duration(facts['after_store_s'])} later the journal ends in the middle of the job: its driver was killed"
-            " too, or its machine went down, or this is a copy of a journal that is still being written."
+            f"The journal ends {duration(facts['after_store_s'])} after etcd was gone, in the middle of the job: its"
+            " driver was killed, or its machine went down, or this is a copy of a journal that is still being written."
         )
     return (
         f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver was killed, or its"
@@ -215,8 +213,8 @@ def _then(facts: Facts) -> str:
     match facts["kind"]:
         case Why.SAME_EXCEPTION.value:
             return (
-                f"{facts['first']} and {facts['worker']} raised the same after commit {facts['commit']}: every worker"
-                " that goes on from there would raise it, so the job ended."
+                f"{facts['first']} and {facts['worker']} raised the same exception, both when training had come to"
+                f" commit {facts['commit']}: every worker that goes on from there would raise it, so the job ended."
             )
         case Why.SCRIPT_FAILS.value:
             return "Every worker ended before training began, so the job ended."
@@ -242,9 +240,17 @@ def _then(facts: Facts) -> str:
             return f"{facts['worlds']} worlds in a row broke with no new commit between, so the job ended."
         case Why.TOO_FEW.value:
             needed = counted(facts["needed"], "worker")
-            return f"The job then waited {facts['within_s']:g} s for {needed}, had {facts['ready']}, and gave up."
+            return (
+                f"The job needs at least {needed}: it had {facts['ready']}, waited {facts['within_s']:g} s for more,"
+                " and gave up."
+            )
         case _:
             return f"The driver's reason for the end: {shown(facts['text'])}."
+
+
+def _repeated(facts: Facts) -> str:
+    same = f", each of them as rank {facts['rank']}" if facts.get("rank") is not None else ""
+    return f"{facts['times']} workers were lost in this way{same}."
 
 
 def _trace(facts: Facts) -> str:
@@ -283,7 +289,7 @@ def _others(facts: Facts) -> str:
     alike = {each["cause"] for each in others} == {facts["first"]["cause"]}
     if alike:
         names = ", ".join(each["who"].removeprefix("worker ") for each in others)
-        return f" The same became of {names}{' and others' if facts['more'] else ''}."
+        return f" The same happened to {names}{' and others' if facts['more'] else ''}."
     told = "; ".join(_death(each) for each in others[:3])
     more = f"; and {count - 3} more" if count > 3 else ""
     return f" Then {told}{more}."
@@ -351,8 +357,8 @@ def _planned(facts: Facts) -> str:
 
 def _lost_steps(facts: Facts) -> str:
     return (
-        f"{duration(facts['lost_s'])} of training, added up over all workers, was done in vain or done again: what"
-        " followed the last commit when the world broke."
+        f"{duration(facts['lost_s'])} of training, added up over all workers: what each had done since the last commit"
+        " when a worker was lost."
     )
 
 
@@ -374,8 +380,8 @@ def _lost_all(facts: Facts) -> str:
         f"Everything up to commit {facts['commit']}" if facts["commit"] else "All that was trained"
     )
     return (
-        f"{upto}: commits were in the memory of the workers, which are gone. What the script has saved itself is still"
-        " there."
+        f"{upto}: commits were in the memory of the workers, which are gone. Files that the script wrote itself are"
+        " still there."
     )
 
 
@@ -395,7 +401,7 @@ def _time(facts: Facts) -> str:
         return text
     return (
         f"{text} The workers' {facts['workers_s']:.1f} s: {workers or 'nothing'}."
-        f" Goodput {facts['goodput']:.3f}: the share that was training that counts."
+        f" Goodput {facts['goodput']:.3f}: the share that was training, without what was lost."
     )
 
 
@@ -429,8 +435,8 @@ def _advice(facts: Facts) -> str:
             return f"Make room on {host} on the disk of the file that the traceback names, or write elsewhere."
         case Advice.SAME_CALLS:
             return (
-                "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes; where"
-                " their data are uneven, end with hvd.join()."
+                "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes. A rank that"
+                " has fewer batches than the others calls join() at its end."
             )
         case Advice.SAME_STATE:
             return (
@@ -469,8 +475,9 @@ def _advice(facts: Facts) -> str:
             return f"Look at the network of {host}, and whether the machine itself stood still."
         case Advice.WHO_KILLED_IT:
             return (
-                f"Find out who killed {who} on {host} ({signal or 'its end was not seen'}): the kernel did not say that"
-                " memory ran out. A batch system, a container's limit, a person? dmesg and the system's log may say."
+                f"Find out who killed {who} on {host} ({signal or 'its end was not seen'}): look in dmesg, in the"
+                " system's log, and in what your batch system or container runtime says. The kernel did not report that"
+                " memory ran out."
             )
         case Advice.CRASH:
             return (
@@ -485,8 +492,8 @@ def _advice(facts: Facts) -> str:
             return "Give a slow start more time by --start-timeout, or do less before hvd.init()."
         case Advice.BE_ELASTIC:
             return (
-                "Let the job survive a lost worker: put the training loop into a function under @elastic.run, and start"
-                " it with --min-np."
+                "Let the job survive a lost worker: start it with --min-np, with the training loop in a function under"
+                " @elastic.run."
             )
         case Advice.FEWER_NEEDED:
             return (
@@ -538,8 +545,10 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
     What.AFTER_TRAINING: lambda f: (
         "Training had succeeded by then: this came in the code that runs after it, which no commit protects."
     ),
-    What.NOT_ELASTIC: lambda f: "The job was not elastic: the first worker that is lost ends it.",
-    What.REPEATED: lambda f: f"{f['times']} workers were lost in this way.",
+    What.NOT_ELASTIC: lambda f: (
+        "It was started without --min-np, so the loss of any worker ends it."
+    ),
+    What.REPEATED: _repeated,
     What.TRACE: _trace,
     What.TRAINING_BEGAN: _training_began,
     What.NEVER_TRAINED: lambda f: (

@@ -32,8 +32,8 @@ JOURNALS = HERE.parents[1] / "journal"
 JOBS = {
     "exception": (Cause.EXCEPTION, ["ValueError: sample 20 is damaged", "localhost:1#1"]),
     "out-of-memory": (Cause.OUT_OF_MEMORY, ["ran out of memory", "1.5 GB", "localhost:1#1"]),
-    "killed": (Cause.SIGNAL, ["SIGKILL", "localhost:2#1", "3 workers, had 2"]),
-    "host-lost": (Cause.HOST_LOST, ["Host 127.0.0.2 was lost", "2 workers, had 1"]),
+    "killed": (Cause.SIGNAL, ["SIGKILL", "localhost:2#1", "3 workers: it had 2"]),
+    "host-lost": (Cause.HOST_LOST, ["Host 127.0.0.2 was lost", "2 workers: it had 1"]),
     "disk-full": (Cause.WRITE_FAILED, ["its disk is full", "localhost:0#1"]),
     "mismatch": (Cause.MISMATCH, ["do not fit together", "rank 1 has [any, 2]"]),
     "stuck": (Cause.STUCK, ["stuck", "'gradients'", "rank 1"]),
@@ -43,8 +43,8 @@ JOBS = {
         Cause.SIGNAL,
         [
             "lost its control plane: etcd at 127.0.0.1:24790 stopped answering",
-            "driver was killed too",
-            "the last that is known, 3.8 s after etcd was gone: rank 1",
+            "the journal ends 3.8 s after etcd was gone",
+            "the last event in the journal, 3.8 s after etcd was gone: rank 1",
         ],
     ),
 }
@@ -71,6 +71,12 @@ def test_its_first_three_lines_name_the_cause(name, tmp_path):
     for each in words:
         assert each.lower() in head.lower()
     assert any(finding.what is What.ADVICE for finding in findings(reading.story, reading.source))
+
+
+def test_who_was_lost_as_the_same_rank_each_time_is_told(tmp_path):
+    assert "4 workers were lost in this way, each of them as rank 1." in as_text(
+        job("stuck", tmp_path)
+    )
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+
+import pytest
 
 from elastic.driver.events import (
     AnswerRequest,
@@ -26,7 +29,13 @@ from elastic.driver.events import (
 from elastic.driver.journal.entries import Entry, decoded
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.film import film
-from elastic.driver.monitoring.explain.findings import JobFinding, JournalState, What, findings
+from elastic.driver.monitoring.explain.findings import (
+    Advice,
+    JobFinding,
+    JournalState,
+    What,
+    findings,
+)
 from elastic.driver.monitoring.explain.journal_file import read_journal
 from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.explain.story import Story
@@ -157,9 +166,22 @@ def test_what_happens_again_and_again_is_counted():
             WorkerRaised(worker, 2, None, "ValueError: x", "Traceback\nValueError: x"),
         )
     told.at(50.0, WorkerExited(A, 1), EndJob(1, because(Why.RESET_LIMIT, limit=3, cause="x")))
-    assert [each.facts for each in told.found(What.REPEATED)] == [{"times": 4}]
+    assert [each.facts for each in told.found(What.REPEATED)] == [
+        {"times": 4, "rank": None}  # they were in no world
+    ]
     [trace] = told.found(What.TRACE)
     assert trace.facts["text"] == "Traceback\nValueError: x"
+
+
+@pytest.mark.parametrize(("code", "helps"), [(1, False), (-9, True)])
+def test_min_np_is_advised_against_a_loss_and_not_against_an_error_of_the_script(code, helps):
+    told = Told()
+    if code == 1:
+        told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
+    told.at(10.0, WorkerExited(A, code), EndJob(1, because(Why.ENDED, who="x", exit="y")))
+    fixed = JournalState(dataclasses.replace(SETTINGS, elastic=False))
+    advice = {each.facts.get("advice") for each in findings(told.story, fixed)}
+    assert (Advice.BE_ELASTIC.value in advice) is helps
 
 
 def test_a_job_that_failed_has_lost_what_it_had_in_memory_and_one_that_ended_well_has_not():
