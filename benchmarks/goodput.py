@@ -155,6 +155,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0, help="of a trace that is drawn")
     parser.add_argument("--all-gone", type=int, default=3, help="moments without a slot, drawn")
     parser.add_argument("--ahead", type=float, default=0.0, help="seconds; 0: nobody is told")
+    parser.add_argument(
+        "--standbys", type=int, default=0, help="of the slots, how many are for standbys"
+    )
     parser.add_argument("--flags", default="", help="more of elasticrun's flags, as one argument")
     options = parser.parse_args()
     if options.trace:
@@ -167,10 +170,12 @@ def main() -> None:
     hosts.write_text(f"localhost:{options.slots}\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
-    flags = ["--host-discovery-script", str(script), "--max-np", str(options.slots)]
+    workers = options.slots - options.standbys
+    flags = ["--host-discovery-script", str(script), "--max-np", str(workers)]
+    flags += ["--standbys", str(options.standbys)] if options.standbys else []
     flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "1s"]
     flags += ["--blacklist-cooldown-range", "0.1", "0.5", *options.flags.split()]
-    with Disturbed(options.slots, *flags) as job:
+    with Disturbed(workers, *flags) as job:
         machines = Machines(job, hosts)
         machines.have(options.slots)
         job.wait("a full world", lambda: job.full(20), 180)
