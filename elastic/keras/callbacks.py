@@ -16,7 +16,7 @@ from elastic.api import arrays, broadcasting
 from elastic.api import ops as collectives
 from elastic.api.which_keras import keras
 from elastic.errors import Invalid
-from elastic.keras import tensors
+from elastic.keras import last_steps, tensors
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.runtime import basics
 from elastic.state.state import ObjectState
@@ -329,6 +329,10 @@ class UpdateBatchStateCallback(_Position):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
         self._begun_at = self.state.batch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._begun_at and self.steps_per_epoch:
+            last_steps.limit(self.model, self.steps_per_epoch - self._begun_at - batch)
 
     def batch_ended(self, batch: int) -> None:
         self.state.batch = self._begun_at + batch + 1

@@ -321,6 +321,44 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         assert int(made.optimizer.iterations) == 3 * steps
 
 
+def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_once(rank, size):
+    elastic, steps, at_once = hvd.elastic, 10, 3
+    done: list[list[int]] = []
+
+    class Batches(keras.utils.PyDataset):
+        first = 0
+
+        def on_epoch_begin(self):
+            self.first = state.batch
+
+        def __len__(self):
+            return steps
+
+        def __getitem__(self, index):
+            number = (self.first + index) % steps
+            return np.full([1, 4], number, "float32"), np.zeros([1, 1], "float32")
+
+    class Counted(keras.Sequential):
+        def train_step(self, data):
+            tf.py_function(lambda x: done[-1].append(int(x[0, 0])), [data[0]], [])
+            return super().train_step(data)
+
+    made = Counted([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.001))
+    made.compile(optimizer=optimizer, loss="mse", steps_per_execution=at_once)
+    state = elastic.KerasState(made, batch=0, epoch=0)
+    state.batch = 3
+    callbacks = [
+        elastic.CommitStateCallback(state),
+        elastic.UpdateBatchStateCallback(state),
+        elastic.UpdateEpochStateCallback(state),
+        keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: done.append([])),
+    ]
+    made.fit(Batches(), epochs=2, callbacks=callbacks, shuffle=False, verbose=0)
+    assert [sorted(each) for each in done] == [list(range(3, steps)), list(range(steps))]
+    assert (state.epoch, state.batch, int(optimizer.iterations)) == (2, 0, 2 * steps - 3)
+
+
 def test_a_world_that_changes_after_the_last_batch_of_an_epoch_repeats_none(rank, size):
     x, y, *_ = data(rank, size)
     steps = -(-len(x) // 2)

@@ -1,0 +1,46 @@
+"""The end of an epoch that goes on in the middle, with Keras's ``steps_per_execution``.
+
+Keras takes as many steps at once as ever, until the data ends; and a data set may have all of an epoch's batches, also
+where some of them were done before. So the last call gets as many batches as are left of the epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from elastic.api.which_keras import LEGACY, keras
+from elastic.keras import tensors
+
+
+def limit(model: keras.Model, left: int) -> None:
+    """Before a call of the training step: so many batches are left of the epoch."""
+    own: Any = model._steps_per_execution if LEGACY else model.steps_per_execution
+    at_once = int(own)
+    if not 0 < left < at_once:
+        return
+    step = model.train_function
+
+    def fewer(*args: Any) -> Any:
+        model.train_function = step
+        if not LEGACY:
+            return step(*args[:-1], _first(args[-1], left))
+        own.assign(left)  # which legacy Keras's step reads
+        try:
+            return step(*args)
+        finally:
+            own.assign(at_once)
+
+    model.train_function = fewer
+
+
+def _first(batches: Any, number: int) -> Any:
+    """Of the iterator that Keras 3 hands to its step. TensorFlow gets one of the same kind, and traces nothing anew."""
+    first = itertools.islice(batches, number)
+    if tensors.backend() != "tensorflow":
+        return first
+    import tensorflow as tf
+
+    taken = list(first)
+    spec = batches.element_spec
+    return iter(tf.data.Dataset.from_generator(lambda: iter(taken), output_signature=spec))
