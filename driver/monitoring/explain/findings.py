@@ -234,7 +234,7 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
         alike = [
             each for each in story.losses() if each.cause is cause.cause and each.what == cause.what
         ]
-        if len(alike) >= REPEATS:
+        if len(alike) >= REPEATS and story.trained_at is not None:
             ranks = {each.rank for each in alike}
             rank = ranks.pop() if len(ranks) == 1 else None
             yield JobFinding(What.REPEATED, {"times": len(alike), "rank": rank})

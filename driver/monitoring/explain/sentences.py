@@ -116,14 +116,14 @@ def _death(facts: Facts) -> str:
         case Cause.GPU_ERROR:
             return f"the GPU of {who} failed, or NCCL: {what}"
         case Cause.OUT_OF_MEMORY:
-            limit = f" ({what} for all processes of its cgroup)" if what else ""
+            limit = f" ({what}, which all processes of its cgroup share)" if what else ""
             return f"{who} ran out of memory: the kernel killed it{limit}"
         case Cause.SIGNAL if not facts["signal"]:
             return f"{who} was gone when its agent came back"
         case Cause.SIGNAL if facts["signal"] in _CRASHES:
             return f"{who} crashed with {facts['signal']}: {_CRASHES[facts['signal']]}"
         case Cause.SIGNAL:
-            return f"{who} was killed with {facts['signal']}, and not by this job"
+            return f"{who} was killed with {facts['signal']} by something outside this job"
         case Cause.EXIT_CODE:
             return f"{who} ended with exit code {facts['code']}"
         case Cause.NOT_STARTED:
@@ -376,11 +376,9 @@ def _lost_all(facts: Facts) -> str:
             f"Commits up to {facts['commit']} were in the memory of the workers; the newest of"
             f" {counted(facts['checkpoints'], 'checkpoint')} can be gone on from."
         )
-    upto = (
-        f"Everything up to commit {facts['commit']}" if facts["commit"] else "All that was trained"
-    )
+    upto = f"All commits, up to {facts['commit']}" if facts["commit"] else "All that was trained"
     return (
-        f"{upto}: commits were in the memory of the workers, which are gone. Files that the script wrote itself are"
+        f"{upto}: commits were in the memory of the workers, which have ended. Files that the script wrote itself are"
         " still there."
     )
 
@@ -444,7 +442,7 @@ def _advice(facts: Facts) -> str:
                 " both texts."
             )
         case Advice.MEND_SCRIPT:
-            return "Mend the script where the traceback says; it was not the cluster's fault."
+            return "Mend the script, or its data, where the traceback says; it was not the cluster's fault."
         case Advice.INSTALL:
             return (
                 f"Check the name; install what is missing in the Python that runs the workers on {host}, or put its"
@@ -463,8 +461,8 @@ def _advice(facts: Facts) -> str:
             )
         case Advice.LOOK_AT_STACKS:
             return (
-                f"Look at the stacks of {who} in the log: they were written before it was killed. Where a long phase is"
-                ' meant, put it into `with elastic.long_phase("evaluate"):`.'
+                f"Look at the stacks of {who} in the log: they were written before it was killed. If the pause is"
+                ' intended, put it into `with elastic.long_phase("evaluate"):`.'
             )
         case Advice.WHO_FROZE_IT:
             return (
