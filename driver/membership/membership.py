@@ -242,14 +242,15 @@ class Membership:
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""
         self.stuck.check()
-        slots = [s.slot for s in self.roster.values()]
-        assert len(set(slots)) == len(slots), "two live processes in one slot"
+        slots = {standing.slot for standing in self.roster.values()}
+        assert len(slots) == len(self.roster), "two live processes in one slot"
         assert len(set(self.members)) == len(self.members)
-        leaving = sum(s.leaving is not None for s in self.worlds.live())
-        assert len(self.worlds.live()) <= self.worlds.staff.workers_max + leaving
+        live = self.worlds.live()
+        leaving = sum(standing.leaving is not None for standing in live)
+        assert len(live) <= self.worlds.staff.workers_max + leaving
         deadline = self.next_deadline()
         assert deadline is None or deadline > self.worlds.orders.now, (
             "a deadline that would be met for ever"
         )
         if self.phase in (Phase.TRAINING, Phase.PREPARING):
-            assert all(s.stage is Stage.MEMBER for s in self.worlds.live()), self.worlds.live()
+            assert all(standing.stage is Stage.MEMBER for standing in live), live

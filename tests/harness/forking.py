@@ -7,6 +7,8 @@ what to run. So a worker is a child of its driver, under the number that the dri
 dies with the driver, as others do. What comes after those, and what is neither ``python SCRIPT.py`` nor ``python -m
 MODULE``, is started as always.
 
+A script that starts a job by itself, without ``-np``, is forked as well, with as many workers as SPARE_WORKERS says.
+
 What differs: all workers hash strings alike, and /proc has one command line for all. So not every test forks its jobs.
 """
 
@@ -31,7 +33,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, TextIO
 
 MOST_BYTES = 1 << 18  # of what a process is told
-SPARE = 2  # workers beyond those of a world, for slots that return ...
+SPARE = 2  # workers beyond those of -np, for slots that return ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
 # Read when a process starts, or when it imports torch or TensorFlow.
 EARLY = (
@@ -46,6 +48,7 @@ EARLY = (
     "TF_",
     "KERAS_",
 )
+MADE_UP_FOR = ("PYTHONUNBUFFERED", "PYTHONPATH")  # in the fork
 PR_SET_PDEATHSIG = 1
 KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
@@ -81,7 +84,7 @@ def early(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: text
         for name, text in env.items()
-        if name.startswith(EARLY) and name != "PYTHONUNBUFFERED"
+        if name.startswith(EARLY) and name not in MADE_UP_FOR
     }
 
 
@@ -130,8 +133,8 @@ def elasticrun(told: Told, output: int) -> Program:
     found = re.search(r"-np (\d+)", " ".join(told.words))
     driver = os.getpid()
     forks: list[Fork] = []
-    spare = int(told.env.get(SPARE_WORKERS, SPARE))
-    for _ in range(int(found[1]) + spare if found else 0):
+    spare = int(told.env.get(SPARE_WORKERS, SPARE if found else 0))
+    for _ in range(spare + (int(found[1]) if found else 0)):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
@@ -203,6 +206,9 @@ def worker(channel: socket.socket, driver: int) -> Program:
     become(told, [os.open(os.devnull, os.O_RDONLY), *outputs])
     if told.env.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
+    path = told.env.get("PYTHONPATH", "")
+    if path and path != at_the_start.get("PYTHONPATH"):
+        sys.path[1:1] = path.split(os.pathsep)  # behind the folder of the script
     from elastic import failpoints
     from elastic.rendezvous import environment
     from elastic.torch_autoload import autoload

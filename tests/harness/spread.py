@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ SPREAD = {
     "test_stuck",
     "test_traps",
 }
+# What takes longest begins first: else one process would be busy with it after the other has nothing left to do.
+LONGEST = (
+    "cluster",
+    "two Ray nodes",
+    "Ray with Redis",
+    "tests/integration/ray/",
+    "frameworks",
+    "tests/frameworks/",
+    "tests/integration/hosts/test_hosts.py",
+    "tests/integration/jobs/test_checkpoints.py",
+    "tests/integration/jobs/test_matrix.py",
+)
 # Modules that share a Ray cluster: tests/integration/ray/conftest.py.
 TOGETHER = {
     "test_horovod_ray": "two Ray nodes",
@@ -49,6 +62,15 @@ def scope(nodeid: str) -> str:
     return nodeid if Path(module).stem in SPREAD else module
 
 
+def longest_first(scopes: Iterable[str]) -> list[str]:
+    """Those of LONGEST before all others, which stay in their order."""
+
+    def place(name: str) -> int:
+        return next((at for at, each in enumerate(LONGEST) if name.startswith(each)), len(LONGEST))
+
+    return sorted(scopes, key=place)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
@@ -56,6 +78,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return scope(nodeid)
+
+        def schedule(self) -> None:
+            """Every process has begun with the scopes that have most tests; then come those that take longest."""
+            begins = self.collection is None
+            super().schedule()
+            if begins:
+                for name in longest_first(self.workqueue):
+                    self.workqueue.move_to_end(name)
 
         def remove_node(self, node: Any) -> str | None:
             """As xdist's, but that the test at which a worker died is not run again: it would end one after another,

@@ -157,6 +157,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.slow
 def test_a_planted_bug_is_caught(monkeypatch, bug):
     bug(monkeypatch.setattr)
     with pytest.raises(AssertionError, match=r"Schedule\("):

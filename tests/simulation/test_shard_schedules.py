@@ -21,7 +21,7 @@ from elastic.state.handlers.model_state import ModelStateHandler
 from harness.data_job import SetAttr, position_by_rank
 from harness.shard_job import ShardJob, drawn, run
 
-IN_EACH_RUN = 7
+IN_EACH_RUN = 5
 NIGHTLY = 1000
 FOR_EACH_BUG = 60
 
@@ -147,6 +147,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.slow
 def test_a_planted_bug_is_caught(monkeypatch, bug):
     first, said = BUGS[bug]
     bug(monkeypatch.setattr)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from elastic.driver.commandline import cli
-from unit.test_layers import ROOT
+from harness.sources import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(

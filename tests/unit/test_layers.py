@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from harness.sources import ROOT, facts, sources
+
 # From the ground up: a room imports from itself and from rooms above its line here, never from one below. A room that
 # is not named belongs to the nearest folder around it that is. So a new file gets its rules from where it stands.
 ROOMS = """
@@ -154,29 +153,6 @@ OPTIONAL = {
 }  # extras; a driver module that needs one imports it lazily
 
 
-def sources(*folders: str) -> list[Path]:
-    """Every Python file under the folders. The links elastic/driver and elastic/chaos aren't followed."""
-    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
-
-
-def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every imported module's full name, wherever it stands, and its line."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module, node.lineno
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
-
-
-@functools.cache
-def facts(file: Path) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """What a file imports, and its classes, with their lines: trees of all files would take half a gigabyte."""
-    tree = ast.parse(file.read_text())
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return tuple(imported(tree)), tuple((node.name, node.lineno) for node in classes)
-
-
 def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
@@ -198,9 +174,8 @@ def bare(program: str) -> None:
 
 def test_what_decides_names_no_clock_socket_thread_or_torch():
     for file in [*(ROOT / path for path in PURE), *sources(*PURE_ROOMS)]:
-        tree = ast.parse(file.read_text())
-        named = {name.split(".")[0] for name, _ in imported(tree)}
-        named |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        found = facts(file)
+        named = found.names | {name.split(".")[0] for name, _ in found.imported}
         assert not named & IMPURE, file
 
 
@@ -243,7 +218,7 @@ def test_the_worker_side_never_imports_the_driver():
     starting.add(ROOT / "elastic/launcher/running_job.py")
     starting |= {ROOT / "horovod/runner/launch.py", ROOT / "horovod/runner/elastic/discovery.py"}
     for file in set(sources("elastic", "horovod")) - starting:
-        for name, line in facts(file)[0]:
+        for name, line in facts(file).imported:
             assert not within(name, "elastic.driver"), f"{file}:{line} imports {name}"
 
 
@@ -294,7 +269,7 @@ def imports() -> dict[str, set[str]]:
     files = {dotted(file): file for file in sources("elastic", "driver", "chaos")}
     found: dict[str, set[str]] = {}
     for name, file in files.items():
-        heard = {each for each, _ in facts(file)[0]}
+        heard = {each for each, _ in facts(file).imported}
         # `from a import b` names a.b: a itself is meant only where there is no such file.
         whole = {each for each in heard if each in files}
         found[name] = {
@@ -354,7 +329,7 @@ def test_no_files_import_each_other():
 def test_no_two_classes_of_one_side_have_the_same_name(side):
     places: dict[str, list[str]] = {}
     for file in sources(side):
-        for name, line in facts(file)[1]:
+        for name, line, _ in facts(file).classes:
             places.setdefault(name, []).append(f"{file}:{line}")
     assert not {name: found for name, found in places.items() if len(found) > 1}
 

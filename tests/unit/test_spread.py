@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.spread import longest_first
+
 HARNESS = Path(__file__).parents[1]
+
+
+def test_what_takes_longest_begins_first():
+    first, ray, unit = "cluster", "tests/integration/ray/test_ray_faults.py", "tests/unit/test_x.py"
+    scopes = [unit, ray, "tests/unit/test_a.py", first]
+    assert longest_first(scopes) == [first, ray, unit, "tests/unit/test_a.py"]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 
 from elastic.chaos.harness.processes import clean_environment
 from harness.job import Job, elasticrun
-from unit.test_layers import ROOT
+from harness.sources import ROOT
 
 PAGES = [
     "README.md",

@@ -30,7 +30,9 @@ def test_it_is_an_entry_point_of_the_installed_package():
     [
         ("from elastic.runtime import lifecycle", "0 1", "ElasticProcessGroup"),
         pytest.param("import torch", "0 1", "ElasticProcessGroup", marks=pytest.mark.slow),
-        ("import horovod.torch", "1 2", "ProcessGroup"),  # a group of its own, of this worker alone
+        pytest.param(  # a group of its own, of this worker alone
+            "import horovod.torch", "1 2", "ProcessGroup", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_whoever_imports_torch_first(first, place, group):

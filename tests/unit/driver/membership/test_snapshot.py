@@ -62,7 +62,9 @@ def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -
     return swaps
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 8))]
+)
 def test_at_any_point_of_a_simulated_job(seed):
     sim = Simulation(seed, workers=6, steps=80, faults=14, mild=seed % 3 > 0)
     sim.run()

@@ -131,6 +131,7 @@ def test_with_checkpoints(threads, use_reentrant, passes):
     as_one_process(threads, clip_norm, run=with_checkpoints(use_reentrant), passes=passes)
 
 
+@pytest.mark.slow
 def test_with_a_compiled_model(world):
     def compiled(model: Any) -> Any:
         return torch.compile(model, backend="aot_eager")

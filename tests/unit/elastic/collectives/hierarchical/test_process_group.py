@@ -162,7 +162,7 @@ class TestTwoHostsOfTwo(Contract):
     hosts = ((0, 1), (2, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTwoHostsOfFour(Contract):
     hosts = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -177,6 +177,7 @@ class TestThreeAndOne(Contract):
     hosts = ((0, 1, 2), (3,))
 
 
+@pytest.mark.slow
 class TestOneTwoAndThree(Contract):
     hosts = ((4,), (0, 5), (1, 2, 3))
 

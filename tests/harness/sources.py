@@ -1,0 +1,75 @@
+"""What the files of this repository say about themselves: each is parsed once for all tests that ask."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SELF = ("self", "cls", "super()")
+
+
+class Use(NamedTuple):
+    """Of a private attribute that the file itself does not give."""
+
+    line: int
+    name: str
+    of_self: bool
+    text: str
+
+
+class Facts(NamedTuple):
+    """Of one file. Trees are not kept: they are half a gigabyte."""
+
+    imported: list[tuple[str, int]]  # every module's full name, wherever it stands, and the line
+    classes: list[tuple[str, int, int]]  # name, line, and how many methods each has of its own
+    names: set[str]  # of variables that are read or written
+    given: set[str]  # to functions, classes and variables, and to attributes of its own objects
+    uses: list[Use]
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file under the folders. The links elastic/driver and elastic/chaos aren't followed."""
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+@functools.cache
+def facts(file: Path) -> Facts:
+    return facts_of(file.read_text())
+
+
+def facts_of(source: str) -> Facts:
+    found = Facts([], [], set(), set(), [])
+    private = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name, ctx=context):
+                found.names.add(name)
+                if isinstance(context, ast.Store):
+                    found.given.add(name)
+            case ast.Attribute(value=value, attr=name):
+                match value, node.ctx:
+                    case ast.Name(id="self" | "cls"), ast.Store():
+                        found.given.add(name)
+                if name[0] == "_" and name[:2] != "__":
+                    private.append(node)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.given.add(name)
+            case ast.ClassDef(name=name):
+                found.given.add(name)
+                kinds = ast.FunctionDef | ast.AsyncFunctionDef
+                methods = sum(isinstance(each, kinds) for each in node.body)
+                found.classes.append((name, node.lineno, methods))
+            case ast.Import(names=names):
+                found.imported.extend((alias.name, node.lineno) for alias in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                found.imported.append((module, node.lineno))
+                found.imported.extend((f"{module}.{alias.name}", node.lineno) for alias in names)
+    found.uses.extend(
+        Use(node.lineno, node.attr, ast.unparse(node.value) in SELF, ast.unparse(node))
+        for node in private
+        if node.attr not in found.given
+    )
+    return found
