@@ -71,14 +71,15 @@ def DistributedOptimizer(
         raise Invalid(
             f"backward_passes_per_step is {backward_passes_per_step!r}; give a number from 1 on"
         )
+    inner = reducing.inside(optimizer)
     if LEGACY:
         from elastic.keras import legacy_optimizer
 
         reducing.leave_xla_out()
-        return legacy_optimizer.distribute(
-            optimizer, options, backward_passes_per_step, average_aggregated_gradients
+        legacy_optimizer.distribute(
+            inner, options, backward_passes_per_step, average_aggregated_gradients
         )
-    inner = reducing.inside(optimizer)
+        return optimizer
     if backward_passes_per_step > 1 and inner.built:
         raise Invalid(
             "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
@@ -105,7 +106,7 @@ def PartialDistributedOptimizer(
                 " list"
             )
         for variable in layer.trainable_weights:
-            made.register_local_var(variable)
+            reducing.inside(made).register_local_var(variable)
     return made
 
 

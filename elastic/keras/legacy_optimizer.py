@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from elastic.errors import Invalid
 from elastic.optimizer.framework_options import GradientOptions
 from elastic.tensorflow import gradients
 from elastic.tensorflow.aggregation import GradientAggregation
@@ -25,18 +26,35 @@ class ReducesLegacyGradients:
         self._elastic_local.add(id(variable))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """As legacy Keras's, with gradients reduced over all ranks; with several backward passes in a step, in the last
-        one of them.
+        """As legacy Keras's, which asks `aggregate_gradients`; with several backward passes in a step, gradients are
+        reduced in the last one of them.
         """
         apply = super().apply_gradients  # type: ignore[misc]
         pairs = list(grads_and_vars)
-        found, variables = [each for each, _ in pairs], [each for _, each in pairs]
         passes = self._elastic_passes
         if passes is None:
-            reduced = self._reduced(found, variables)
-            return apply(list(zip(reduced, variables, strict=True)), *args, **kwargs)
+            return apply(pairs, *args, **kwargs)
+        found, variables = [each for each, _ in pairs], [each for _, each in pairs]
         made = list(zip(passes.compute_gradients(found, variables), variables, strict=True))
+        kwargs["experimental_aggregate_gradients"] = False
         return passes.apply_gradients(lambda: apply(made, *args, **kwargs), self, made)
+
+    def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
+        """Legacy Keras's own, which a loss scale calls too, and then looks whether all is finite: so all ranks leave a
+        step out, or none.
+        """
+        if self._elastic_passes is not None:
+            raise Invalid(
+                "backward_passes_per_step can't be used in a loss scale of legacy Keras, which would look at gradients"
+                " that only one rank has; leave one of the two out, or use Keras 3"
+            )
+        pairs = list(grads_and_vars)
+        variables = [each for _, each in pairs]
+        return list(
+            zip(self._reduced([each for each, _ in pairs], variables), variables, strict=True)
+        )
+
+    _aggregate_gradients = aggregate_gradients  # its name in tf_keras.optimizers.legacy
 
     def _reduced(self, found: list[Any], variables: Sequence[Any]) -> list[Any]:
         local = [id(variable) in self._elastic_local for variable in variables]
@@ -44,7 +62,7 @@ class ReducesLegacyGradients:
 
 
 def distribute(optimizer: Any, options: GradientOptions, passes: int, average: bool) -> Any:
-    """The same optimizer, which reduces from now on."""
+    """An optimizer that reduces from now on; one in a loss scale, where it has one around it."""
     # Not tracked by Keras: they are no part of what is saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())

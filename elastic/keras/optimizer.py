@@ -93,8 +93,8 @@ class ReducesScaledGradients(ReducesGradients):
 
 
 def inside(optimizer: Any) -> Any:
-    """The optimizer in a loss scale of Keras 3; any other is returned as it is."""
-    return optimizer if LEGACY else getattr(optimizer, "inner_optimizer", optimizer)
+    """The optimizer in a loss scale; any other is returned as it is."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def kinds() -> list[type]:
@@ -119,15 +119,19 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 def is_built(optimizer: Any) -> bool:
     if LEGACY:  # those of tf_keras.optimizers.legacy say it by their weights
+        optimizer = inside(optimizer)
         return bool(getattr(optimizer, "_built", False) or getattr(optimizer, "weights", None))
     return bool(optimizer.built)
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Its own, and what a distributed one has accumulated of a step."""
-    own = optimizer.variables
-    own = list(own() if callable(own) else own)
-    return [*own, *accumulated(optimizer)] if LEGACY else own
+    """Its own, its loss scale, and what a distributed one has accumulated of a step."""
+    if not LEGACY:
+        return list(optimizer.variables)
+    own = inside(optimizer).variables
+    scale: Any = getattr(optimizer, "_loss_scale", None)  # a number, where it is fixed
+    scales = [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []
+    return [*(own() if callable(own) else own), *scales, *accumulated(optimizer)]
 
 
 def accumulated(optimizer: Any) -> list[Any]:

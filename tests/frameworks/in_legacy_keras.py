@@ -171,6 +171,67 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         assert int(made.optimizer.iterations) == 3 * steps
 
 
+def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_once(rank, size):
+    elastic, made = hvd.elastic, model()
+    x, y = np.zeros([10, 4]), np.zeros([10, 1])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    made.compile(optimizer=optimizer, loss="mse", steps_per_execution=3)
+    state = elastic.KerasState(made, batch=0, epoch=0)
+    state.batch = 3
+    callbacks = [
+        elastic.CommitStateCallback(state),
+        elastic.UpdateBatchStateCallback(state),
+        elastic.UpdateEpochStateCallback(state),
+    ]
+    made.fit(x, y, batch_size=1, epochs=2, callbacks=callbacks, verbose=0)
+    assert (state.epoch, state.batch, int(optimizer.iterations)) == (2, 0, 17)
+
+
+def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
+    x, y, all_x, all_y = data(rank, size, 12)
+    wrong = x.copy()
+    wrong[0, 0] = np.inf if rank == 0 else 1
+    scaled = keras.mixed_precision.LossScaleOptimizer
+    for kind in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
+        for distributed in (
+            lambda kind=kind: scaled(hvd.DistributedOptimizer(kind(0.1)), initial_scale=4),
+            lambda kind=kind: hvd.DistributedOptimizer(scaled(kind(0.1), initial_scale=4)),
+        ):
+            alone, together = model(), model()
+            alone.compile(optimizer=kind(0.1), loss="mse")
+            alone.fit(all_x, all_y, batch_size=12, epochs=2, verbose=0)
+            together.compile(optimizer=distributed(), loss="mse")
+            state = hvd.elastic.KerasState(together)
+            together.fit(x, y, batch_size=12, verbose=0)
+            state.save()
+            together.fit(wrong, y, batch_size=12, verbose=0)
+            assert float(together.optimizer.loss_scale) == 2
+            state.restore()  # of the scale, too
+            assert float(together.optimizer.loss_scale) == 4
+            together.fit(wrong, y, batch_size=12, verbose=0)
+            together.fit(x, y, batch_size=12, verbose=0)
+            assert float(together.optimizer.loss_scale) == 2
+            np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
+        passes = hvd.DistributedOptimizer(kind(0.1), backward_passes_per_step=2)
+        alone.compile(optimizer=scaled(passes), loss="mse")
+        with pytest.raises(Exception, match="loss scale of legacy Keras"):
+            alone.fit(x, y, verbose=0)
+
+
+def test_a_model_of_half_precision_gets_its_loss_scale(rank, size):
+    x, y, *_ = data(rank, size)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        made = model()
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+    assert isinstance(made.optimizer, keras.mixed_precision.LossScaleOptimizer)
+    made.fit(x, y, batch_size=4, epochs=3, verbose=0)
+    weights = flat(made.weights)
+    np.testing.assert_allclose(hvd.allreduce(weights), weights, atol=1e-6)
+
+
 def test_batch_norm_over_all_ranks(rank, size):
     every = np.random.RandomState(0).rand(size * 4, 2, 2, 3).astype("float32")
     own = tf.constant(every[rank * 4 : rank * 4 + 4])
