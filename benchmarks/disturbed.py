@@ -79,6 +79,7 @@ class Disturbed:
         )
 
     def __enter__(self) -> Disturbed:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job ends with the benchmark
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,9 +11,11 @@ import pytest
 from frameworks import behaviours
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
+SAYS_WHEN_IT_TRACES = Path(__file__).with_name("says_when_it_traces.py")
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 START_S = 90.0  # imports
 PATIENCE_S = 540.0  # a minute of processor time for each worker, on a machine that does much else
+PATIENT = pytest.mark.timeout(PATIENCE_S + 60)
 # Four seconds of processor time for each worker.
 forked = pytest.mark.forked("tensorflow", "keras", "sklearn.datasets")
 
@@ -27,32 +29,36 @@ def number(running, pattern: str) -> list[float]:
 
 
 @pytest.mark.nightly
+@PATIENT
 def test_keras_fit_with_warm_up_and_callbacks(job):
     running = job("-np 2", command("keras_mnist.py", "--epochs 6"), env=ENV)
-    running.succeed(START_S)
+    running.succeed(PATIENCE_S)
     assert number(running, r"Test accuracy: ([\d.]+)")[0] > 0.8
     assert (running.folder / "checkpoint-6.keras").exists()
 
 
 @pytest.mark.nightly
+@PATIENT
 def test_a_loop_with_a_tape(job):
     running = job("-np 2", command("tensorflow2_mnist.py"), env=ENV)
-    running.succeed(START_S)
+    running.succeed(PATIENCE_S)
     assert number(running, r"Last loss of all ranks: ([\d.]+)")[0] < 1.0
 
 
 @pytest.mark.nightly
+@PATIENT
 def test_a_graph_of_tensorflow_1(job):
     running = job("-np 2", command("tensorflow1_mnist.py"), env=ENV)
-    running.succeed(START_S)
+    running.succeed(PATIENCE_S)
     assert max(number(running, r"ended with loss ([\d.]+)")) < 1.0
 
 
 @pytest.mark.nightly
+@PATIENT
 def test_the_synthetic_benchmark(job):
     flags = "--width 64 --num-iters 2 --fp16-allreduce"
     running = job("-np 2", command("tensorflow2_synthetic_benchmark.py", flags), env=ENV)
-    running.succeed(START_S)
+    running.succeed(PATIENCE_S)
     assert number(running, r"on 2 worker\(s\): ([\d.]+)")[0] > 0
 
 
@@ -78,7 +84,7 @@ def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
 
 BACKENDS = [
     pytest.param("tensorflow", marks=forked),
-    *(pytest.param(b, marks=pytest.mark.nightly) for b in ("torch", "jax")),
+    *(pytest.param(b, marks=[pytest.mark.nightly, PATIENT]) for b in ("torch", "jax")),
 ]
 
 
@@ -88,13 +94,13 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
     alone = job("-np 1 -H localhost:1", command("keras_elastic.py"), env=env)
     struck = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:2",
-        command("keras_elastic.py", "--pause 0.03"),
+        ["python", SAYS_WHEN_IT_TRACES, *command("keras_elastic.py", "--pause 0.03")[1:]],
         # Each of 28 batches of an epoch commits, two parts each: in the middle of the third epoch.
         env={**env, "ELASTIC_FAILPOINTS": "snapshot kill slot=1 incarnation=1 hit=141"},
     )
-    alone.succeed(START_S)
-    struck.wait_for(r"epoch 2 of 2 workers", START_S)
-    struck.succeed(START_S)
+    alone.succeed(PATIENCE_S)
+    struck.wait_for(r"epoch 2 of 2 workers", PATIENCE_S)
+    struck.succeed(PATIENCE_S)
     assert len(struck.worlds()) >= 3
     wanted, found = (
         dict(
@@ -113,11 +119,16 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
         m[1] for line in struck.lines if (m := re.search(r"8 epochs with loss ([\d.]+)", line))
     }
     assert len(losses) == 1
+    # Whoever joined did that before the others waited for it.
+    traces = sorted(
+        m[1] for line in struck.lines if (m := re.search(r"traces its step (.*)", line))
+    )
+    assert traces == (["ahead of one", *["in a world"] * 2] if backend == "tensorflow" else [])
     assert abs(float(losses.pop()) - number(alone, r"8 epochs with loss ([\d.]+)")[0]) < 1e-4
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(PATIENCE_S + 60)
+@PATIENT
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 def test_each_backend(job, backend):
     script = Path(__file__).with_name("in_each_backend.py")
@@ -128,7 +139,7 @@ def test_each_backend(job, backend):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(PATIENCE_S + 60)
+@PATIENT
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="needs tf-keras")
 def test_legacy_keras(job):
     script = Path(__file__).with_name("in_legacy_keras.py")
