@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from elastic.api.broadcasting import broadcast_object
 from elastic.checkpoints import catalog, loading, options, resuming
@@ -85,10 +86,17 @@ def resume(rt: Runtime, state: State) -> None:
 
 
 def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
-    told = None
+    generators: list[Any] = []
     if rt.place.rank == 0:
+        # The others wait, for as long as the storage is slow or away: nobody else would read it any faster.
+        long = (
+            contextlib.nullcontext()
+            if rt.alone
+            else rt.training.long_phase("reading the checkpoint")
+        )
         try:
-            told = _load(found, state)
+            with long:
+                generators = _load(found, state)
         except (StateMismatch, Invalid) as error:
             if rt.alone:
                 raise
@@ -97,23 +105,21 @@ def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
             sys.exit(1)
     if rt.place.size > 1:
         with rt.guard(COPY):
-            told = broadcast_object(told, root_rank=0, name="elastic.checkpoint")
-    if told is not None:
-        url, which = told
-        manifest = catalog.chosen(Storage(url), which)
-        loading.load_random(manifest, rt.place.rank, state)
+            generators = broadcast_object(generators, root_rank=0, name="elastic.checkpoint")
+    loading.load_random(generators, rt.place.rank, state)
 
 
-def _load(found: CheckpointOptions, state: ObjectState) -> tuple[str, str] | None:
+def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
+    """What each rank had committed of its random generators; empty: there is no checkpoint, and training begins."""
     storage = Storage(found.url)
     begin = resuming.load_newest(storage, found, state)
     if begin is None:
         text = f"{storage.url} has no checkpoint to go on from: training begins anew"
         print(f"elastic: {text}", file=sys.stderr, flush=True)
-        return None
+        return []
     url, manifest = begin
     name = manifest.name
     print(
         f"elastic: goes on from commit {name.commit} in {url}/{name}", file=sys.stderr, flush=True
     )
-    return url, str(name)
+    return manifest.generators

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
     take_values(state, values)
 
 
-def load_random(found: Manifest, rank: int, state: ObjectState) -> None:
-    """What rank ``rank`` had committed of its random generators, if the checkpoint has it. Raises NotReadable."""
-    saved = found.generators[rank] if rank < len(found.generators) else None
+def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> None:
+    """What rank ``rank`` had committed of its random generators, if the manifest has it. Raises NotReadable."""
+    saved = generators[rank] if rank < len(generators) else None
     if saved is not None:
         try:
             take_random(state, from_plain(saved))

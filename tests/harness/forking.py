@@ -274,7 +274,8 @@ def mark(entry: str) -> None:
 def main() -> None:
     """``forking.py DESCRIPTOR [MODULE ...]``"""
     gc.disable()
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo  # as the first optimizer does, for most of a second  # noqa: F401
 
     import elastic.checkpoints.writer
     import elastic.driver.commandline.cli

@@ -87,7 +87,7 @@ def test_what_any_number_of_ranks_has_written_comes_back_bit_for_bit(tmp_path, s
     assert found.pickled == [] and catalog.verify(storage, found) == ""
     other = trained(7, steps=1)
     loading.load(storage, catalog.read(storage, Name(1, 2, 30)), other)
-    loading.load_random(found, size - 1, other)
+    loading.load_random(found.generators, size - 1, other)
     assert same(other, state)
     assert torch.equal(torch.randn(3), drawn[0]) and random.random() == drawn[1]
 

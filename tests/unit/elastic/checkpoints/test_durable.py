@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.checkpoints import durable, options
+from elastic.checkpoints import durable, options, resuming
 from elastic.monitoring.time_account import TimeAccount
+from elastic.protocol.messages import Place
+from elastic.runtime.training import Training
 from elastic.runtime.worker import Runtime
 from elastic.state.state import ObjectState
 
@@ -27,6 +31,25 @@ def test_reading_is_storage(rt, monkeypatch, tmp_path):
     monkeypatch.setattr(durable, "_resume", lambda rt, *rest: during.append(rt.account.part))
     durable.resume(rt, ObjectState(step=0))
     assert (during, rt.account.part) == (["storage"], "joining")
+
+
+def test_whoever_reads_for_the_others_is_not_taken_for_stuck(rt, monkeypatch, tmp_path):
+    phases: list[str] = []
+    seen: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def long_phase(name: str) -> Iterator[None]:
+        phases.append(name)
+        yield
+        phases.remove(name)
+
+    rt.alone, rt.place = False, Place(0, 1, 0, 1, 0, 1)
+    rt.training = create_autospec(Training, instance=True)
+    rt.training.long_phase.side_effect = long_phase
+    monkeypatch.setenv(options.DIR, str(tmp_path))
+    monkeypatch.setattr(resuming, "load_newest", lambda *_: seen.append([*phases]))
+    durable.resume(rt, ObjectState(step=0))
+    assert (seen, phases) == ([["reading the checkpoint"]], [])
 
 
 def test_waiting_for_the_last_one_is_storage(rt):
