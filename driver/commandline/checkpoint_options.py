@@ -41,6 +41,10 @@ def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
         if given:
             raise Invalid(f"{given[0]} is given without --checkpoint-dir; give the folder too")
         return CheckpointPlan()
+    if options.fresh and options.begin_from is not None:
+        raise Invalid(
+            f"--fresh begins anew, and --from {options.begin_from} from a commit; give one of them"
+        )
     every = options.checkpoint_every or told.DEFAULT_EVERY
     told.parse_every(every)
     storage = Storage(options.checkpoint_dir)

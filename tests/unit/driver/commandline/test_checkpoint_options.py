@@ -142,7 +142,9 @@ def test_two_runs_with_a_commit_of_one_name(tmp_path: Path) -> None:
         written(tmp_path, Name(run, 2, 20))
     with pytest.raises(Invalid, match=r"r0001-g0002-c00000020, r0002-g\S+; give the whole name"):
         planned(tmp_path / "new", "--from", f"{tmp_path}@2.20")
-    planned(tmp_path / "new", "--from", f"{tmp_path}@r0001-g0002-c00000020")
+    one = ("--from", f"{tmp_path}@r0001-g0002-c00000020")
+    planned(tmp_path / "new", *one)
+    assert "give one of them" in refused(tmp_path, *one, "--fresh")
 
 
 def test_a_folder_that_is_not_there_is_not_verified(
