@@ -179,11 +179,13 @@ check-types:
 
 QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -m "not slow"
 
+WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos)
+
 check-worker-tests:
-	$(QUICK) tests/unit/elastic
+	$(QUICK) $(WORKER_TESTS)
 
 check-other-tests:
-	$(QUICK) --ignore tests/unit/elastic tests/unit tests/simulation
+	$(QUICK) $(addprefix --ignore ,$(WORKER_TESTS)) tests/unit tests/simulation
 
 fix: $(STAMP)
 	$(BIN)/ruff format

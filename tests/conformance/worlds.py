@@ -20,7 +20,7 @@ import torch
 import horovod.torch as hvd
 from harness.ranks import Ranks, store_to_be
 
-SIZES = (2, 3, 4)
+SIZES = (pytest.param(2, marks=pytest.mark.nightly), 3, 4)
 DEVICE = os.environ.get(
     "CONFORMANCE_DEVICE", "cpu"
 )  # cuda: needs as many GPUs as the largest world has ranks
@@ -117,7 +117,7 @@ def _failed(result: Any) -> bool:
 
 
 def everywhere(*sizes: int) -> Callable[[Body], Callable[[World], None]]:
-    """A test that runs in worlds of these sizes; of 2, 3 and 4 without any."""
+    """A test that runs in worlds of these sizes; of 3 and 4 without any, and at night of 2."""
 
     def decorate(body: Body) -> Callable[[World], None]:
         @pytest.mark.parametrize("world", sizes or SIZES, indirect=True, ids="{}-ranks".format)

@@ -51,6 +51,9 @@ def doomed() -> Iterator[Ranks]:
     doomed.close()
 
 
+HOSTS = ["aabb", pytest.param("abab", marks=pytest.mark.nightly), "aaab"]
+
+
 def connect(
     rank: int, size: int, address: Address, hosts: str, timeout_s: float = TIMEOUT_S
 ) -> Collectives:
@@ -133,7 +136,7 @@ def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> lis
     return bits
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
+@pytest.mark.parametrize("hosts", HOSTS)
 def test_every_dtype_and_operation_is_what_double_precision_gives(four, hosts):
     address = four.run(ranks.serve_stores)[0][0]
     first, *others = four.run(reduce_everything, address, hosts)
@@ -168,7 +171,7 @@ def move_everything(rank: int, size: int, address: Address, hosts: str) -> None:
     end(group)
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
+@pytest.mark.parametrize("hosts", HOSTS)
 def test_broadcasts_gathers_and_exchanges_move_everything(four, hosts):
     four.run(move_everything, four.run(ranks.serve_stores)[0][0], hosts)
 

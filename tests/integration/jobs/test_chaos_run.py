@@ -146,6 +146,7 @@ def test_ctrl_c_ends_job_and_faults_and_still_reports(chaos):
     assert "chaos report" in run.output
 
 
+@pytest.mark.nightly  # Ctrl-C ends it in every run
 def test_sigterm_for_the_tool_alone_ends_the_job_too(chaos):
     run = chaos(KILL_AND_LEAVE, f"-np 2 --min-np 1 {RETURN}", HOLD="5:file=never")
     run.wait_for("chaos .* kill: ")
@@ -171,6 +172,7 @@ def test_a_job_that_cannot_start_is_no_puzzle(chaos, tmp_path):
     run.wait_for("the job ended with exit code 2, before anything could be done to it")
 
 
+@pytest.mark.nightly  # the comparison that is left runs with the others, too
 def test_without_digests_only_copies_of_the_state_are_compared(chaos):
     plan = '[[fault]]\nat_s = 0\nkind = "kill"\nvictim = "newest"\n'
     flags = f"-np 2 --min-np 1 {STAY_AWAY}"
@@ -195,7 +197,7 @@ PARTITION = '[[fault]]\nafter_commits = 3\nkind = "partition"\nfor_s = 60\nvicti
 
 
 @nft
-@pytest.mark.nightly  # the next one ends the tool by SIGKILL, and another one sends Ctrl-C
+@pytest.mark.nightly
 def test_a_partition_is_there_and_is_gone_after_ctrl_c(chaos):
     run = chaos(PARTITION, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
     pid = run.wait_for(r"partition for 60 s: .*\(process (\d+)\)")[1]
@@ -206,6 +208,7 @@ def test_a_partition_is_there_and_is_gone_after_ctrl_c(chaos):
 
 
 @nft
+@pytest.mark.nightly  # the filter itself is tested below
 def test_a_partition_ends_with_the_tool_however_that_ends(chaos):
     run = chaos(PARTITION, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
     pid = run.wait_for(r"partition for 60 s: .*\(process (\d+)\)")[1]

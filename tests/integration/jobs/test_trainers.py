@@ -26,6 +26,11 @@ def _installed(request: pytest.FixtureRequest) -> None:
 
 LIBRARIES = ["lightning", "transformers", "accelerate"]
 library = pytest.mark.parametrize("library", LIBRARIES)
+# That of transformers trains by Accelerate.
+two_libraries = pytest.mark.parametrize(
+    "library",
+    ["lightning", pytest.param("transformers", marks=pytest.mark.nightly), "accelerate"],
+)
 SHORT = "--epochs 2 --samples 240 --pause 0.01"
 
 
@@ -65,7 +70,7 @@ def judge(training: Any, samples: int, of_a_step: int = 4) -> None:
     assert samples - of_a_step <= summary.samples_counted <= samples
 
 
-@library
+@two_libraries
 @pytest.mark.forked
 def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
     """Its samples are trained on by the others, once."""

@@ -66,7 +66,7 @@ def usable(cluster: RayCluster) -> list[str]:
     return [node["node"] for node in nodes if not node["draining"]]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.nightly)])
 def test_nodes_die_and_others_come(cluster: RayCluster, training: Stepping, kills: int):
     for round_ in range(kills):
         places = full(training)

@@ -235,7 +235,9 @@ def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, br
     assert ranks.loaded().step == 5
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 6))]
+)
 def test_whatever_fails_in_the_storage_the_last_commit_is_durable_and_whole_in_the_end(
     job, monkeypatch, seed
 ):

@@ -112,8 +112,15 @@ def same(one: Any, other: Any) -> bool:
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("count", SHARDS)
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [
+        *((count, torch.float32) for count in SHARDS),
+        (5, torch.bfloat16),
+        *(pytest.param(n, torch.bfloat16, marks=pytest.mark.nightly) for n in SHARDS if n != 5),
+    ],
+    ids=str,
+)
 def test_every_world_has_the_same_bits(ranks, count, dtype):
     (alone,) = ranks(1, lambda rank: train(count, dtype))
     for size in (2, 3, 4, 7):
