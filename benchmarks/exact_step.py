@@ -7,9 +7,11 @@ Two questions, each answered by steps that take turns; the ratio of two steps of
 W = S: every worker has one shard, as many samples as an ordinary step has, and the sum along the tree takes the place
 of the one in the order of ranks.
 
-S shards on W workers: beside a worker that computes as many shards as the one that has most, steps its optimizer, and
-sends nothing. Every rank computes in one thread, and they compete for the same cores. That losses and weights are
-the same bits everywhere is what the tests show; here the ranks' models are compared at the end.
+S shards on W workers: beside a worker that computes as many shards as the one that has most, has the bytes of the
+partials added up by a plain allreduce, and steps its optimizer. An allreduce of n bytes on W ranks reads W n and writes
+W n; all partials together are read, and every rank gets a result. `alone` is the same without the allreduce: what the
+bytes cost shows between the two. Every rank computes in one thread, and they compete for the same cores. That losses
+and weights are the same bits everywhere is what the tests show; here the ranks' models are compared at the end.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from torch import distributed
 import groups
 import models
 import shown
+from elastic.exact import tree
+from elastic.exact.assignment import assign
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.flat_buckets import zeros
 from figures import Mark, Spread, ratio, spread
 
 EVEN_MARK, MANY_MARK = 1.05, 1.08
@@ -48,9 +53,11 @@ class ShardAnswer:
 
 
 class ShardSteps:
-    """Training steps of so many shards, one for each call. Without ``reduced`` the same work with nothing sent."""
+    """Training steps of so many shards, one for each call. Without ``reduced`` the same computation; ``moved``: and an
+    allreduce of as many bytes as partials have.
+    """
 
-    def __init__(self, name: str, count: int, reduced: bool) -> None:
+    def __init__(self, name: str, count: int, reduced: bool, moved: bool = False) -> None:
         rank = distributed.get_rank()
         training = models.make(name, rank)
         self.model, self._training = training.model, training
@@ -58,17 +65,26 @@ class ShardSteps:
             for each in self.model.parameters():
                 distributed.broadcast(each, 0)
         self._shards = Shards(count)
-        self._most = -(-count // distributed.get_world_size())
+        ranks = distributed.get_world_size()
+        self._most = -(-count // ranks)
         self.optimizer = training.optimizer()
         self._reduced = reduced
         if reduced:
             self.optimizer = DistributedOptimizer(self.optimizer, shards=self._shards)
+        self._moved: torch.Tensor | None = None
+        if moved and ranks > 1:
+            partials = sum(len(tree.schedule(held, count)[1]) for held in assign(count, ranks))
+            elements = models.parameters(self.model) * (partials + ranks) // (2 * ranks)
+            self._moved = zeros(elements, torch.float32, groups.CPU)
+            self._sum = groups.sum_with(groups.ours())
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         for shard in self._shards if self._reduced else range(self._most):
             inputs, targets = self._training.batches[shard % len(self._training.batches)]
             self._training.loss(self.model, inputs, targets).backward()
+        if self._moved is not None:
+            self._sum(self._moved)
         self.optimizer.step()
 
 
@@ -81,7 +97,8 @@ def measure(question: ShardQuestion) -> ShardAnswer:
         optimizer = DistributedOptimizer(training.optimizer(), training.model.named_parameters())
         ways["beside"] = models.Steps(training, training.model, optimizer)
     else:
-        ways["beside"] = ShardSteps(question.model, question.shards, reduced=False)
+        ways["beside"] = ShardSteps(question.model, question.shards, reduced=False, moved=True)
+        ways["alone"] = ShardSteps(question.model, question.shards, reduced=False)
     times = groups.take_turns(ways, question.rounds)
     groups.same_everywhere("the model in shards", list(steps.model.parameters()))
     ms = {name: spread(each).times(1e3) for name, each in times.items()}
@@ -103,10 +120,11 @@ def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
 def table(answers: list[ShardAnswer], rounds: int) -> Table:
     found = shown.table(
         f"a step in shards; median and quartiles of {rounds} rounds",
-        *("model", "shards", "workers", "in shards, ms", "beside, ms", "ratio"),
+        *("model", "shards", "workers", "in shards, ms", "beside, ms", "alone, ms", "ratio"),
     )
     for each in answers:
-        ms = (each.ms[name].text(1) for name in ("shards", "beside"))
+        names = ("shards", "beside", "alone")
+        ms = (each.ms[name].text(1) if name in each.ms else "" for name in names)
         found.add_row(each.model, str(each.shards), str(each.ranks), *ms, each.ratio.text())
     return found
 

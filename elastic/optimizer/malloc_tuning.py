@@ -2,7 +2,8 @@
 
 Backward makes every gradient anew, and it is freed as soon as it is in its bucket. glibc gives such large pieces back
 to the system, which hands them out again in the next step page by page, each filled with zeros first. With the two
-thresholds set here it keeps them. Does nothing where the user has chosen thresholds or another allocator, or where the
+thresholds set here it keeps them. Many small ones that wait to be added up are as much, where they are freed together
+at the end of the heap. Does nothing where the user has chosen thresholds or another allocator, or where the
 C library has none to choose.
 """
 
@@ -23,6 +24,7 @@ _M_MMAP_THRESHOLD = -3
 _MOST_KEPT = (
     256 << 20
 )  # bytes at the end of the heap: a gradient is freed before the next but one is made
+_MOST_TOLD = (1 << 31) - 1  # mallopt takes an int
 
 
 class FreedMemory:
@@ -32,12 +34,16 @@ class FreedMemory:
         self._mallopt = getattr(libc, "mallopt", None) if may else None
         self._malloc_trim = getattr(libc, "malloc_trim", None) if may else None
         self._threshold = 0
+        self._kept = 0
         self._trimmed = False
 
-    def keep(self, largest: int) -> None:
-        """From now on: ``largest`` is the size of the largest gradient. Never less than what was asked before."""
-        if self._mallopt is None or largest < LARGE_BYTES:
+    def keep(self, largest: int, waiting: int = 0) -> None:
+        """From now on: ``largest`` is the size of the largest gradient, and so many bytes of gradients wait at once,
+        to be freed together. Never less than what was asked before.
+        """
+        if self._mallopt is None or max(largest, waiting) < LARGE_BYTES:
             return
+        self._keep_at_the_end(min(_MOST_KEPT + waiting, _MOST_TOLD))
         wanted = min(max(largest + _ROOM, LEAST_THRESHOLD), MOST_THRESHOLD)
         if wanted <= self._threshold:
             return
@@ -47,8 +53,11 @@ class FreedMemory:
             first and self._mallopt(_M_MMAP_THRESHOLD, LEAST_THRESHOLD)
         ):
             self._threshold = wanted
-            if first:
-                self._mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
+
+    def _keep_at_the_end(self, kept: int) -> None:
+        if self._mallopt is not None and kept > self._kept:
+            self._mallopt(_M_TRIM_THRESHOLD, kept)
+            self._kept = kept
 
     def filled(self) -> None:
         """The first buckets were: the gradients they were filled from, all at once, are never needed so again."""

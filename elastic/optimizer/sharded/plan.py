@@ -38,6 +38,7 @@ class ShardPlan:
         self._trained: Sequence[torch.Tensor] = []
         self._signature: list[tuple[object, ...]] = []
         self._full_bytes = bucket_plan.FULL_BYTES
+        self._in_memory: list[int] = []  # bytes of gradients
 
     def train(self, parameters: Sequence[torch.Tensor], full_bytes: int) -> bool:
         """Makes buckets for these. Whether others were trained before."""
@@ -48,10 +49,14 @@ class ShardPlan:
             return False
         self._signature, self._trained = signature, parameters
         self.order, self._full_bytes = None, full_bytes
-        in_memory = [each.nbytes for each in parameters if each.device.type == "cpu"]
-        malloc_tuning.of_process().keep(max(in_memory, default=0))
+        self._in_memory = [each.nbytes for each in parameters if each.device.type == "cpu"]
         self._arrange()
         return True
+
+    def keep_memory(self, waiting: int) -> None:
+        """So many gradients of each parameter wait at once, in every step."""
+        memory = malloc_tuning.of_process()
+        memory.keep(max(self._in_memory, default=0), waiting * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
         """What was agreed before, else what this rank has seen."""

@@ -147,6 +147,7 @@ class ShardReducer:
         if self._plan.train(trained, full):
             self.install_hooks()
             self._agreed = None
+        self._plan.keep_memory(max((each.place for each in step.merges), default=0))
         self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
             for bucket in self._plan.buckets:

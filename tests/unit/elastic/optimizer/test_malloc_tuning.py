@@ -48,7 +48,7 @@ def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
     libc = Libc()
     memory = FreedMemory(libc, may=True)
     memory.keep(MB)
-    assert libc.told == [("mmap threshold", 32 * MB), KEPT]
+    assert libc.told == [KEPT, ("mmap threshold", 32 * MB)]
     memory.keep(48 * MB)
     memory.keep(2 * MB)  # a second, smaller optimizer
     memory.keep(500 * MB)
@@ -56,12 +56,22 @@ def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
     assert libc.told[2:] == [("mmap threshold", 48 * MB + 4096), ("mmap threshold", 64 * MB)]
 
 
+def test_what_waits_and_is_freed_together_is_kept():
+    libc = Libc()
+    memory = FreedMemory(libc, may=True)
+    memory.keep(1000, waiting=300 * MB)  # many small gradients
+    assert libc.told == [("trim threshold", 556 * MB), ("mmap threshold", 32 * MB)]
+    memory.keep(1000, waiting=100 * MB)  # in a larger world
+    memory.keep(1000, waiting=1 << 40)
+    assert libc.told[2:] == [("trim threshold", (1 << 31) - 1)]
+
+
 def test_an_older_version_gets_what_it_takes():
     libc = Libc(limit=32 * MB)
     memory = FreedMemory(libc, may=True)
     memory.keep(48 * MB)
     memory.keep(48 * MB)
-    assert libc.told == [("mmap threshold", 32 * MB), KEPT]
+    assert libc.told == [KEPT, ("mmap threshold", 32 * MB)]
 
 
 def test_what_the_first_step_left_is_given_back_once():
@@ -114,7 +124,7 @@ def test_an_optimizer_of_large_gradients_says_so_in_its_first_step(monkeypatch):
     monkeypatch.setattr(lifecycle, "current", lambda: world)
     monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
     small, large = net(3, 2), net(1, 256 << 10, 1)
-    for model, told in ((small, []), (large, [("mmap threshold", 32 * MB), KEPT, ("trim", 0)])):
+    for model, told in ((small, []), (large, [KEPT, ("mmap threshold", 32 * MB), ("trim", 0)])):
         optimizer = sgd(model)
         for _ in range(3):
             backward(model)
