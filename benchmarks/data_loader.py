@@ -1,9 +1,10 @@
 """How fast is `elastic.data.DataLoader` beside torch's own, and what does it add to a commit?
 
 An epoch of the same dataset, samples and batch size through either loader, in turn, with 0 and more loader workers. A
-round's ratio is samples per second through ours by those through torch's. Then a commit of a state with the loader
-beside one without it, and the bytes that it commits, for a small and a large dataset. At the end torchdata's
-StatefulDataLoader is asked to go on with another number of ranks, if it is installed.
+round's ratio is samples per second through ours by those through torch's. With ``--shards 8`` ours hands out steps of 8
+micro-batches of that size, each sample loaded under a seed of its own, as exact training has it. Then a commit of a
+state with the loader beside one without it, and the bytes that it commits, for a small and a large dataset. At the end
+torchdata's StatefulDataLoader is asked to go on with another number of ranks, if it is installed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import shown
 from figures import ratio, spread
 
 MARK = 0.97
+BATCH = 32
 
 
 class Images(torch.utils.data.Dataset[Any]):
@@ -45,9 +47,12 @@ class Images(torch.utils.data.Dataset[Any]):
         return torch.full((3, 32, 32), float(index)), index
 
 
-def samples_per_s(loader: Any, length: int) -> float:
+def samples_per_s(loader: Any, length: int, shards: elastic.Shards | None = None) -> float:
     began = time.perf_counter()
-    count = sum(len(index) for _, index in loader)
+    if shards is None:
+        count = sum(len(index) for _, index in loader)
+    else:
+        count = sum(len(index) for step in loader for _, index in shards.over(step))
     assert count == length
     return length / (time.perf_counter() - began)
 
@@ -57,17 +62,26 @@ def rates(options: argparse.Namespace, table: Table) -> dict[str, Any]:
     for workers in options.workers:
         for us in options.us:
             dataset = Images(options.samples, us)
-            same: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": workers}
+            same: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": workers}
             same["persistent_workers"] = workers > 0
             plain = DataLoader(dataset, **same)
-            ours = elastic.data.DataLoader(dataset, **same)
-            sides = {"ours": ours, "torch": plain}
-            for loader in sides.values():
-                samples_per_s(loader, len(dataset))  # workers start, caches warm
+            shards = elastic.Shards(options.shards) if options.shards else None
+            if shards is None:
+                ours = elastic.data.DataLoader(dataset, **same)
+            else:
+                del same["batch_size"]
+                whole = BATCH * shards.count
+                ours = elastic.data.DataLoader(
+                    dataset, global_batch_size=whole, shards=shards, **same
+                )
+            sides: dict[str, Any] = {"ours": (ours, shards), "torch": (plain, None)}
+            for loader, cut in sides.values():
+                samples_per_s(loader, len(dataset), cut)  # workers start, caches warm
             rounds: dict[str, list[float]] = {name: [] for name in sides}
             for number in range(options.rounds):
                 for name in sorted(sides, reverse=number % 2 == 1):
-                    rounds[name].append(samples_per_s(sides[name], len(dataset)))
+                    loader, cut = sides[name]
+                    rounds[name].append(samples_per_s(loader, len(dataset), cut))
             paired = ratio(rounds["ours"], rounds["torch"])
             name = f"{workers} loader workers, {us:g} us a sample"
             table.add_row(name, paired.text(), spread(rounds["torch"]).text(0))
@@ -139,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--us", type=float, nargs="*", default=[0.0, 100.0])
+    parser.add_argument("--shards", type=int, default=0, help="of a step; 0: no shards")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
