@@ -5,7 +5,8 @@ augmentation; a GPT with dropout, AdamW, a learning rate schedule and clipping. 
 
 EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with this rank, modulo the size of the
          world, is killed after the backward pass of its first shard, asked to leave, or frozen; or all wait until the
-         world has this size. Each happens once, whatever is done again. Who is asked to leave does not come back.
+         world has this size. ``all`` kills every worker. Each happens once, whatever is done again. Who is asked to
+         leave does not come back.
 THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
 HOLD_S   how long to wait for that, in seconds.
 STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
@@ -110,10 +111,16 @@ def wait_for(name: str) -> None:
 
 def suffer(step: int, place: str) -> None:
     for number, (kind, who, *where) in enumerate(events_at(step)):
-        mine = kind != "hold" and int(who) % elastic.size() == elastic.rank()
-        if mine and (where or ["backward"])[0] == place and once(f"{step}.{number}"):
-            sent = {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "freeze": signal.SIGSTOP}
-            os.kill(os.getpid(), sent[kind])
+        if kind == "hold" or (where or ["backward"])[0] != place:
+            continue
+        rank = elastic.rank()
+        if kind == "all":
+            mine = once(f"{step}.{number}.{rank}")
+        else:
+            mine = int(who) % elastic.size() == rank and once(f"{step}.{number}")
+        if mine:
+            sent = {"leave": signal.SIGTERM, "freeze": signal.SIGSTOP}
+            os.kill(os.getpid(), sent.get(kind, signal.SIGKILL))
 
 
 def hold(state: Any) -> None:
@@ -160,6 +167,8 @@ def planted(state: Any, step: int) -> None:
 def train(state: Any) -> None:
     models, shards = state.models, state.shards
     while shards.step < STEPS:
+        # Here, as commit() does not return where the world changes.
+        suffer(shards.step - 1, "commit")
         hold(state)
         step = shards.step
         if step == 4 and "THREADS" in os.environ and "hold" not in os.environ["EVENTS"]:
@@ -185,7 +194,6 @@ def train(state: Any) -> None:
         state.losses.append(shards.mean(found))
         state.commit()
         own(state)
-        suffer(step, "commit")
     final = {name: value.tolist() for name, value in models.state_dict().items()}
     if elastic.rank() == 0:
         Path("final.json").write_text(json.dumps([state.losses, final]))
@@ -201,9 +209,7 @@ def main() -> None:
     elastic.init()
     if "THREADS" in os.environ and not os.environ["ELASTIC_WORKER"].endswith("#1"):
         torch.set_num_threads(int(os.environ["THREADS"]))  # of who comes later
-    torch.manual_seed(
-        3 + elastic.rank()
-    )  # newcomers have weights of their own, until they get the others'
+    torch.manual_seed(3)  # newcomers begin with these, until they get the others'
     models = nn.ModuleDict(
         {
             "mlp": nn.Sequential(nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 4)),

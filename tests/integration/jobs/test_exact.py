@@ -16,6 +16,7 @@ import pytest
 from elastic.chaos.exact.digests import HeldCommit, difference, held
 from elastic.driver.journal import journal
 from elastic.protocol.messages import Worker
+from harness.forking import SPARE_WORKERS
 from harness.history import RETURN, SCRIPTS, sizes
 from harness.job import Job
 
@@ -71,25 +72,31 @@ def differences(training: Job, wanted: dict[int, Digests]) -> list[tuple[int, st
     )
 
 
-def drawn(seed: int, steps: int, changes: int, largest: int) -> str:
-    """Events for a world of at most ``largest``: kills and leaves of any rank, anywhere in a step; and returns."""
+def drawn(
+    seed: int, steps: int, changes: int, largest: int, kinds: tuple[str, ...] = ("kill",)
+) -> str:
+    """Events for a world of at most ``largest``: ``kinds`` and leaves of any rank, anywhere in a step; and returns.
+
+    Leaves, of which nobody comes back, are spread over the run, so that worlds have every size.
+    """
     dice = random.Random(seed)
+    leaves = set(dice.sample(range(changes), min(largest - 2, (changes + 2) // 3)))
+    if "all" in kinds:  # then whoever has left comes back, too
+        leaves = set()
     events, alive, alone = [], largest, False
-    for step in sorted(dice.sample(range(1, steps - 2, 2), changes)):
+    for number, step in enumerate(sorted(dice.sample(range(1, steps - 2, 2), changes))):
         place = dice.choice(["forward", "backward", "optimizer", "commit"])
         if alone:  # who has just come has the state for sure once it has sent gradients
             place = "optimizer"
-        kind = dice.choice(["kill", "kill", "leave"])
-        if kind == "leave" and largest > 2:
-            largest -= 1
-        else:
-            kind = "kill"
+        kind = "leave" if number in leaves else dice.choice(kinds)
         events.append(f"{step}:{kind}:{dice.randrange(8)}:{place}")
-        alive -= 1
+        alive = 0 if kind == "all" else alive - 1
+        largest -= kind == "leave"
         alone = False
-        if alive < 2 or dice.random() < 0.5:
-            events.append(f"{step + 2}:hold:{largest}")  # by then all know who is gone
-            alone, alive = alive < 2, largest
+        if alive < 2 or kind == "leave" or dice.random() < 0.5:
+            # By then all know who is gone. One that leaves has left: killed before, it would come back.
+            events.append(f"{step + 2}:hold:{largest}")
+            alone, alive = alive == 1, largest
     return " ".join(events)
 
 
@@ -152,16 +159,22 @@ def test_a_seed_by_rank_is_named(job, reference):
 @pytest.mark.nightly
 @pytest.mark.timeout(120 + 20 * CHANGES)
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_many_changes(job, reference, seed):
-    """Worlds of 1 to 8, of every size, in shared memory and over Gloo."""
+def test_many_changes(job, reference, tmp_path, seed):
+    """Worlds of 1 to 8, of every size, in shared memory, over Gloo, and on two hosts of unequal size."""
     dice, steps = random.Random(seed), 2 * CHANGES + 6
     size, shards = dice.randint(2, 8), dice.choice([5, 6, 8])
     env = dice.choice([{}, {"ELASTIC_NATIVE": "0"}])
+    env[SPARE_WORKERS] = str(3 * CHANGES // 2)  # else most of the time goes into imports
+    second = dice.randrange(size)  # slots of another host, which has fewer or more of them
+    hosts = f"localhost:{size - second}" + (f",127.0.0.2:{second}" if second else "")
     training = train(
         job,
         # One slot may be struck many times in a row.
-        f"-np {size} --min-np 1 {RETURN} --slot-attempts {CHANGES + 1}",
-        drawn(seed, steps, CHANGES, size),
+        f"-np {size} --min-np 1 -H {hosts} {RETURN} --slot-attempts {CHANGES + 1}"
+        f" --checkpoint-dir {tmp_path}/checkpoints --checkpoint-every 1commits",
+        drawn(
+            seed, steps, CHANGES, size, (*["kill"] * 12, "freeze", *(["all"] if seed % 2 else []))
+        ),
         HOLD_S="180",
         STEPS=str(steps),
         SHARDS=str(shards),
@@ -169,6 +182,7 @@ def test_many_changes(job, reference, seed):
     )
     training.succeed(timeout=20.0 + 20 * CHANGES)
     wanted, final = reference(steps, shards)
+    assert len({step for step, _, _ in digests(training)}) >= steps
     assert differences(training, wanted) == []
     assert (training.folder / "final.json").read_text() == final
 
