@@ -27,10 +27,12 @@ def main() -> None:
             generation = recovered[-1].generation
             last = job.wait("the newcomer", lambda: job.full(200), 60)
             steps = job.steps()
-            joined = min(s.at for s in steps if s.generation == last[0].generation)
+            newest = last[0].generation
+            joined = min(s.at for s in steps if s.generation == newest)
             begin = min(s.at for s in steps if s.generation == generation)
             old = {s.pid for s in steps if s.generation == generation} & {s.pid for s in last}
-            agreed.append(longest_gap(steps, old, joined - 0.3, joined + 0.5))
+            before = [[s.at for s in steps if s.pid == p and s.generation < newest] for p in old]
+            agreed.append(longest_gap(steps, old, min(map(max, before)), joined + 0.5))
             whole.append(longest_gap(steps, old, begin, joined + 1.0))
             after = [s for s in steps if s.at > joined + 0.5]
             steady.append(longest_gap(after, old, joined + 0.5, after[-1].at) if after else 0.0)

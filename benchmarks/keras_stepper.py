@@ -1,4 +1,7 @@
-"""What `stepper` is, with Keras: a small model under ``fit``, with Horovod's callbacks, a commit after each batch."""
+"""What `stepper` is, with Keras: a small model under ``fit``, with Horovod's callbacks, a commit after each batch.
+
+One epoch, without an end: at that of an ordinary one TensorFlow may take seconds to destroy an iterator.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import horovod.keras as hvd
 from stepper import StepLog
 
-BATCH, BATCHES = 16, 1000  # samples; batches of an epoch
+BATCH, BATCHES = 16, 1000  # samples; batches, over and over
 
 
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]
@@ -28,7 +32,7 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
         self._log = StepLog(directory)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        step = self._state.epoch * BATCHES + self._state.batch
+        step = self._state.batch
         self._log.made(step)
         if self._stop.exists() and step >= int(self._stop.read_text()):
             self.model.stop_training = True
@@ -40,6 +44,7 @@ def main(directory: str, steps: int, width: int) -> None:
     drawn = np.random.RandomState(0)
     x = drawn.randn(BATCH * BATCHES, 64).astype("float32")
     y = drawn.randint(0, 10, BATCH * BATCHES)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
     model = keras.Sequential(
         [keras.Input((64,)), keras.layers.Dense(width, "relu"), keras.layers.Dense(10, "softmax")]
     )
@@ -50,10 +55,8 @@ def main(directory: str, steps: int, width: int) -> None:
     @hvd.elastic.run
     def train(state: Any) -> None:
         model.fit(
-            x,
-            y,
-            BATCH,
-            epochs=max(1, steps // BATCHES - state.epoch),
+            data,
+            steps_per_epoch=steps,
             callbacks=[
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),

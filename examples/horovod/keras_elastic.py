@@ -73,10 +73,10 @@ def train(state):
         epochs=args.epochs - state.epoch,
         callbacks=[
             hvd.callbacks.MetricAverageCallback(),
-            hvd.elastic.CommitStateCallback(state),
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
             Report(),
+            hvd.elastic.CommitStateCallback(state),  # last: the world may change here
         ],
         shuffle=False,
         verbose=0,
