@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 
 import tenacity
@@ -34,21 +33,13 @@ from elastic.state.state import ObjectState, hold, prepare_hold
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
 FINISH_S = 60.0  # for the last commit of a training to become durable
 LOOK_S = 0.1  # between two looks at whether the world is over
-NICES: tuple[int, ...] = (19, 9, 0)  # of the thread that writes: training comes first ...
-STARVED_S = 5.0  # ... but where it has waited so long for a processor, the next one is less nice
+NICE = 19  # of the thread that writes
 REPEAT_S = 5.0  # between two times that the driver is told something that it has not answered
 NAMED = 3  # parameters in a message
 CLOSE_S = 2.0  # for what is being written to notice that nobody wants it any more
 
 
 Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
-
-
-def _waited_s() -> float:
-    """For how long this thread has been ready to run, and no processor was free."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
 
 
 class _Spoilt(Exception):
@@ -95,12 +86,8 @@ class Writer:
         self._alone = alone
         self._schedule = Schedule(options.every_commits, options.every_s, monotonic())
         self._attempt: _Attempt | None = None
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = (
-            None  # the newest; it ends when nothing is to be done
-        )
-        self._working = False
-        self._nices = NICES
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._away = False  # the storage failed, and that was said
         self._commits = 0  # in a world of one nobody else counts them
         self._changed = threading.Condition()  # of what is below
@@ -212,6 +199,7 @@ class Writer:
         if self._attempt is not None:
             self._attempt.off.set()
         if self._thread is not None:
+            self._jobs.put(None)
             self._thread.join(CLOSE_S)
 
     # ---- link thread ---------------------------------------------------------------------------------------------
@@ -279,31 +267,19 @@ class Writer:
     # ---- in the background ---------------------------------------------------------------------------------------
 
     def _begin(self, job: Callable[[], None]) -> None:
-        """One after the other, in a thread that only another one can make less nice."""
-        with self._changed:
-            self._jobs.append(job)
-            if self._working:
-                return
-            self._working = True
+        if self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, name="elastic-checkpoints", daemon=True
             )
-        self._thread.start()
+            self._thread.start()
+        self._jobs.put(job)
 
     def _work(self) -> None:
-        # Only on Linux a thread has a priority of its own.
+        # Training comes first. Only on Linux a thread has a priority of its own.
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nices[0])
-        waited_s = _waited_s()
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._working = False
-                    if _waited_s() - waited_s > STARVED_S:
-                        self._nices = self._nices[1:] or self._nices
-                    return
-                job = self._jobs.popleft()
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (job := self._jobs.get()) is not None:
             job()
 
     def _share(self, attempt: _Attempt) -> None:

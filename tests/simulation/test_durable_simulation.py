@@ -50,7 +50,6 @@ class Rank:
         options = CheckpointOptions(job.url, job.every, None if job.every else 3.0, run=1, keep=2)
         self.writer = Writer(Storage(job.url), options, self.says.append, alone=False)
         self.writer._thread = object()  # type: ignore[assignment]
-        self.writer._working = True  # and nobody does, but when this test does
 
     def at(self, step: int) -> None:
         with torch.no_grad():
@@ -176,9 +175,10 @@ class Job:
     def work(self) -> None:
         """One thing that a rank does in the background. It may die of it, and so may all others with it."""
         rank = self.drawn.choice(self.ranks)
-        if not rank.writer._jobs:
+        if rank.writer._jobs.empty():
             return
-        work = rank.writer._jobs.popleft()
+        work = rank.writer._jobs.get()
+        assert work is not None
         if self.drawn.random() < 0.06:
             self.dies_at = self.drawn.choice(PLACES)
         try:
@@ -233,8 +233,10 @@ class Job:
                 self.hear()
                 self.tell()
                 for rank in self.ranks:
-                    while rank.writer._jobs:
-                        rank.writer._jobs.popleft()()
+                    while not rank.writer._jobs.empty():
+                        work = rank.writer._jobs.get()
+                        assert work is not None
+                        work()
             if len(self.made) >= before + 2:
                 return
         raise AssertionError("no checkpoint is made any more")

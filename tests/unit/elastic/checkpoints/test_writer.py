@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import random
 import threading
 from collections.abc import Iterator
@@ -235,20 +233,6 @@ def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, br
     said = capsys.readouterr().err
     assert "can be written to" in said and said.count("can't be written") < 3
     assert ranks.loaded().step == 5
-
-
-def test_who_waited_for_a_processor_is_less_nice_the_next_time(job, monkeypatch):
-    """As on a machine all of whose cores are taken, where a checkpoint would take forever."""
-    begun: list[int] = []
-    waits = itertools.count(step=writer.STARVED_S + 1)
-    monkeypatch.setattr(writer, "_waited_s", lambda: float(next(waits)))
-    monkeypatch.setattr(os, "setpriority", lambda which, who, nice: begun.append(nice))
-    ranks = job(1)
-    for number in (5, 10, 15):
-        ranks.commit(5)
-        ranks.has(number)
-        ranks.writers[0]._thread.join()
-    assert begun[:3] == [19, 9, 0] and {*begun[3:]} <= {0}
 
 
 @pytest.mark.parametrize(
