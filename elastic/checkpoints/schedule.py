@@ -110,7 +110,8 @@ class Schedule:
             self._due_at = now  # then one of the next, when that can be
         self.settled(number)
         self._target = self._asked_at = None
-        self._stretch = min(self._stretch * 2, FURTHEST)
+        if again:
+            self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
         """What was asked for is in the storage, as rank 0 knows first."""
