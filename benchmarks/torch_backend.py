@@ -81,7 +81,7 @@ def calls(group: Any, size: int, rank: int, ranks: int) -> dict[str, Callable[[]
     } | ({"barrier": lambda: distributed.barrier(group=group)} if size == KB else {})
 
 
-def measure(sizes: list[int], rounds: int) -> list[Answer]:
+def measure(sizes: list[int], rounds: int, only: list[str]) -> list[Answer]:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     ours = our_group()
     answers = []
@@ -89,6 +89,8 @@ def measure(sizes: list[int], rounds: int) -> list[Answer]:
         mine, gloos = (calls(group, size, rank, ranks) for group in (ours, None))
         repeats = max(1, min(MOST_IN_A_ROW, IN_A_ROW_BYTES // size))
         for name, call in mine.items():
+            if only and name not in only:
+                continue
             ways = {"ours": call, "gloo": gloos[name]}
             times = groups.take_turns(ways, rounds, repeats=repeats)
             answers.append(_answer(name, size, ranks, times))
@@ -163,13 +165,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=20, help="calls, or steps, of each")
     parser.add_argument("--sizes-kb", type=int, nargs="*", default=SIZES_KB)
+    parser.add_argument("--only", nargs="*", default=[], help="collectives, by the table's names")
     parser.add_argument("--models", nargs="*", choices=models.MODELS, default=[])
     options = parser.parse_args()
     answers = []
     for ranks in options.ranks:
         if options.sizes_kb:
             sizes = [size * KB for size in options.sizes_kb]
-            answers += groups.ask(measure, ranks, sizes, options.rounds)
+            answers += groups.ask(measure, ranks, sizes, options.rounds, options.only)
         for model in options.models:
             answers.append(groups.ask(measure_steps, ranks, model, options.rounds))
     console = shown.console()

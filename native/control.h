@@ -46,6 +46,6 @@ struct Control {
 
 inline size_t control_bytes(int32_t size) { return sizeof(Control) + sizeof(Seat) * static_cast<size_t>(size - 1); }
 
-constexpr uint64_t kAborted = 1, kGone = 2, kLate = 3, kOther = 4;  // reasons in `status`
+constexpr uint64_t kAborted = 1, kGone = 2, kLate = 3, kOther = 4, kTooLong = 5;  // reasons in `status`
 
 }  // namespace elastic

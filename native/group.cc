@@ -1,4 +1,5 @@
-// The life of a group: its queue, its thread, who drives and how one waits. What happens to bytes is in rounds.cc.
+// The life of a group: its queue, its thread, who drives and how one waits. What happens to bytes is in rounds.cc and
+// lanes.cc.
 #include "group.h"
 
 #include <pthread.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <new>
 
+#include "lanes.h"
 #include "rounds.h"
 
 using namespace elastic;
@@ -58,25 +60,33 @@ class Caller {
 
 struct elastic_group {
   Rounds rounds;
+  Lanes lanes;
   std::mutex driving;            // one thread at a time makes progress
-  std::mutex queueing;           // of `incoming`; tickets are given under it
+  std::mutex queueing;           // of `incoming` and `messages`; tickets are given under it
   std::list<Collective> incoming;
+  std::list<Message> messages;
   std::atomic<uint64_t> tickets{0};
   std::atomic<uint64_t> done{0};         // tickets up to this one have their result
   std::atomic<uint32_t> activity{0};     // what the group's thread sleeps on while there is nothing to do
   std::atomic<bool> dozing{false};       // it does
   std::atomic<int> waiters{0};           // threads inside elastic_wait: they drive, the group's thread need not
   std::atomic<bool> closing{false};
+  std::atomic<bool> carrying{false};     // messages are under way
   Callers callers;
   std::atomic<int64_t> moved_at_ns{0};   // when there was progress last, or nothing to do
   int64_t timeout_ns = 0;
   bool oversubscribed = false;
   pthread_t thread{};
 
-  explicit elastic_group(const elastic_options& options) : rounds(options) {}
+  explicit elastic_group(const elastic_options& options) : rounds(options), lanes(options, kSlots * kWindow) {}
 
   uint64_t submit(Collective&& collective);
+  int32_t post(Message&& message);
+  bool nothing_to_do() const { return done.load() == tickets && !carrying.load(); }
   bool progress();
+  bool carry();
+  template <typename Verdict>
+  int32_t wait(double timeout_s, Verdict verdict);
   bool turn();
   void doze();
   void nudge();
@@ -120,6 +130,23 @@ uint64_t elastic_group::submit(Collective&& collective) {
   return ticket;
 }
 
+int32_t elastic_group::post(Message&& message) {
+  const Caller caller(callers);
+  {
+    std::lock_guard<std::mutex> lock(queueing);
+    messages.push_back(std::move(message));
+    carrying.store(true);
+  }
+  if (driving.try_lock()) {
+    progress();
+    driving.unlock();
+  } else {
+    rounds.bell().ring();
+  }
+  if (carrying.load()) nudge();
+  return 1;
+}
+
 // Makes what progress there is to be made without waiting. Whether there was any.
 bool elastic_group::turn() {
   std::lock_guard<std::mutex> lock(driving);
@@ -131,9 +158,32 @@ bool elastic_group::progress() {
     std::lock_guard<std::mutex> queue(queueing);
     rounds.append(incoming);
   }
-  const bool moved = rounds.advance();
+  const bool carried = carry(), moved = rounds.advance();
   if (moved || rounds.empty()) moved_at_ns.store(now_ns(), std::memory_order_relaxed);
   if (rounds.done() != done.load(std::memory_order_relaxed)) done.store(rounds.done(), std::memory_order_release);
+  return moved || carried;
+}
+
+// After the group has failed, what was read before that still counts, by whom it was sent and by whom it was kept.
+bool elastic_group::carry() {
+  if (!carrying.load() || rounds.stopped()) return false;
+  {
+    std::lock_guard<std::mutex> queue(queueing);
+    lanes.append(messages);
+  }
+  bool moved = lanes.settle_read();
+  if (rounds.begin_writing()) {
+    bool wake = false;
+    const bool sent = lanes.send_some(), received = lanes.receive_some(&wake);
+    rounds.end_writing();
+    if (sent || wake) rounds.bell().ring();
+    moved |= sent || received;
+  }
+  if (lanes.too_long() >= 0 && !rounds.failed()) rounds.fail(kTooLong, lanes.too_long());
+  {
+    std::lock_guard<std::mutex> queue(queueing);
+    carrying.store(lanes.pending() || !messages.empty());
+  }
   return moved;
 }
 
@@ -149,7 +199,7 @@ void elastic_group::doze() {
   bool nothing;
   {
     std::lock_guard<std::mutex> lock(queueing);
-    nothing = done.load() == tickets || rounds.failed() || waiters.load() > 0;
+    nothing = nothing_to_do() || rounds.failed() || waiters.load() > 0;
   }
   if (nothing && !closing.load()) futex_wait(&activity, seen, rounds.failed() ? 100 * kLookNs : 20 * kLookNs);
   dozing.store(false, std::memory_order_seq_cst);
@@ -177,15 +227,47 @@ void elastic_group::look() {
   if (rounds.failed()) return;
   std::unique_lock<std::mutex> lock(driving, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  const int gone = rounds.gone();
+  const uint64_t gone = rounds.gone();
   // Progress after that look: a peer may have done its part and ended.
-  if (progress() || rounds.empty()) return;
+  if (progress()) return;
+  const int lost = lanes.awaited(gone);
+  if (lost >= 0) rounds.fail(kGone, lost);
+  if (rounds.empty()) return;
   const int awaited = rounds.awaited();
-  if (gone >= 0) {
-    rounds.fail(kGone, gone);
+  if (gone != 0) {
+    rounds.fail(kGone, __builtin_ctzll(gone));
   } else if (now_ns() - moved_at_ns.load(std::memory_order_relaxed) > timeout_ns) {
     rounds.fail(kLate, awaited);
   }
+}
+
+template <typename Verdict>
+int32_t elastic_group::wait(double timeout_s, Verdict verdict) {
+  const Caller caller(callers);
+  const int64_t until = deadline_ns(timeout_s);
+  int32_t found = verdict();
+  int yields = 0;
+  int64_t idle_since = 0;
+  waiters.fetch_add(1);
+  while (found != 1) {
+    const bool moved = turn();
+    found = verdict();
+    if (found != 0) break;
+    const int64_t now = now_ns();
+    if (now >= until) {
+      look();
+      break;
+    }
+    if (moved) {
+      idle_since = 0;
+    } else {
+      if (idle_since == 0) idle_since = now, yields = 0;
+      idle(idle_since, until, &yields, /*background=*/false);
+    }
+  }
+  // Its thread goes on with what is left; to wake it for nothing would cost more than a small collective.
+  if (waiters.fetch_sub(1) == 1 && !nothing_to_do()) nudge();
+  return found;
 }
 
 void elastic_group::work() {
@@ -194,7 +276,7 @@ void elastic_group::work() {
     bool nothing;
     {
       std::lock_guard<std::mutex> lock(queueing);
-      nothing = done.load() == tickets;
+      nothing = nothing_to_do();
     }
     if (nothing || rounds.failed() || waiters.load() > 0) {
       doze();
@@ -302,31 +384,28 @@ int32_t elastic_done(elastic_group* group, uint64_t ticket) {
 }
 
 int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s) {
-  const Caller caller(group->callers);
-  const int64_t until = deadline_ns(timeout_s);
-  int32_t verdict = elastic_done(group, ticket);
-  int yields = 0;
-  int64_t idle_since = 0;
-  group->waiters.fetch_add(1);
-  while (verdict != 1) {
-    const bool moved = group->turn();
-    verdict = elastic_done(group, ticket);
-    if (verdict != 0) break;
-    const int64_t now = now_ns();
-    if (now >= until) {
-      group->look();
-      break;
-    }
-    if (moved) {
-      idle_since = 0;
-    } else {
-      if (idle_since == 0) idle_since = now, yields = 0;
-      group->idle(idle_since, until, &yields, /*background=*/false);
-    }
-  }
-  // Its thread goes on with what is left; to wake it for nothing would cost more than a small collective.
-  if (group->waiters.fetch_sub(1) == 1 && group->done.load() != group->tickets.load()) group->nudge();
-  return verdict;
+  return group->wait(timeout_s, [=] { return elastic_done(group, ticket); });
+}
+
+int32_t elastic_send(elastic_group* group, const void* data, uint64_t bytes, int32_t to, int64_t tag, int32_t* state) {
+  if (to < 0 || to >= group->rounds.size() || to == group->rounds.rank()) return 0;
+  // It is only read.
+  return group->post(Message{static_cast<uint8_t*>(const_cast<void*>(data)), bytes, to, tag, state, 0, true});
+}
+
+int32_t elastic_receive(elastic_group* group, void* data, uint64_t bytes, int32_t source, int64_t tag, int32_t* state) {
+  if (source < -1 || source >= group->rounds.size() || source == group->rounds.rank()) return 0;
+  return group->post(Message{static_cast<uint8_t*>(data), bytes, source, tag, state, 0, false});
+}
+
+int32_t elastic_wait_message(elastic_group* group, const int32_t* state, double timeout_s) {
+  const auto* word = reinterpret_cast<const std::atomic<int32_t>*>(state);
+  return group->wait(timeout_s, [=] {
+    if (word->load(std::memory_order_acquire) != kUnderWay) return 1;
+    if (!group->rounds.failed()) return 0;
+    group->turn();
+    return word->load(std::memory_order_acquire) != kUnderWay ? 1 : -1;
+  });
 }
 
 void elastic_abort(elastic_group* group) {

@@ -271,18 +271,20 @@ bool Rounds::reduce_some() {
       continue;
     }
     ++chunks;
-    std::atomic<uint32_t>& writing = seat(rank_).writing;
-    writing.store(1, std::memory_order_seq_cst);
-    // Who aborts looks at `writing` after it has said so: one of the two sees the other.
-    if (control()->status.load(std::memory_order_seq_cst) != 0) {
-      writing.store(0, std::memory_order_release);
-      break;
-    }
+    if (!begin_writing()) break;
     run_chunk(round, number, claim - round.first);
-    writing.store(0, std::memory_order_release);
+    end_writing();
     if (tally.finished.fetch_add(1, std::memory_order_seq_cst) + 1 == round.end) bell().ring();
   }
   return moved;
+}
+
+bool Rounds::begin_writing() {
+  seat(rank_).writing.store(1, std::memory_order_seq_cst);
+  // Who aborts looks at `writing` after it has said so: one of the two sees the other.
+  if (control()->status.load(std::memory_order_seq_cst) == 0) return true;
+  end_writing();
+  return false;
 }
 
 void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
@@ -478,11 +480,12 @@ int Rounds::awaited() const {
   return rank_;
 }
 
-int Rounds::gone() const {
+uint64_t Rounds::gone() const {
+  uint64_t found = 0;
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_ && has_ended(pidfds_[rank])) return rank;
+    if (rank != rank_ && has_ended(pidfds_[rank])) found |= uint64_t{1} << rank;
   }
-  return -1;
+  return found;
 }
 
 bool Rounds::written_by_others() const {

@@ -77,15 +77,18 @@ class Rounds {
   // finished before.
   bool advance();
 
-  // The rank that is waited for, and one whose process has ended (-1: none).
-  int awaited() const;
-  int gone() const;
+  int awaited() const;     // the rank that is waited for
+  uint64_t gone() const;  // a bit for each rank whose process has ended
 
   uint64_t status() const { return control()->status.load(std::memory_order_acquire); }
   bool failed() const { return status() != 0; }
   void fail(uint64_t reason, int rank);  // any thread; the first one counts
 
   void stop() { stopped_ = true; }  // nothing is read or written any more
+  bool stopped() const { return stopped_; }
+  // Around what writes into others' memory. False: the group has failed, and nothing may be written.
+  bool begin_writing();
+  void end_writing() { seat(rank_).writing.store(0, std::memory_order_release); }
   bool written_by_others() const;
   // After `stop`: from here on this uses a copy of the control block that nobody shares. False: there is no memory for one.
   bool detach();

@@ -13,7 +13,7 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.rendezvous.store import Store, StoreListener, listen
 
-# Instead of a device's type, of a group for messages from one rank to another: see `GlooCollectives.send`.
+# Instead of a device's type, of a group for messages from one rank to another: a `Messenger`.
 MESSAGES = "messages"
 
 
@@ -101,23 +101,19 @@ def _making(
     if size == 1:
         alone = LocalCollectives()
         return alone, lambda store, purpose, bind_host: alone
-    if device_type == MESSAGES:
-        from elastic.collectives.gloo.process_group import GlooCollectives
-
-        pairs = GlooCollectives(rank, size, timeout_s, collective_timeout_s)
-
-        def connect_pairs(store: Store, purpose: str, bind_host: str) -> Collectives:
-            pairs.connect(store, f"{purpose}/messages", bind_host)
-            return pairs
-
-        return pairs, connect_pairs
-    check_device(device_type)
+    messages = device_type == MESSAGES
+    if not messages:
+        check_device(device_type)
     # Imported here, because each needs its backend in torch's build.
-    if device_type == "cpu":
+    if messages or device_type == "cpu":
         from elastic.collectives.cpu import CpuGroup
 
-        chosen = CpuGroup(rank, size, timeout_s, collective_timeout_s, native, apart)
-        return chosen, chosen.connect
+        chosen = CpuGroup(rank, size, timeout_s, collective_timeout_s, native, apart, messages)
+
+        def connect_chosen(store: Store, purpose: str, bind_host: str) -> Collectives:
+            return chosen.connect(store, f"{purpose}/messages" if messages else purpose, bind_host)
+
+        return chosen, connect_chosen
     if device_type == "cuda":
         from elastic.collectives.nccl import NcclCollectives
 

@@ -35,7 +35,8 @@ class CpuGroup:
 
     ``timeout_s`` is to connect; ``collective_timeout_s`` is for a rank that is late, to its first collective as to any.
     ``apart``: each rank was started on a host of its own, as all ranks of the group know, so that it will come to Gloo:
-    they swap what that needs at once, and not in a second exchange.
+    they swap what that needs at once, and not in a second exchange. ``messages``: it is for messages, which go over
+    Gloo where not all ranks lie on one host.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CpuGroup:
         collective_timeout_s: float,
         native: bool,
         apart: bool = False,
+        messages: bool = False,
     ) -> None:
         self._rank = rank
         self._size = size
@@ -53,6 +55,7 @@ class CpuGroup:
         self._collective_timeout_s = collective_timeout_s
         self._native = native
         self._apart = apart
+        self._messages = messages
         self._swapping = Call()
         self._parts: list[_Part] = []
         self._aborted = False
@@ -136,6 +139,8 @@ class CpuGroup:
     ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
         """What all ranks have decided, and the group of this host, if it is to be one."""
         plan = topology.plan(rows)
+        if self._messages and plan.way is Way.HIERARCHY:
+            plan = Plan(Way.GLOO, plan.hosts, plan.why)
         if plan.way is Way.GLOO:
             return plan, None
         host, why = self._join(offer, rows, plan.local_ranks(self._rank))

@@ -89,3 +89,26 @@ class Collectives(Protocol):
         """Frees sockets and threads. May take tens of milliseconds: call it off the critical path,
         after `abort`.
         """
+
+
+class MessageWork(Work, Protocol):
+    """One under way."""
+
+    @property
+    def source(self) -> int:
+        """Of one that has been received: from which rank."""
+
+
+class Messenger(Protocol):
+    """A group that carries messages from one rank to another, and nothing else. Ranks and tensors as above."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> MessageWork:
+        """What is sent to one rank under one tag arrives in this order."""
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
+        """As many bytes as were sent. None: from whichever rank's message comes first; `MessageWork.source` tells."""
+
+    def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
+        """Blocks. Rank 0 waits for each of the others. Raises CollectiveFailed, which there says who did not come: the
+        first of them, or with ``wait_all_ranks`` all. No message can be sent after that.
+        """

@@ -28,7 +28,7 @@ from elastic.runtime.training import Training
 from elastic.runtime.worlds import DriverWorlds, FixedWorlds
 
 if TYPE_CHECKING:
-    from elastic.collectives.gloo.process_group import GlooCollectives
+    from elastic.collectives.interface import Messenger
 
 
 class Runtime:
@@ -96,7 +96,7 @@ class Runtime:
         """
         return self._groups.group(purpose, device, ranks)
 
-    def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> GlooCollectives:
+    def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
         """As `group`, for messages from one rank to another. Not for a group of one."""
         return self._groups.messages(purpose, ranks)
 

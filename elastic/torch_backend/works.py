@@ -24,7 +24,7 @@ from elastic.errors import CollectiveFailed
 from elastic.torch_backend.collective_calls import Begun
 
 if TYPE_CHECKING:
-    from elastic.collectives.gloo.process_group import GlooMessage
+    from elastic.collectives.interface import MessageWork
 
 _GRACE_S = 0.02  # that the thread leaves to the thread that trains
 _IDLE_S = 0.1  # after which the thread ends: the end of the process waits for it
@@ -73,7 +73,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._lock = threading.RLock()
         self._error: CollectiveFailed | None = None
         self._future: ElasticFuture | None = None
-        self.message: GlooMessage | None = None  # that it receives
+        self.message: MessageWork | None = None  # that it receives
 
     # ---- torch.distributed.Work --------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <list>
 #include <random>
 #include <thread>
 #include <vector>
@@ -455,6 +456,125 @@ void ranks_run_far_apart(World& world, int seed) {
   });
 }
 
+// ---- messages --------------------------------------------------------------------------------------------------------
+
+struct Mail {
+  explicit Mail(uint64_t count = 0, int32_t value = 0) : values(count, value) {}
+  void send(elastic_group* group, int to, int64_t tag) {
+    CHECK(elastic_send(group, values.data(), values.size() * 4, to, tag, &state) == 1);
+  }
+  void receive(elastic_group* group, int source, int64_t tag) {
+    CHECK(elastic_receive(group, values.data(), values.size() * 4, source, tag, &state) == 1);
+  }
+  int wait(elastic_group* group) {  // the other rank
+    CHECK(elastic_wait_message(group, &state, 30.0) == 1);
+    return state;
+  }
+
+  std::vector<int32_t> values;
+  int32_t state = -1;
+};
+
+void messages_find_their_receives(uint64_t count) {
+  World world(3);
+  world.each([count](int rank, elastic_group* group) {
+    if (rank == 2) {  // waits for those that were sent last, and then for whatever comes first
+      for (const int64_t tag : {7, 5}) {
+        for (const int source : {1, 0}) {
+          Mail got(count);
+          got.receive(group, source, tag);
+          CHECK(got.wait(group) == source);
+          for (const int32_t value : got.values) CHECK(value == source * 100 + tag);
+        }
+      }
+      int sum = 0;
+      for (int i = 0; i < 4; ++i) {
+        Mail got(count + 3, -9);  // longer than what comes
+        got.receive(group, -1, 6);
+        sum += 1 + got.wait(group);
+        CHECK(count == 0 || got.values[count - 1] == got.state * 100 + 6);
+        CHECK(got.values[count] == -9);
+      }
+      CHECK(sum == 6);
+      return;
+    }
+    std::list<Mail> sent;
+    for (const int64_t tag : {5, 6, 6, 7}) {
+      sent.emplace_back(count, static_cast<int32_t>(rank * 100 + tag));
+      sent.back().send(group, 2, tag);
+    }
+    for (Mail& each : sent) CHECK(each.wait(group) == 2);
+  });
+}
+
+void many_messages_cross(int seed) {
+  World world(4);
+  world.each([seed](int rank, elastic_group* group) {
+    std::mt19937 same(seed);
+    std::list<Mail> mails;
+    std::vector<std::pair<Mail*, int32_t>> received;
+    for (int n = 0; n < 400; ++n) {
+      const int from = static_cast<int>(same() % 4), to = (from + 1 + static_cast<int>(same() % 3)) % 4;
+      const uint64_t count = same() % (same() % 20 == 0 ? 600'000 : 900);
+      const int64_t tag = same() % 3;
+      if (rank == from) {
+        mails.emplace_back(count, n);
+        mails.back().send(group, to, tag);
+      } else if (rank == to) {
+        mails.emplace_back(count);
+        mails.back().receive(group, from, tag);
+        received.emplace_back(&mails.back(), n);
+      }
+    }
+    std::shuffle(received.begin(), received.end(), same);
+    for (const auto& [mail, n] : received) {
+      mail->wait(group);
+      for (const int32_t value : mail->values) CHECK(value == n);
+    }
+    for (Mail& mail : mails) mail.wait(group);
+  });
+}
+
+// Nobody waits: the group's own threads carry it on.
+void messages_travel_by_themselves() {
+  World world(2);
+  Mail sent(3'000'000, 4), got(3'000'000);
+  got.receive(world.ranks[1], 0, 0);
+  sent.send(world.ranks[0], 1, 0);
+  const auto state = reinterpret_cast<std::atomic<int32_t>*>(&got.state);
+  while (state->load() == -1) std::this_thread::yield();
+  for (const int32_t value : got.values) CHECK(value == 4);
+}
+
+// A sender may leave then; what was read counts, also where the group fails before anybody has seen that.
+void a_sender_is_through_when_its_message_was_read() {
+  World world(2);
+  Mail first(100, 1), second(100, 2), got(100), kept(100);
+  first.send(world.ranks[0], 1, 0);
+  second.send(world.ranks[0], 1, 1);
+  CHECK(elastic_wait_message(world.ranks[0], &second.state, 0.02) == 0);
+  got.receive(world.ranks[1], 0, 1);
+  CHECK(got.wait(world.ranks[1]) == 0);
+  elastic_abort(world.ranks[1]);
+  CHECK(first.wait(world.ranks[0]) == 1 && second.wait(world.ranks[0]) == 1);
+  kept.receive(world.ranks[1], 0, 0);
+  CHECK(kept.wait(world.ranks[1]) == 0 && kept.values[99] == 1 && got.values[99] == 2);
+}
+
+void a_message_fails_with_its_group() {
+  World world(2);
+  Mail long_one(2000), short_one(1000), after(1);
+  long_one.send(world.ranks[0], 1, 0);
+  short_one.receive(world.ranks[1], 0, 0);
+  CHECK(elastic_wait_message(world.ranks[1], &short_one.state, 30.0) == -1);
+  CHECK(elastic_status(world.ranks[1]) == (elastic::kTooLong << 8 | 0));
+  after.receive(world.ranks[0], 1, 0);
+  CHECK(elastic_wait_message(world.ranks[0], &after.state, 30.0) == -1);
+  CHECK(elastic_drain(world.ranks[0], 30.0) == 1 && elastic_drain(world.ranks[1], 30.0) == 1);
+  CHECK(elastic_send(world.ranks[0], &after, 1, 0, 0, &after.state) == 0);
+  CHECK(elastic_receive(world.ranks[0], &after, 1, 2, 0, &after.state) == 0);
+}
+
 void who_is_detached_touches_nothing_that_is_shared(int seed) {
   World world(2);
   std::atomic<bool> over{false};
@@ -555,6 +675,11 @@ int main() {
   }
   for (int seed = 0; seed < 30; ++seed) nothing_is_written_after_a_drain(2 + seed % 2, seed);
   for (int i = 0; i < 200 && !kRacesAreErrors; ++i) no_copy_is_taken_of_what_has_gone(i % 2 == 0 ? 1'500'000 : 200'000);
+  for (const uint64_t count : {0, 1, 5000, 400'000}) messages_find_their_receives(count);
+  for (int seed = 0; seed < 5; ++seed) many_messages_cross(seed);
+  messages_travel_by_themselves();
+  a_sender_is_through_when_its_message_was_read();
+  a_message_fails_with_its_group();
   nonsense_is_refused();
   a_call_under_way_is_waited_for();
   for (int seed = 0; seed < 40; ++seed) who_is_detached_touches_nothing_that_is_shared(seed);

@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 3  # as in native/abi.cc; changes with every function and struct
+ABI = 4  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -55,7 +55,8 @@ class NativeOptions(ctypes.Structure):
     )
 
 
-_i32, _u64, _size = ctypes.c_int32, ctypes.c_uint64, ctypes.c_size_t
+_i32, _i64, _u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
+_size = ctypes.c_size_t
 _double, _text, _at = ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p
 
 # What each returns, then what it takes: as in native/abi.cc, native/copy.h, native/kernels.h and native/group.h.
@@ -78,6 +79,9 @@ FUNCTIONS = {
     "elastic_barrier": (_u64, (_at,)),
     "elastic_done": (_i32, (_at, _u64)),
     "elastic_wait": (_i32, (_at, _u64, _double)),
+    "elastic_send": (_i32, (_at, _at, _u64, _i32, _i64, _at)),
+    "elastic_receive": (_i32, (_at, _at, _u64, _i32, _i64, _at)),
+    "elastic_wait_message": (_i32, (_at, _at, _double)),
     "elastic_abort": (None, (_at,)),
     "elastic_status": (_u64, (_at,)),
     "elastic_drain": (_i32, (_at, _double)),

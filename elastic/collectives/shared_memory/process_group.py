@@ -20,6 +20,8 @@ import torch
 
 from elastic.collectives.dtypes_and_ops import DTYPES, check
 from elastic.collectives.interface import Op, Work
+from elastic.collectives.shared_memory import messages
+from elastic.collectives.shared_memory.messages import SharedMessage
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
 from elastic.errors import CollectiveFailed
 
@@ -35,6 +37,7 @@ _REASONS = {
     _ENDED: "the process of rank {rank} of this group has ended",
     3: "rank {rank} of this group did not come within {timeout_s:g} s",
     4: "rank {rank} of this group called another collective, or one of another size",
+    5: "rank {rank} of this group sent a message that is longer than the tensor that receives it",
 }
 _CHILD = "this is a forked child, and groups stay with the parent"
 
@@ -76,12 +79,14 @@ class SharedCollectives:
         self.rank = rank
         self.size = size
         self._ranks = range(size) if ranks is None else ranks
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
         self._library = library
         self._submitting = threading.Lock()
         # What native code may still read or write, by ticket: the caller may drop its handle and its tensors.
         self._held: collections.deque[tuple[int, object]] = collections.deque()
+        self._messages: set[SharedMessage] = set()  # the same of these
+        self._many = 64  # of which those that are over and nobody waits for are looked for
         self._failed: str | None = None
         self._aborted = False
 
@@ -220,7 +225,69 @@ class SharedCollectives:
         with self._submitting:
             self._let_go()
 
+    # ---- messages, in a group that has nothing else ------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> SharedMessage:
+        """Contiguous; what is sent to one rank under one tag arrives in this order. Over once it has been received."""
+        return self._post(self._library.elastic_send, tensor, to, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> SharedMessage:
+        """Into a contiguous tensor. None: from whichever rank's message comes first; `SharedMessage.source` tells."""
+        return self._post(self._library.elastic_receive, tensor, source, tag)
+
+    def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
+        """See `messages.monitored_barrier`."""
+        messages.monitored_barrier(self, timeout_s, wait_all_ranks)
+
+    def _post(
+        self, call: Callable[..., int], tensor: torch.Tensor, peer: int | None, tag: int
+    ) -> SharedMessage:
+        self._raise_if_failed()
+        message = SharedMessage(self, tensor, peer)
+        with self._submitting:
+            if len(self._messages) >= self._many:
+                self._messages = {each for each in tuple(self._messages) if not each.done()}
+                self._many = 64 + 2 * len(self._messages)
+            self._messages.add(message)
+            begun = call(
+                self._native.handle,
+                tensor.data_ptr(),
+                tensor.nbytes,
+                -1 if peer is None else peer,
+                tag,
+                message.address,
+            )
+        if not begun:
+            self._messages.discard(message)
+            raise ValueError(
+                f"rank {self.rank} of this group can't exchange messages with rank {peer}"
+            )
+        return message
+
+    def wait_for(self, message: SharedMessage, timeout_s: float) -> int:
+        return self._native.wait_message(message.address, timeout_s)
+
+    def let_go_of(self, message: SharedMessage) -> None:
+        self._messages.discard(message)
+
+    def named(self, rank: int) -> int:
+        """What errors call this rank."""
+        return self._ranks[rank]
+
     # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def is_over_without(self, message: SharedMessage) -> bool:
+        """The group has failed, and nobody writes into this message's tensor any more."""
+        if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
+            return False
+        # It may have arrived before that.
+        return self.wait_for(message, 0.0) == _DONE or self.drain(0.0)
+
+    def fail(self, why: str) -> CollectiveFailed:
+        """To be raised: from now on the reason for which calls fail here."""
+        self._failed = self._failed or why
+        self._native.abort()
+        return CollectiveFailed(self._failed, aborted=self._aborted)
 
     def abort(self) -> None:
         self._aborted = True
@@ -232,6 +299,7 @@ class SharedCollectives:
         drained = self._native.drain(timeout_s)
         if drained:
             self._held = collections.deque()  # another thread may look at the old one
+            self._messages = set()
         return drained
 
     def close(self) -> None:
@@ -240,8 +308,8 @@ class SharedCollectives:
         """
         self.abort()
         self._native.close()
-        if self._held and not self.drain(0.0):
-            _lost.append(self._held)
+        if (self._held or self._messages) and not self.drain(0.0):
+            _lost.append((self._held, self._messages))
 
     def close_in_forked_child(self) -> None:
         """In a forked child, which has neither the thread nor the others' memory."""
@@ -257,7 +325,7 @@ class SharedCollectives:
         if self._failed is not None and (reason, rank) in ((0, 0), (1, self.rank)):
             return CollectiveFailed(self._failed, aborted=self._aborted)
         named = self._ranks[rank]
-        said = _REASONS[reason].format(rank=named, timeout_s=self._timeout_s)
+        said = _REASONS[reason].format(rank=named, timeout_s=self.timeout_s)
         ended = named if reason == _ENDED else None
         return CollectiveFailed(said, aborted=reason == _LEFT, ended=ended)
 
@@ -354,6 +422,11 @@ class _Native:
         if self.elsewhere:
             return _FAILED
         return int(self._library.elastic_wait(self.handle, ticket, timeout_s))
+
+    def wait_message(self, state: int, timeout_s: float) -> int:
+        if self.elsewhere:
+            return _FAILED
+        return int(self._library.elastic_wait_message(self.handle, state, timeout_s))
 
     def abort(self) -> None:
         if not self.elsewhere:

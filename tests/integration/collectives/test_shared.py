@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -161,6 +162,61 @@ def test_tensors_that_somebody_may_still_write_into_are_never_lent_again(pair):
     pair.groups[0] = pair.groups[1]
     gc.collect()
     assert died() is not None
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_through_once_it_was_received(pair):
+    """Who has sent it may end then, though another one came before it that nobody has asked for."""
+    first, second = pair.groups
+    early, late = (first.send(torch.full((3,), value), 1, tag=int(value)) for value in (5.0, 7.0))
+    assert not late.within(0.0)
+    got = torch.zeros(3)
+    arrived = second.receive(got, None, tag=7)
+    arrived.wait()
+    late.wait()
+    first.abort()
+    early.wait()
+    second.receive(before := torch.zeros(3), 0, tag=5).wait()
+    assert (arrived.source, got.tolist(), before.tolist()) == (0, [7.0] * 3, [5.0] * 3)
+    assert not first._messages
+    assert not second._messages
+
+
+def test_messages_of_any_length_cross(pair):
+    sizes = [0, 1, 63, 300_000, 3_000_001]
+
+    def swapped(rank: int) -> list[float]:
+        group, other = pair.groups[rank], 1 - rank
+        got = [torch.zeros(size) for size in sizes]
+        works = [group.receive(each, other, 0) for each in got]
+        works += [group.send(torch.full((size,), rank + 1.0), other, 0) for size in sizes]
+        for work in works:
+            work.wait()
+        return [float(each.mean()) for each in got[1:]]
+
+    assert pair.on_all(swapped) == [[2.0] * 4, [1.0] * 4]
+
+
+def test_messages_end_with_a_deadline_an_abort_or_the_wrong_length(pair):
+    first, second = pair.groups
+    first.timeout_s = 0.05
+    with pytest.raises(CollectiveFailed, match=r"rank 1 of this group did not come within 0\.05 s"):
+        first.receive(torch.zeros(3), 1, 0).wait()
+    with pytest.raises(CollectiveFailed, match="did not come within"):
+        first.send(torch.zeros(3), 1, 0)
+    waiting = second.receive(torch.zeros(3), None, 0)
+    with pytest.raises(CollectiveFailed, match="rank 0 of this group left it"):
+        waiting.wait()
+    assert waiting.done()
+    longer = World(2)
+    longer.groups[0].send(torch.zeros(4), 1, 0)
+    with pytest.raises(
+        CollectiveFailed, match=r"rank 0 .* longer than the tensor that receives it"
+    ):
+        longer.groups[1].receive(torch.zeros(3), 0, 0).wait()
+    longer.close()
 
 
 # ---- processes that stay ------------------------------------------------------------------------------------------
@@ -617,6 +673,33 @@ def test_a_killed_rank_is_named_by_all_others(mortal, early):
     for rank in (0, 1):
         assert mortal.result(rank) == ("the process of rank 2 of this group has ended", True, True)
     assert isinstance(mortal.result(2), Died)
+
+
+def lose_a_sender(rank: int, size: int, address: Address, pid: int) -> tuple[float, str]:
+    """Rank 2 is killed in the middle of its second message, which is too long for the memory between the ranks."""
+    store = ranks.open_store(rank, address)
+    group = formed(store, rank, size)
+    if rank == 2:
+        for to in (0, 1):
+            group.send(torch.ones(100), to, 0).wait()
+            group.send(torch.ones(4 << 20), to, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ended = os.pidfd_open(pid)
+    group.receive(first := torch.zeros(100), 2, 0).wait()
+    assert select.select([ended], [], [], WAKE_S)[0]
+    os.close(ended)
+    with pytest.raises(CollectiveFailed) as failed:
+        group.receive(torch.zeros(4 << 20), None if rank else 2, 0).wait()
+    group.close()
+    store.close()
+    return float(first.sum()), str(failed.value)
+
+
+def test_a_killed_sender_is_named_by_who_receives(mortal):
+    (address,) = mortal.run(ranks.serve_stores)[0]
+    mortal.start(lose_a_sender, address, mortal.pid(2))
+    for rank in (0, 1):
+        assert mortal.result(rank) == (100.0, "the process of rank 2 of this group has ended")
 
 
 def state(pid: int) -> str:

@@ -1,0 +1,113 @@
+"""Messages from one rank of a host to another, in shared memory. See native/lanes.h."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Protocol
+
+import torch
+
+from elastic.errors import CollectiveFailed
+
+UNDER_WAY = -1  # as kUnderWay in native/lanes.h
+_SLICE_S = 0.05  # how long native code waits before Python may handle a signal
+# Tags of monitored_barrier: torch's have 32 bits.
+_HERE, _GO_ON = 1 << 40, 1 << 41
+
+
+class MessageGroup(Protocol):
+    """What its messages ask of a group; see `SharedCollectives`."""
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> SharedMessage: ...
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> SharedMessage: ...
+
+    def wait_for(self, message: SharedMessage, timeout_s: float) -> int: ...
+
+    def let_go_of(self, message: SharedMessage) -> None: ...
+
+    def is_over_without(self, message: SharedMessage) -> bool: ...
+
+    def named(self, rank: int) -> int: ...
+
+    def fail(self, why: str) -> CollectiveFailed: ...
+
+    def failure(self) -> CollectiveFailed: ...
+
+
+class SharedMessage:
+    """One under way. ``peer``: the other rank, None for any."""
+
+    __slots__ = ("_group", "_peer", "address", "held", "state")
+
+    def __init__(self, group: MessageGroup, held: torch.Tensor, peer: int | None) -> None:
+        self._group = group
+        self._peer = peer
+        self.held = held  # what native code reads or writes
+        self.state = ctypes.c_int32(UNDER_WAY)
+        self.address = ctypes.addressof(self.state)
+
+    @property
+    def source(self) -> int:
+        """Of one that has been received: from which rank."""
+        return self.state.value
+
+    def done(self) -> bool:
+        return self.state.value != UNDER_WAY or self._group.is_over_without(self)
+
+    def within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.state.value == UNDER_WAY:
+            left_s = deadline - time.monotonic()
+            verdict = self._group.wait_for(self, max(0.0, min(_SLICE_S, left_s)))
+            if verdict < 0:
+                raise self._group.failure()
+            if verdict == 0 and left_s <= 0:
+                return False
+        self._group.let_go_of(self)
+        return True
+
+    def wait(self) -> None:
+        limit_s = self._group.timeout_s
+        if self.within(limit_s):
+            return
+        who = "no rank" if self._peer is None else f"rank {self._group.named(self._peer)}"
+        verb = "sent a message of this tag" if self._peer is None else "did not come"
+        raise self._group.fail(f"{who} of this group {verb} within {limit_s:g} s")
+
+
+def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: bool) -> None:
+    """See `Messenger.monitored_barrier`."""
+    nothing, until = torch.empty(0, dtype=torch.uint8, device="cpu"), time.monotonic() + timeout_s
+    if group.rank != 0:
+        group.send(nothing, 0, _HERE)
+        why = "it did not answer in time"
+        try:
+            if group.receive(nothing, 0, _GO_ON).within(timeout_s):
+                return
+        except CollectiveFailed as error:
+            why = str(error)
+        raise group.fail(
+            f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
+            f" from rank 0: {why}"
+        )
+    others = range(1, group.size)
+    arrivals = [group.receive(nothing, rank, _HERE) for rank in others]
+    late: list[int] = []
+    for rank, arrival in zip(others, arrivals, strict=True):
+        if not arrival.within(max(0.0, until - time.monotonic())):
+            late.append(rank)
+            if not wait_all_ranks:
+                break
+    if late:
+        who = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, late))}"
+        raise group.fail(
+            f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
+        )
+    for word in [group.send(nothing, rank, _GO_ON) for rank in others]:
+        word.wait()  # who leaves before it was received takes it along
