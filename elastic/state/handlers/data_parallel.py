@@ -34,9 +34,26 @@ class DataParallelHandler(ModelStateHandler):
         rebuild_reducer(as_written(self.value))
 
 
+class HolderHandler(ModelStateHandler):
+    """A module of the script's own that has models in ``DistributedDataParallel``."""
+
+    def reset(self) -> None:
+        for each in held_in(self.value):
+            rebuild_reducer(each)
+
+
+def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
+    return [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
+
+
 def as_written(value: Any) -> Any:
-    """What ``torch.compile`` was given, where it has wrapped it."""
-    return getattr(value, "_orig_mod", value) if isinstance(value, torch.nn.Module) else value
+    """What Fabric's ``setup`` or ``torch.compile`` has wrapped."""
+    if isinstance(value, torch.nn.Module):
+        for name in ("_forward_module", "_orig_mod"):
+            inner = getattr(value, name, None)
+            if isinstance(inner, torch.nn.Module):
+                return as_written(inner)
+    return value
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:

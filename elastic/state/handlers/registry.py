@@ -13,7 +13,13 @@ from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
-from elastic.state.handlers.data_parallel import DataParallelHandler, as_written, refuse_sharded
+from elastic.state.handlers.data_parallel import (
+    DataParallelHandler,
+    HolderHandler,
+    as_written,
+    held_in,
+    refuse_sharded,
+)
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -58,6 +64,8 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
     refuse_sharded(value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
+            if handler is ModelStateHandler and held_in(value):
+                handler = HolderHandler
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:
                 return handler(value, name)
             made = handler(value)  # Horovod's signature, which a user's handler has

@@ -20,6 +20,7 @@ START_S = 90.0  # imports
 @pytest.fixture(autouse=True)
 def _installed(request: pytest.FixtureRequest) -> None:
     library = request.node.callspec.params["library"]
+    library = "lightning" if library == "fabric" else library
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}: pip install 'hvd-elastic[{library}]', as make test does")
 
@@ -27,9 +28,14 @@ def _installed(request: pytest.FixtureRequest) -> None:
 LIBRARIES = ["lightning", "transformers", "accelerate"]
 library = pytest.mark.parametrize("library", LIBRARIES)
 # That of transformers trains by Accelerate.
-two_libraries = pytest.mark.parametrize(
+in_part = pytest.mark.parametrize(
     "library",
-    ["lightning", pytest.param("transformers", marks=pytest.mark.nightly), "accelerate"],
+    [
+        "lightning",
+        pytest.param("transformers", marks=pytest.mark.nightly),
+        pytest.param("fabric", marks=pytest.mark.nightly),
+        "accelerate",
+    ],
 )
 SHORT = "--epochs 2 --samples 240 --pause 0.01"
 
@@ -70,7 +76,7 @@ def judge(training: Any, samples: int, of_a_step: int = 4) -> None:
     assert samples - of_a_step <= summary.samples_counted <= samples
 
 
-@two_libraries
+@in_part
 @pytest.mark.forked
 def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
     """Its samples are trained on by the others, once."""

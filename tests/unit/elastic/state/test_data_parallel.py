@@ -67,6 +67,32 @@ def test_another_reducer_takes_the_place_of_the_first_in_the_middle_of_a_pass():
     assert called == [0, 0], "the hook is called, and by one reducer"
 
 
+def test_one_within_another_model_gets_another_reducer_too():
+    inner = DistributedDataParallel(torch.nn.Linear(2, 1))
+    first = inner.reducer
+    state = TorchState(model=torch.nn.Sequential(inner))
+    state.on_reset()
+    assert inner.reducer is not first
+
+
+@pytest.mark.slow  # the import
+def test_fabrics_model_is_the_one_that_it_was_given():
+    pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
+    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric.wrappers import _FabricModule
+
+    network = torch.nn.Linear(2, 1)
+    inner = DistributedDataParallel(network)
+    first = inner.reducer
+    state = TorchState(model=_FabricModule(inner, DDPStrategy(), network))
+    assert [line.split()[0] for line in state.layout().splitlines()] == [
+        "model.weight",
+        "model.bias",
+    ]
+    state.on_reset()
+    assert inner.reducer is not first
+
+
 def test_a_hook_of_c_plus_plus_has_a_twin_afterwards():
     model: Any = DistributedDataParallel(torch.nn.Linear(2, 1))
     model._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
