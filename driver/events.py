@@ -126,6 +126,15 @@ class WorkerProgressed(Event):
     waited_s: Finite = 0.0
     phase: str = ""
     gpu: list[Launches] = []
+    line: str = ""
+
+
+class WorkerLocated(Event):
+    """At which line of the script one is for whom others wait; see protocol.Located."""
+
+    worker: Worker
+    generation: int
+    line: str
 
 
 class WorkerPaced(Event):

@@ -511,6 +511,7 @@ class Driver:
                 self._launcher.kill(action.worker)
             case ProbeWorkers(workers):
                 self._launcher.probe(workers)
+                broadcast(workers, protocol.Locate())
                 return ("debug", f"looking at what {_some(workers)} does")
             case GiveUpHost(host, reason):
                 self._launcher.give_up(host, str(reason))

@@ -60,6 +60,7 @@ class Standing:
     frozen: str = ""  # how, as its agent sees it; empty: it runs
     inside: str = ""  # the collective of the present generation that it waits in
     last_inside: str = ""  # ... or waited in before
+    line: str = ""  # of the script, at which it is, as it said last
     said_at: float = 0.0  # when it said so last
     gpu: list[Launches] = field(default_factory=list)  # how far its GPU is, as it said then
     gpu_since: float = 0.0  # it has said the same

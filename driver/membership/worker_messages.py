@@ -11,6 +11,7 @@ from elastic.driver.events import (
     WorkerDigested,
     WorkerFailed,
     WorkerLeaving,
+    WorkerLocated,
     WorkerPaced,
     WorkerProgressed,
     WorkerQuit,
@@ -45,8 +46,10 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerLeaving(worker, reason)
         case messages.Resumed(generation, phases_ms, copied_bytes):
             return WorkerResumed(worker, generation, phases_ms, copied_bytes)
-        case messages.Progress(generation, entered, inside, waited_s, phase, gpu):
-            return WorkerProgressed(worker, generation, entered, inside, waited_s, phase, gpu)
+        case messages.Progress(generation, entered, inside, waited_s, phase, gpu, line):
+            return WorkerProgressed(worker, generation, entered, inside, waited_s, phase, gpu, line)
+        case messages.Located(generation, line):
+            return WorkerLocated(worker, generation, line)
         case messages.Pace(generation, collectives, waited_s, over_s, commits, commit):
             return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
         case messages.TimeSpent(generation, times, doing, commit):

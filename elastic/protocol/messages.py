@@ -259,6 +259,14 @@ class Progress(Message):
     waited_s: Finite = 0.0  # seconds it has been in there
     phase: str = ""  # the long phase that it is in; empty: none
     gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []  # while it waits
+    line: str = ""  # of the script, at which it waits; empty: not known
+
+
+class Located(Message):
+    """The answer to `Locate`."""
+
+    generation: int
+    line: str  # of the script; empty: not known
 
 
 class Pace(Message):
@@ -499,6 +507,10 @@ class Restate(Message):
     """
 
 
+class Locate(Message):
+    """Others wait for you: say at which line of the script you are."""
+
+
 class Rejected(Message):
     """Your state does not match the world's; the reason says what differs."""
 
@@ -611,6 +623,7 @@ FromWorker = (
     | Leaving
     | Resumed
     | Progress
+    | Located
     | Pace
     | TimeSpent
     | Digested
@@ -641,6 +654,7 @@ FromDriver = (
     | Proceed
     | Leave
     | Restate
+    | Locate
     | Rejected
     | Finish
     | End

@@ -17,7 +17,7 @@ from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.runtime import host_updates
-from elastic.runtime.failures import excepthook, stack_dump
+from elastic.runtime.failures import excepthook, stack_dump, user_line
 from elastic.runtime.link import CONNECT_S, Link
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
@@ -92,7 +92,7 @@ class LinkThread:
         if self._leave_asked:
             self._leave_asked = False
             session.update(lambda recovery: recovery.ask_to_leave("SIGTERM"))
-        news = self._progress.tell(now, session.groups.launches)
+        news = self._progress.tell(now, session.groups.launches, user_line.of_thread)
         if session.env.elastic and session.recovery.phase is Phase.TRAINING:
             news += self._progress.pace(now, session.recovery.agreed())
         for message in news:
@@ -135,6 +135,11 @@ class LinkThread:
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":
                     session.account.begin("joining", time.monotonic())
+            case messages.Locate():
+                main = threading.main_thread().ident or 0
+                line = user_line.of_thread(self._progress.thread or main)
+                session.send(messages.Located(session.recovery.generation, line))
+                return
             case messages.Restate():
                 self._worlds.restate()
         session.update(lambda recovery: recovery.receive(message))

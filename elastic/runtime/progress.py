@@ -24,6 +24,7 @@ class ProgressCounter:
         self.entered = 0
         self.inside = ""
         self.phase = ""
+        self.thread = 0  # that waits, or has waited last
         self._since = 0.0
         self._depth = 0
         self._said: tuple[int, int] | None = None  # the collective that the driver knows of
@@ -36,11 +37,12 @@ class ProgressCounter:
 
     # ---- the training thread ---------------------------------------------------------------------
 
-    def enter(self, generation: int, name: str, now: float) -> None:
+    def enter(self, generation: int, name: str, now: float, thread: int = 0) -> None:
         """A collective begins to block this thread."""
         self._depth += 1
         if self._depth > 1:
             return
+        self.thread = thread
         if generation != self.generation:
             self.generation, self.entered = generation, 0
         self.entered += 1
@@ -64,9 +66,14 @@ class ProgressCounter:
     # ---- the link thread -------------------------------------------------------------------------
 
     def tell(
-        self, now: float, gpu: Callable[[], list[messages.Launches]] = list
+        self,
+        now: float,
+        gpu: Callable[[], list[messages.Launches]] = list,
+        line: Callable[[int], str] = lambda thread: "",
     ) -> list[messages.Message]:
-        """What the driver does not know yet and should. ``gpu`` is asked at each look at a wait that lasts."""
+        """What the driver does not know yet and should. ``gpu`` is asked at each look at a wait that lasts; ``line``,
+        of the thread that waits, where something is said of it.
+        """
         said: list[messages.Message] = []
         at, inside, since = (self.generation, self.entered), self.inside, self._since
         waits = bool(inside) and now - since >= WAIT_S
@@ -77,7 +84,8 @@ class ProgressCounter:
             self._said, self._said_phase = at if waits else None, phase
             self._said_at = now
             waited_s = now - since if waits else 0.0
-            said.append(self._progress(inside if waits else "", waited_s, launches))
+            where = line(self.thread) if waits else ""
+            said.append(self._progress(inside if waits else "", waited_s, launches, where))
         return said
 
     def pace(self, now: float, commit: messages.Commit | None = None) -> list[messages.Message]:
@@ -123,7 +131,11 @@ class ProgressCounter:
         return self._progress("", 0.0)
 
     def _progress(
-        self, inside: str, waited_s: float, gpu: Sequence[messages.Launches] = ()
+        self,
+        inside: str,
+        waited_s: float,
+        gpu: Sequence[messages.Launches] = (),
+        line: str = "",
     ) -> messages.Progress:
         where = self.generation, self.entered, inside
-        return messages.Progress(*where, waited_s, self.phase, list(gpu))
+        return messages.Progress(*where, waited_s, self.phase, list(gpu), line)

@@ -126,10 +126,16 @@ def thawed(name: str) -> Event:
 
 
 def inside(
-    name: str, generation: int, collective: str = "loss", *, entered: int = 7, for_s: float = 1.0
+    name: str,
+    generation: int,
+    collective: str = "loss",
+    *,
+    entered: int = 7,
+    for_s: float = 1.0,
+    line: str = "",
 ) -> Event:
     """It waits in a collective, for one second already if nothing else is said."""
-    return WorkerProgressed(worker(name), generation, entered, collective, for_s)
+    return WorkerProgressed(worker(name), generation, entered, collective, for_s, line=line)
 
 
 def outside(name: str, generation: int, *, entered: int = 7, phase: str = "") -> Event:

@@ -17,6 +17,7 @@ from elastic.driver.events import (
     Event,
     GiveUpHost,
     ProbeWorkers,
+    WorkerLocated,
     WorkerPaced,
     WorkerProbed,
     WorkerProgressed,
@@ -77,6 +78,8 @@ class Stuck(Part):
         match event:
             case WorkerProgressed():
                 self.progressed(event)
+            case WorkerLocated():
+                self.located(event)
             case WorkerPaced():
                 self.paced(event)
             case WorkerProbed():
@@ -102,9 +105,14 @@ class Stuck(Part):
             standing.waits_since = self.orders.now - event.waited_s
         elif before != (event.entered, event.phase, ""):
             standing.moved(self.orders.now)
-        standing.entered, standing.phase = event.entered, event.phase
+        standing.entered, standing.phase, standing.line = event.entered, event.phase, event.line
         if before != (event.entered, event.phase, event.inside):
             self._got_on(standing)
+
+    def located(self, event: WorkerLocated) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is not None and event.generation == self.worlds.generation:
+            standing.line = event.line
 
     def _gpu_said(self, standing: Standing, event: WorkerProgressed) -> None:
         """How far its GPU is; since when counts within one wait only."""
@@ -315,7 +323,7 @@ class Stuck(Part):
             case Phase.GATHERING:
                 return "for the next world"
             case _ if first.inside:
-                return f"in {first.inside!r}"
+                return f"in {first.inside!r}{_at([first])}"
             case Phase.STOPPING:
                 return "where all are to stop"
         return "for the end"
@@ -332,6 +340,7 @@ class Stuck(Part):
                 )
                 held = f"keeps the others waiting {self._where} for {now - suspicion.since:.0f} s"
                 what, end = suspicion.describe(self.settings, now)
+                what += f" at {standing.line}" if standing.line else ""
                 text = f"{self.worlds.named(standing)} {held}: {what}, {last}"
                 self.orders.say("warning", f"{text}; {end}" if end else text)
             case Next.NAME:
@@ -410,7 +419,8 @@ class Stuck(Part):
             groups.setdefault((standing.inside, standing.entered), []).append(standing)
         ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[0]))
         parts = [
-            f"{self._names(there)} wait{'s' if len(there) == 1 else ''} in {name!r} (collective {entered})"
+            f"{self._names(there)} wait{'s' if len(there) == 1 else ''} in {name!r}"
+            f" (collective {entered}{_at(there, ', ')})"
             for (name, entered), there in ordered[:NAMED]
         ]
         more = [f"{len(ordered) - NAMED} more groups elsewhere"] if len(ordered) > NAMED else []
@@ -459,6 +469,14 @@ class Stuck(Part):
     def _name_of(self, worker: Worker) -> str:
         standing = self.roster.get(worker)
         return str(worker) if standing is None else self.worlds.named(standing)
+
+
+def _at(waiters: Iterable[Standing], before: str = " ") -> str:
+    """At which lines of the script they wait, if they have said so."""
+    lines = sorted({standing.line for standing in waiters} - {""})
+    more = [f"{len(lines) - NAMED} more lines"] if len(lines) > NAMED else []
+    listed = " and ".join([", ".join(lines[:NAMED]), *more])
+    return f"{before}at {listed}" if lines else ""
 
 
 def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:

@@ -10,6 +10,7 @@ import functools
 import time
 import warnings
 from collections.abc import Iterator
+from threading import get_ident
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,7 +25,7 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 
 if TYPE_CHECKING:
-    from elastic.collectives.gloo.process_group import GlooCollectives
+    from elastic.collectives.interface import Messenger
 
 
 class GuardedGroups:
@@ -50,12 +51,12 @@ class GuardedGroups:
         own_gpu.meet(device)
         return self._formed(purpose, device.type, members)
 
-    def messages(self, purpose: str, ranks: tuple[int, ...] | None) -> GlooCollectives:
+    def messages(self, purpose: str, ranks: tuple[int, ...] | None) -> Messenger:
         """See `Runtime.messages`."""
         session = self._session
         session.raise_if_broken()
         members = tuple(range(session.recovery.place.size)) if ranks is None else ranks
-        return cast("GlooCollectives", self._formed(purpose, MESSAGES, members))
+        return cast("Messenger", self._formed(purpose, MESSAGES, members))
 
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
         """See `Runtime.expect_messages`."""
@@ -126,7 +127,7 @@ class GuardedGroups:
         session = self._session
         generation = session.recovery.generation
         session.raise_if_broken()
-        self._progress.enter(generation, name, time.monotonic())
+        self._progress.enter(generation, name, time.monotonic(), get_ident())
         return generation
 
     def end(self, generation: int, error: BaseException | None) -> None:
@@ -148,7 +149,7 @@ class GuardedGroups:
 
     @contextlib.contextmanager
     def _inside(self, generation: int, name: str) -> Iterator[None]:
-        self._progress.enter(generation, name, time.monotonic())
+        self._progress.enter(generation, name, time.monotonic(), get_ident())
         try:
             yield
         finally:

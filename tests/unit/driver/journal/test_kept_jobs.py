@@ -33,11 +33,12 @@ def test_together_they_hold_every_kind_of_event_and_action_but_one(tmp_path):
         told |= {type(entry.event).__name__ for entry in entries}
         told |= {type(action).__name__ for entry in entries for action in entry.actions}
     known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
-    # The journals were kept before there were checkpoints, digests of them, notices, operators, and hosts that are
-    # asked whether they are there.
+    # The journals were kept before there were checkpoints, digests of them, notices, operators, lines of the script,
+    # and hosts that are asked whether they are there.
     later = {
         "CheckpointMade",
         "WorkerDiffers",
+        "WorkerLocated",
         "HostLeaving",
         "HostStaying",
         "HastenCheckpoint",

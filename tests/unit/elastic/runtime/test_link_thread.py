@@ -102,6 +102,13 @@ def test_who_has_come_into_a_world_says_at_once_how_its_time_went(worker):
     assert worker.passes(1.0) == []
 
 
+def test_whom_others_wait_for_says_at_which_line_it_is(worker):
+    worker.thread.receive(messages.Locate())
+    [said] = worker.said
+    assert isinstance(said, messages.Located)
+    assert (said.generation, said.line.partition(":")[0]) == (0, "test_link_thread.py")
+
+
 def test_nothing_new_is_said_now_and_then(worker):
     assert worker.passes(SPENT_S - 1.0) == []
     assert len(worker.passes(1.0)) == 1

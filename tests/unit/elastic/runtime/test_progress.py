@@ -56,6 +56,16 @@ def test_while_it_waits_it_says_how_far_its_gpu_is():
     assert isinstance(said, protocol.Progress) and said.gpu == [] and len(asked) == 2
 
 
+def test_it_says_at_which_line_it_waits():
+    progress = ProgressCounter()
+    progress.enter(2, "gradients", 10.0, thread=7)
+    (said,) = progress.tell(11.2, line=lambda thread: f"train.py:{thread}")
+    assert isinstance(said, protocol.Progress) and said.line == "train.py:7"
+    progress.leave(12.0)
+    (said,) = progress.tell(12.0, line=lambda thread: f"train.py:{thread}")
+    assert isinstance(said, protocol.Progress) and said.line == ""
+
+
 def test_the_next_collective_is_another_wait():
     progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)

@@ -21,6 +21,7 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerFrozen,
     WorkerLeaving,
+    WorkerLocated,
     WorkerProbed,
     WorkerRaised,
     WorkerReconnected,
@@ -156,6 +157,15 @@ def test_idle_for_thirty_seconds_is_stuck():
     assert str(the(BreakWorld, gone).reason) == "lost h:2#1 (killed: it is stuck)"
     assert str(kill.reason) not in said(gone), "one reason, once"
     assert order(the(PublishWorld, talk.ready("h:0", "h:1", commit=(2, 5)))) == ["h:0#1", "h:1#1"]
+
+
+def test_the_log_says_at_which_line_it_is():
+    talk = waiting()
+    talk.works("h:2", cpu=0.01)
+    talk.tell(WorkerLocated(worker("h:2"), 1, "old.py:1"))  # of another generation
+    assert "for 10 s: idle, in no collective;" in said(talk.wait(10))
+    talk.tell(WorkerLocated(worker("h:2"), 2, "train.py:40"))
+    assert "for 20 s: idle at train.py:40, in no collective;" in said(talk.wait(10))
 
 
 def test_the_log_says_where_it_was_seen_last():
@@ -351,6 +361,16 @@ def test_members_that_wait_in_different_collectives_are_told_apart_and_none_is_f
         broken, BreakWorld
     )  # once more from the last commit; the third time ends the job
     assert str(broken.reason) == report.text
+
+
+def test_lines_of_the_script_are_named_where_they_are_known():
+    talk = running(3)
+    talk.tell(inside("h:0", 2, line="train.py:9"), inside("h:1", 2, line="train.py:12"))
+    talk.tell(inside("h:2", 2, "accuracy", line="train.py:30"))
+    assert (
+        "rank 2 (h:2#1 on h) waits in 'accuracy' (collective 7, at train.py:30), rank 0 (h:0#1 on h),"
+        " rank 1 (h:1#1 on h) wait in 'loss' (collective 7, at train.py:12, train.py:9): these are not"
+    ) in said(talk.wait(31))
 
 
 def test_in_a_job_that_is_not_elastic_it_is_the_end():

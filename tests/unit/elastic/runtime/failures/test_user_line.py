@@ -1,0 +1,42 @@
+"""Which line is named: that of the script, whatever has called what."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from typing import Any
+
+from elastic.runtime.failures import user_line
+
+
+def here() -> str:
+    return user_line.of_thread(threading.get_ident())
+
+
+def test_the_line_that_called_into_libraries_is_named():
+    found: dict[str, str] = {}
+    script = compile("\n\nadd()", "/somewhere/train.py", "exec")
+    library: dict[str, Any] = {"__name__": "torch.distributed.made_up", "found": found}
+    exec("def add():\n    with stack:\n        found['line'] = of(number)", library)
+    library |= {
+        "stack": contextlib.nullcontext(),
+        "of": user_line.of_thread,
+        "number": threading.get_ident(),
+    }
+    exec(script, {"__name__": "__main__", "add": library["add"]})
+    assert found["line"] == "train.py:3"
+
+
+def test_a_function_of_the_script_is_named_where_it_stands():
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert here() == f"test_user_line.py:{inspect.getsourcelines(here)[1] + 1}"
+
+
+def test_a_thread_that_has_ended_is_nowhere():
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert thread.ident is not None
+    assert user_line.of_thread(thread.ident) == ""
