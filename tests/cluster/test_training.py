@@ -17,6 +17,7 @@ from elastic.driver.settings import Settings
 pytestmark = pytest.mark.kubernetes
 
 
+@pytest.mark.nightly  # one that `elasticrun k8s` runs is scaled in every run
 def test_it_grows_and_shrinks_by_kubectl_scale_and_completes(
     release: Release, nodes: list[Node]
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_pod_that_is_deleted_or_evicted_leaves_at_a_commit_and_another_takes_i
     assert len(release.steps()) == 4
 
 
+@pytest.mark.nightly
 def test_a_driver_that_is_deleted_or_killed_is_followed_by_another_and_no_step_fails(
     release: Release, nodes: list[Node]
 ) -> None:

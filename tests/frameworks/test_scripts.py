@@ -64,7 +64,7 @@ def test_the_synthetic_benchmark(job):
 
 @forked
 def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
-    flags = "--steps 400 --pause 0.02"
+    flags = "--steps 240 --pause 0.02"
     running = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:2",
         command("tensorflow2_elastic.py", flags),
@@ -75,11 +75,11 @@ def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
     running.wait_for("recovered in", START_S)  # alone, or with the new one at once
     running.succeed(START_S)
     ends = [
-        m[1] for line in running.lines if (m := re.search(r"ended after 400 steps with (.*)", line))
+        m[1] for line in running.lines if (m := re.search(r"ended after 240 steps with (.*)", line))
     ]
     assert len(ends) == 2 and len(set(ends)) == 1
     steps = [int(m[1]) for line in running.lines if (m := re.search(r"Step #(\d+)\t", line))]
-    assert sorted(set(steps)) == list(range(0, 400, 20))
+    assert sorted(set(steps)) == list(range(0, 240, 20))
 
 
 BACKENDS = [

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, TextIO
 
 MOST_BYTES = 1 << 18  # of what a process is told
-SPARE = 2  # workers beyond those of -np, for slots that return ...
+SPARE = 4  # workers beyond those of -np, for slots that return ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
 # Read when a process starts, or when it imports torch or TensorFlow.
 EARLY = (

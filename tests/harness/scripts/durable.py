@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import elastic

@@ -1,4 +1,4 @@
-"""Calls elastic.ray.run from where users of Ray call it: ``ray_callers.py WHERE [ARGUMENT]``. Prints lines of JSON.
+"""Calls elastic.ray.run from where users of Ray call it: ``ray_callers.py WHERE[+WHERE] [ARGUMENT]``. Prints JSON.
 
 The functions that train are made inside other ones, so that they are pickled by value as those of a user's script are.
 """
@@ -147,7 +147,7 @@ def refused(_: str) -> None:
 
     for train, wanted in (
         (holds_a_lock, {"num_workers": 1}),
-        (meet(), {"config": {}, "num_workers": 100, "placement_timeout": 5}),
+        (meet(), {"config": {}, "num_workers": 100, "placement_timeout": 2}),
         (fails, {"num_workers": 1}),
     ):
         try:
@@ -302,4 +302,5 @@ if __name__ == "__main__":
         "attached": attached,
         "steered": steered,
     }
-    where[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
+    for name in sys.argv[1].split("+"):
+        where[name](sys.argv[2] if len(sys.argv) > 2 else "")

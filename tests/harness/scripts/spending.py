@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import elastic

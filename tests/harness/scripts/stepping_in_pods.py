@@ -10,6 +10,7 @@ import os
 import sys
 import time
 
+import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import horovod.torch as hvd

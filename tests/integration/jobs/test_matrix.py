@@ -19,7 +19,9 @@ from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.command import Progress
 from elastic.chaos.fault_matrix.expectations import Batch
 from harness.forked import Forked
+from harness.forking import SPARE_WORKERS
 
+SPARE = 10  # workers, forked ahead: each cell of a job loses some
 AT_A_TIME = 2  # jobs: while one waits for its workers to start, another waits for a lease
 CHOSEN = expectations.pairwise(c for c in cells.all_cells() if not cells.impossible(c))
 HERE = [cell for cell in CHOSEN if not command.not_here(cell)]
@@ -45,7 +47,8 @@ def _forked() -> Iterator[None]:
         words: Sequence[str], folder: Path, env: Mapping[str, str], output: BinaryIO
     ) -> Any:
         mark = f"{job.MARK}={env[job.MARK]}"
-        return Forked(words, folder=folder, env=env, mark=mark, output=output)
+        forks = {SPARE_WORKERS: str(SPARE)}
+        return Forked(words, folder=folder, env={**env, **forks}, mark=mark, output=output)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "started", started)

@@ -33,7 +33,7 @@ def test_the_minimal_one_survives_the_loss_of_rank_0(job):
     fitting = job("-np 3 --min-np 2", ["python", EXAMPLES / "minimal.py"])
     fitting.wait_for("step 40 .*workers 3")
     fitting.kill(rank=0)
-    fitting.wait_for("workers 2")
+    fitting.wait_for("recovered in")  # rank 0 may be back before the others print their next line
     fitting.wait_for("y = 3.00 x [+] 1.00")
     fitting.succeed()
 

@@ -36,10 +36,13 @@ def client_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, client_port: int) -> Iterator[RayCluster]:
-    """A head and nothing else."""
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, client_port: int, request: pytest.FixtureRequest
+) -> Iterator[RayCluster]:
+    """A head and nothing else. Its dashboard is there at night: it takes submitted jobs."""
     head = {"num_cpus": CPUS, "ray_client_server_port": client_port}
-    with ray_nodes(tmp_path_factory.mktemp("ray"), head=head, dashboard=True) as running:
+    dashboard = bool(request.config.getoption("--nightly"))
+    with ray_nodes(tmp_path_factory.mktemp("ray"), head=head, dashboard=dashboard) as running:
         yield running
 
 
@@ -168,14 +171,6 @@ def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluste
     nothing_is_left(cluster)
 
 
-def test_from_a_task_and_from_an_actor(call: Callable[..., RayJob]):
-    job = call("tasks")
-    job.succeed(LONG_S)
-    ((by_task, by_actor),) = said(job, "values")
-    met(by_task, 1, workers=1)
-    met(by_actor, 2, workers=1)
-
-
 @pytest.mark.nightly
 def test_trials_of_tune_keep_to_their_bundles(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
@@ -197,9 +192,13 @@ def test_trials_of_tune_keep_to_their_bundles(
     assert not [name for name in seen if name.startswith("hvd-elastic:")]
 
 
-def test_what_cannot_work_is_said(cluster: RayCluster, call: Callable[..., RayJob]):
-    job = call("refused")
+def test_from_a_task_and_from_an_actor_and_what_cannot_work_is_said(call: Callable[..., RayJob]):
+    """In one program: Python, torch and Ray are imported once."""
+    job = call("tasks+refused")
     job.succeed(LONG_S)
+    ((by_task, by_actor),) = said(job, "values")
+    met(by_task, 1, workers=1)
+    met(by_actor, 2, workers=1)
     not_pickled, too_many = said(job, "Invalid")
     assert "the function can't be pickled" in not_pickled and "lock" in not_pickled
     assert "100 workers of CPU 1 each were asked for, and 8 could be placed" in too_many
