@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from harness.program import output_of
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_launches.py"
@@ -19,14 +20,8 @@ def test_a_hundred_gradients_take_a_handful_of_launches_and_no_wait_inside_cuda(
 ):
     """Where each gradient is copied by itself there are a hundred more. Two buckets: the mark comes back beside one."""
     file = tmp_path / "figures.json"
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--parameters", "100", "--json", file],
-        env=os.environ | fake_cuda(gpus=2),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = (sys.executable, PROGRAM, "--parameters", "100", "--json", file)
+    output_of(*words, env=os.environ | fake_cuda(gpus=2), timeout=200)
     ours = json.loads(file.read_text())["100"]["DistributedOptimizer"]
     assert ours["launches"] <= 10
     assert ours["collectives"] == 2

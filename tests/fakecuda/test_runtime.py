@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from harness.program import output_of
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow]
 RUN_S = 100.0
@@ -15,15 +16,8 @@ RUN_S = 100.0
 
 def run(env: dict[str, str], script: str) -> str:
     """A process of its own: what it prints, and writes to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    code = textwrap.dedent(script)
+    return output_of(sys.executable, "-c", code, env=os.environ | env, timeout=RUN_S)
 
 
 def test_streams_are_asynchronous_and_only_events_order_them(fake_cuda):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from harness.program import output_of
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 RUN_S = 200.0
@@ -62,15 +63,8 @@ STATE = """
 
 def run(env: dict[str, str], script: str) -> str:
     """A process of its own: what it prints, and writes to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(STATE) + textwrap.dedent(script)],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    code = textwrap.dedent(STATE) + textwrap.dedent(script)
+    return output_of(sys.executable, "-c", code, env=os.environ | env, timeout=RUN_S)
 
 
 def test_commits_pin_the_size_of_the_state_whatever_the_tensors_sizes(fake_cuda):

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic.chaos.harness.processes import MarkedProcess, kill_all, marked
 from harness.forked import Forked
@@ -159,3 +160,17 @@ class Program:
 
     def _shown(self) -> str:
         return "its last lines"
+
+
+def output_of(*words: object, timeout: float = 100.0, **how: Any) -> str:
+    """What a program writes, to stderr too, until its end, which has to be a success."""
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        [*map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        **how,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from harness.program import output_of
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,4 @@ def test_a_tensor_may_outlive_the_program():
 
 def run(program: str) -> None:
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(sys.executable, "-c", program, cwd=root)

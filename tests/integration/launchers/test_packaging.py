@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from harness.program import output_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -15,14 +16,7 @@ BUILD = "import sys; from scikit_build_core import build; build.build_wheel(sys.
 
 
 def test_the_wheel_holds_the_driver_inside_elastic(tmp_path):
-    built = subprocess.run(
-        [sys.executable, "-c", BUILD, tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert built.returncode == 0, built.stderr
+    output_of(sys.executable, "-c", BUILD, tmp_path, cwd=ROOT)
     [wheel] = tmp_path.glob("hvd_elastic-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

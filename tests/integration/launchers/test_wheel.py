@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import re
-import subprocess
 import sys
 import venv
 import zipfile
@@ -17,6 +16,7 @@ import pytest
 
 from elastic.collectives.shared_memory import native_library
 from elastic.version import __version__
+from harness.program import output_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
@@ -32,11 +32,7 @@ print("from", elastic.__file__, "version", elastic.__version__)
 
 
 def run(words: list[str | Path], folder: Path, **env: str) -> str:
-    done = subprocess.run(
-        words, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return output_of(*words, cwd=folder, env=os.environ | env, timeout=500)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 from elastic.chaos.harness.ports import free_port
 from harness.history import SCRIPTS
 from harness.otlp_collector import otlp_collector
+from harness.program import output_of
 from harness.ray_cluster import RayCluster, RayJob, ray_environment, ray_nodes
 
 pytestmark = pytest.mark.ray
@@ -157,17 +158,10 @@ def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluste
         """)
     )
     ray = Path(sys.executable).parent / "ray"
-    done = subprocess.run(
-        [ray, "job", "submit", "--working-dir", ".", "--", "python", "ray_train.py"],
-        cwd=tmp_path,
-        env=ray_environment() | {"RAY_ADDRESS": cluster.dashboard},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "values [11.0]" in done.stdout
+    words = (ray, "job", "submit", "--working-dir", ".", "--", "python", "ray_train.py")
+    env = ray_environment() | {"RAY_ADDRESS": cluster.dashboard}
+    said = output_of(*words, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, timeout=LONG_S)
+    assert "values [11.0]" in said
     nothing_is_left(cluster)
 
 

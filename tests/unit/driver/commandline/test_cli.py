@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from elastic.driver.job.job import Job
 from elastic.driver.network.hosts import ThisHost
 from elastic.driver.settings import UNBOUNDED
 from elastic.errors import Invalid
+from harness.program import output_of
 
 PYTHON = sys.executable
 ENVIRON = {"PATH": "/usr/bin:/bin"}
@@ -807,7 +807,4 @@ def test_reading_flags_needs_no_torch():
         "assert cli.main(['--version']) == 0\nassert 'torch' not in sys.modules"
     )
     root = Path(__file__).parents[4]
-    done = subprocess.run(
-        [PYTHON, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(PYTHON, "-c", program, cwd=root)

@@ -10,22 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.runtime import lifecycle
-from harness.small_worlds import World, backward, net, ranks_as_threads, sgd
+from harness.small_worlds import backward, net, sgd
 
 RANKS = 2
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(RANKS)
-    monkeypatch.setattr(lifecycle, "current", lambda: world)
-    return world
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    return ranks_as_threads(monkeypatch)
 
 
 def batch(rank: int, number: int) -> torch.Tensor:

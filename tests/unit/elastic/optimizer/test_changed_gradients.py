@@ -13,8 +13,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
-from elastic.runtime import lifecycle
-from harness.small_worlds import Twins, World, backward, net, ranks_as_threads, sgd
+from harness.small_worlds import Twins, backward, net, sgd
 
 WIDE = 9000  # elements of a gradient that is filled in by itself
 
@@ -32,18 +31,6 @@ class Keeping:
 
 
 COMPRESSIONS = [Compression.none, Compression.fp16, Keeping]
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(2)
-    monkeypatch.setattr(lifecycle, "current", lambda: world)
-    return world
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    return ranks_as_threads(monkeypatch)
 
 
 def clip(model: torch.nn.Module) -> None:

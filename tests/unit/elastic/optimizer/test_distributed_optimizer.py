@@ -21,19 +21,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from harness.small_worlds import Twins, World, backward, net, ranks_as_threads, sgd
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(2)
-    monkeypatch.setattr(lifecycle, "current", lambda: world)
-    return world
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    return ranks_as_threads(monkeypatch)
+from harness.small_worlds import Twins, backward, net, sgd
 
 
 def values(model) -> list[torch.Tensor]:

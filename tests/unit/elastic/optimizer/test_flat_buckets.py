@@ -17,7 +17,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from harness.small_worlds import AllJoin, Twins, World, backward, net, ranks_as_threads, sgd
+from harness.small_worlds import AllJoin, Twins, World, backward, net, sgd
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 
@@ -27,11 +27,6 @@ def world(monkeypatch):
     world = World(4)
     monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    return ranks_as_threads(monkeypatch)
 
 
 @INSIDE

@@ -11,7 +11,7 @@ from elastic.optimizer import join, plan_agreement
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
-from harness.small_worlds import AllJoin, World, ranks_as_threads
+from harness.small_worlds import AllJoin
 
 NAMES = "abcd"
 
@@ -20,18 +20,6 @@ NAMES = "abcd"
 def one_bucket_each(monkeypatch):
     monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
     monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(2)
-    monkeypatch.setattr(lifecycle, "current", lambda: world)
-    return world
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    return ranks_as_threads(monkeypatch)
 
 
 class Chain:
