@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import shutil
 import signal
@@ -108,6 +110,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     asked = "fakecuda" in (item.config.option.markexpr or "")
     if item.get_closest_marker("fakecuda") and item.get_closest_marker("slow") and not asked:
         pytest.skip("slow, on made-up GPUs; run: make fakecuda")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function has an event loop of its own; pytest-timeout is its deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture

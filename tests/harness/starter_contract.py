@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,47 +183,34 @@ class StarterContract:
         raise NotImplementedError
 
     @pytest.fixture
-    def conversation(self, tmp_path: Path) -> Callable[..., None]:
-        """Runs an async function with a Bench; afterwards no child and no descriptor of ours is left."""
+    def opened(self, tmp_path: Path) -> Iterator[contextlib.AbstractAsyncContextManager[Bench]]:
+        """A Bench, to be entered; afterwards no child and no descriptor of ours is left."""
+        before = {child.pid for child in psutil.Process().children()}
+        fds = len(os.listdir("/proc/self/fd"))
+        try:
+            yield self.open(tmp_path)
+        finally:
+            end_agents(tmp_path)
+        assert not [c for c in psutil.Process().children() if c.pid not in before]
+        assert len(os.listdir("/proc/self/fd")) == fds
 
-        def run(talk: Callable[[Bench], Any]) -> None:
-            async def held() -> None:
-                async with self.open(tmp_path) as bench:
-                    await talk(bench)
-
-            before = {child.pid for child in psutil.Process().children()}
-            fds = len(os.listdir("/proc/self/fd"))
-            try:
-                asyncio.run(asyncio.wait_for(held(), 60.0))
-            finally:
-                end_agents(tmp_path)
-            left = [c for c in psutil.Process().children() if c.pid not in before]
-            assert not left
-            assert len(os.listdir("/proc/self/fd")) == fds
-
-        return run
-
-    def test_an_agent_has_read_its_bootstrap_when_start_returns(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_an_agent_has_read_its_bootstrap_when_start_returns(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             assert bench.told("alpha")["secret"] == SECRET
             assert bench.told("alpha")["drivers"] == ["driver:4000"]
             assert bench.runs("alpha")
 
-        conversation(talk)
-
-    def test_an_agent_that_does_not_start_says_why_and_troubles_nobody(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_an_agent_that_does_not_start_says_why_and_troubles_nobody(self, opened):
+        async with opened as bench:
             text = await failure(bench.starter, bootstrap("alpha", "wrong"))
             assert text.endswith("the bootstrap says nothing of where the driver is")
             await bench.starter.start(bootstrap("beta"))
             await bench.starter.start(bootstrap("alpha"))
             assert bench.runs("alpha") and bench.runs("beta")
 
-        conversation(talk)
-
-    def test_closing_ends_those_that_do_not_outlive_us(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_closing_ends_those_that_do_not_outlive_us(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             await bench.starter.start(bootstrap("beta", outlives=True))
             await bench.starter.close()
@@ -231,17 +218,13 @@ class StarterContract:
             assert bench.runs("beta")
             await bench.starter.close()
 
-        conversation(talk)
-
-    def test_nothing_is_started_after_closing(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_nothing_is_started_after_closing(self, opened):
+        async with opened as bench:
             await bench.starter.close()
             assert "ending" in await failure(bench.starter, bootstrap("alpha"))
 
-        conversation(talk)
-
-    def test_an_agent_that_has_ended_can_be_started_again(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_an_agent_that_has_ended_can_be_started_again(self, opened):
+        async with opened as bench:
             for outlives in (False, True):
                 await bench.starter.start(bootstrap("alpha", outlives=outlives))
                 bench.end("alpha")
@@ -249,18 +232,14 @@ class StarterContract:
             await bench.starter.start(bootstrap("alpha"))
             assert bench.runs("alpha")
 
-        conversation(talk)
-
-    def test_many_start_at_once(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_many_start_at_once(self, opened):
+        async with opened as bench:
             hosts = ["alpha", "beta", "gamma"]
             await asyncio.gather(*(bench.starter.start(bootstrap(host)) for host in hosts))
             assert all(bench.runs(host) for host in hosts)
 
-        conversation(talk)
-
-    def test_a_start_that_is_called_off_leaves_nothing(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_a_start_that_is_called_off_leaves_nothing(self, opened):
+        async with opened as bench:
             starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
             await asyncio.sleep(0)
             starting.cancel()
@@ -268,8 +247,6 @@ class StarterContract:
                 await starting
             await bench.starter.start(bootstrap("alpha"))
             assert bench.runs("alpha")
-
-        conversation(talk)
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from elastic.driver.etcd.registration import Registration
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 from harness.certificates import make_certificates
-from harness.etcd import Cluster, add_user, compact, one_etcd, three_etcds
+from harness.etcd import Cluster, Member, add_user, compact, one_etcd, three_etcds
 from harness.history import SCRIPTS
 
 pytestmark = pytest.mark.etcd
@@ -171,16 +171,6 @@ class Role:
         await asyncio.sleep(0)  # its pipes are closed by the loop
 
 
-def play(
-    conversation: Callable[[Stage], Awaitable[None]], access: EtcdAccess, **rest: float
-) -> None:
-    async def run() -> None:
-        async with Stage(access, **rest) as stage:
-            await conversation(stage)
-
-    asyncio.run(run())
-
-
 def refusal(access: EtcdAccess, root: str = "/hvd-elastic/") -> str:
     """What is said of an etcd that can't be used."""
 
@@ -225,8 +215,8 @@ def secured(tmp_path_factory) -> Iterator[EtcdAccess]:
 # ---- the few operations
 
 
-def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
+    async with Stage(cluster.access) as stage:
         etcd, a, b = stage.etcd, stage.root + "a", stage.root + "b"
         assert await etcd.get(a) is None
         first = await etcd.transact([Unchanged(a, 0)], [Put(a, b"1"), Put(b, b"2")])
@@ -249,11 +239,9 @@ def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
             await etcd.put(a, b"", 12345)
         assert stage.log == []
 
-    play(conversation, cluster.access)
 
-
-def test_after_it_is_closed_it_answers_nothing_and_watches_end(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_after_it_is_closed_it_answers_nothing_and_watches_end(cluster):
+    async with Stage(cluster.access) as stage:
         watch = await stage.stack.enter_async_context(
             contextlib.aclosing(stage.etcd.watch(stage.root + "a"))
         )
@@ -267,14 +255,12 @@ def test_after_it_is_closed_it_answers_nothing_and_watches_end(cluster):
         with pytest.raises(Unavailable):
             await stage.etcd.get(stage.root + "a", within_s=None)
 
-    play(conversation, cluster.access)
-
 
 # ---- who is let in
 
 
-def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, monkeypatch):
-    async def conversation(stage: Stage) -> None:
+async def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, monkeypatch):
+    async with Stage(secured) as stage:
         key, whole = stage.root + "a", stage.etcd._range
 
         async def forget() -> None:
@@ -299,8 +285,6 @@ def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, monkeyp
             while not seen[-1]:
                 seen.append(await asyncio.wait_for(anext(values), SOON_S))
         assert stage.log == []
-
-    play(conversation, secured)
 
 
 def test_who_is_not_let_in_is_told_what_to_do(secured, cluster, tmp_path):
@@ -334,8 +318,8 @@ def test_an_etcd_that_says_nothing_is_refused_in_time(secured, cluster, monkeypa
 # ---- hosts
 
 
-def test_hosts_appear_and_vanish_by_lease_and_watch(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_hosts_appear_and_vanish_by_lease_and_watch(cluster):
+    async with Stage(cluster.access) as stage:
         lists = stage.lists()
         await lists.shows({})
         b = await stage.register("b", 4)
@@ -350,11 +334,9 @@ def test_hosts_appear_and_vanish_by_lease_and_watch(cluster):
         assert await lists.shows({}) < 0.5
         assert stage.log == []
 
-    play(conversation, cluster.access)
 
-
-def test_two_agents_of_one_host(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_two_agents_of_one_host(cluster):
+    async with Stage(cluster.access) as stage:
         lists = stage.lists()
         first = await stage.role("agent", 1)
         await first.says("registered")
@@ -370,22 +352,18 @@ def test_two_agents_of_one_host(cluster):
         assert await asyncio.wait_for(first.process.wait(), SOON_S) == 0
         assert lists.seen[-1] == {"a": 3}
 
-    play(conversation, cluster.access)
 
-
-def test_a_host_comes_back_at_once_if_its_agent_starts_anew(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_a_host_comes_back_at_once_if_its_agent_starts_anew(cluster):
+    async with Stage(cluster.access) as stage:
         first = await stage.role("agent", 1)
         await first.says("registered")
         first.process.kill()
         await stage.register("a", 3, incarnation=time.time_ns())  # waits for the lease
         assert stage.log == [("info", "host a is registered; waiting whether that lasts")]
 
-    play(conversation, cluster.access)
 
-
-def test_a_key_that_is_gone_is_put_again(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_a_key_that_is_gone_is_put_again(cluster):
+    async with Stage(cluster.access) as stage:
         lists = stage.lists()
         await stage.register("a")
         await lists.shows({"a": 2})
@@ -398,16 +376,13 @@ def test_a_key_that_is_gone_is_put_again(cluster):
         await lists.shows({})
         await lists.shows({"a": 2})
 
-    play(conversation, cluster.access)
-
 
 # ---- etcd is away
 
 
-def test_etcd_restarts_and_who_lives_stays_on_the_list(cluster):
+async def test_etcd_restarts_and_who_lives_stays_on_the_list(cluster):
     member = cluster.members[0]
-
-    async def conversation(stage: Stage) -> None:
+    async with Stage(cluster.access, grace_s=1.0) as stage:
         lists = stage.lists(settle_s=1.0)
         await stage.register("b", 4, ttl_s=1)
         agent = await stage.role("agent", 1)
@@ -425,15 +400,12 @@ def test_etcd_restarts_and_who_lives_stays_on_the_list(cluster):
         assert lists.seen == [{}, {"b": 4}, {"b": 4, "a": 2}, {"b": 4}]
         assert [level for level, _ in stage.log] == ["warning", "info"]
 
-    play(conversation, cluster.access, grace_s=1.0)
 
-
-def test_etcd_stands_still_for_longer_than_the_leases_live(cluster, monkeypatch):
+async def test_etcd_stands_still_for_longer_than_the_leases_live(cluster, monkeypatch):
     quicker = {"CALL_S": 0.5, "PULSE_S": 0.5, "GAP_S": 1.2}
     for name, seconds in quicker.items():
         monkeypatch.setattr(etcd_members, name, seconds)
-
-    async def conversation(stage: Stage) -> None:
+    async with Stage(cluster.access, grace_s=1.0) as stage:
         lists = stage.lists(settle_s=2.0)
         candidate = stage.candidate(ttl_s=1)
         assert await candidate.acquire() == 1
@@ -454,8 +426,6 @@ def test_etcd_stands_still_for_longer_than_the_leases_live(cluster, monkeypatch)
         assert [text for level, text in stage.log if level == "warning"] == [stage.log[0][1]]
         await candidate.resign()
         assert await asyncio.wait_for(waiting, SOON_S) == 2
-
-    play(conversation, cluster.access, grace_s=1.0)
 
 
 class Cut:
@@ -498,8 +468,8 @@ class Cut:
         await self._server.wait_closed()
 
 
-def test_what_was_compacted_while_a_watch_was_cut_off_is_read_anew(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_what_was_compacted_while_a_watch_was_cut_off_is_read_anew(cluster):
+    async with Stage(cluster.access) as stage:
         link = Cut(cluster.access.endpoints[0])
         far = Etcd(EtcdAccess([await link.start()]), Log())
         stage.stack.push_async_callback(link.close)
@@ -521,11 +491,9 @@ def test_what_was_compacted_while_a_watch_was_cut_off_is_read_anew(cluster):
         await stage.etcd.delete(hosts + "b")
         await lists.shows({"c": 2})
 
-    play(conversation, cluster.access)
 
-
-def test_a_watch_that_comes_too_late_reads_everything_anew(cluster, monkeypatch):
-    async def conversation(stage: Stage) -> None:
+async def test_a_watch_that_comes_too_late_reads_everything_anew(cluster, monkeypatch):
+    async with Stage(cluster.access) as stage:
         key = stage.root + "a"
         old = await stage.etcd.put(key, b"1")
         await stage.etcd.put(key, b"2")
@@ -544,44 +512,45 @@ def test_a_watch_that_comes_too_late_reads_everything_anew(cluster, monkeypatch)
         assert item is not None and item.value == b"3"
         assert stage.log == []
 
-    play(conversation, cluster.access)
 
-
-def test_of_three_members_the_leader_is_killed_and_nobody_notices(tmp_path):
+@pytest.fixture
+def three(tmp_path) -> Iterator[tuple[Cluster, Member]]:
+    """Its members, and the one that leads."""
     with three_etcds(tmp_path) as cluster:
-        leader = cluster.leader()
-        others = [each.endpoint for each in cluster.members if each is not leader]
+        yield cluster, cluster.leader()
 
-        async def conversation(stage: Stage) -> None:
-            lists = stage.lists()
-            leadership = stage.candidate()
-            await leadership.acquire()
-            await stage.register("a")
-            await lists.shows({"a": 2})
-            before = await stage.etcd.get_prefix(stage.root)
-            slowest = 0.0
-            leader.kill()
-            for number in range(12):
-                began = time.monotonic()
-                await leadership.transact([(f"{stage.root}log/{number:04}", b"x")])
-                slowest = max(slowest, time.monotonic() - began)
-                await asyncio.sleep(0.1)
-            assert lists.seen[-1] == {"a": 2} and len(lists.seen) <= 2
-            assert leadership.leads
-            after = await stage.etcd.get_prefix(stage.root)
-            assert len(after.items) == len(before.items) + 12
-            assert before.items.items() <= after.items.items()  # same leases, same revisions
-            assert stage.log == []
-            print(f"the slowest transaction took {slowest:.2f} s")
 
-        play(conversation, EtcdAccess([leader.endpoint, *others]))
+async def test_of_three_members_the_leader_is_killed_and_nobody_notices(three):
+    cluster, leader = three
+    others = [each.endpoint for each in cluster.members if each is not leader]
+    async with Stage(EtcdAccess([leader.endpoint, *others])) as stage:
+        lists = stage.lists()
+        leadership = stage.candidate()
+        await leadership.acquire()
+        await stage.register("a")
+        await lists.shows({"a": 2})
+        before = await stage.etcd.get_prefix(stage.root)
+        slowest = 0.0
+        leader.kill()
+        for number in range(12):
+            began = time.monotonic()
+            await leadership.transact([(f"{stage.root}log/{number:04}", b"x")])
+            slowest = max(slowest, time.monotonic() - began)
+            await asyncio.sleep(0.1)
+        assert lists.seen[-1] == {"a": 2} and len(lists.seen) <= 2
+        assert leadership.leads
+        after = await stage.etcd.get_prefix(stage.root)
+        assert len(after.items) == len(before.items) + 12
+        assert before.items.items() <= after.items.items()  # same leases, same revisions
+        assert stage.log == []
+        print(f"the slowest transaction took {slowest:.2f} s")
 
 
 # ---- who leads
 
 
-def test_one_of_several_leads_and_every_term_is_a_new_one(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_one_of_several_leads_and_every_term_is_a_new_one(cluster):
+    async with Stage(cluster.access) as stage:
         candidates = [stage.candidate(await stage.another()) for _ in range(3)]
         waiting = {asyncio.ensure_future(each.acquire()): each for each in candidates}
         for term in (1, 2, 3):
@@ -598,11 +567,9 @@ def test_one_of_several_leads_and_every_term_is_a_new_one(cluster):
                 await leader.transact([(stage.root + "x", b"0")])
         assert (await stage.etcd.get(stage.root + "term") or Item(b"", 0, 0, 0)).value == b"3"
 
-    play(conversation, cluster.access)
 
-
-def test_agents_see_where_the_driver_is(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_agents_see_where_the_driver_is(cluster):
+    async with Stage(cluster.access) as stage:
         registration = await stage.register("a")
         seats = await stage.stack.enter_async_context(
             contextlib.aclosing(registration.watch_driver())
@@ -617,11 +584,9 @@ def test_agents_see_where_the_driver_is(cluster):
         await leader.resign()
         assert await asyncio.wait_for(anext(seats), SOON_S) is None
 
-    play(conversation, cluster.access)
 
-
-def test_a_seat_that_nobody_else_took_is_taken_again(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_a_seat_that_nobody_else_took_is_taken_again(cluster):
+    async with Stage(cluster.access) as stage:
         leader = stage.candidate()
         await leader.acquire()
         await leader.announce("a:1")
@@ -634,8 +599,6 @@ def test_a_seat_that_nobody_else_took_is_taken_again(cluster):
         await leader.transact([(stage.root + "x", b"1")])
         assert leader.leads and leader.term == 1
 
-    play(conversation, cluster.access)
-
 
 async def until_it_watches(guard: int) -> None:
     """It holds a pidfd: of its driver."""
@@ -647,8 +610,8 @@ async def until_it_watches(guard: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_killed_driver_is_replaced_at_once(secured, record_property):
-    async def conversation(stage: Stage) -> None:
+async def test_a_killed_driver_is_replaced_at_once(secured, record_property):
+    async with Stage(secured) as stage:
         leader = await stage.role("leader", 30)  # its lease alone would keep the seat for long
         term, guard = await leader.says("leads")
         assert term == "1"
@@ -669,11 +632,9 @@ def test_a_killed_driver_is_replaced_at_once(secured, record_property):
         assert took_s < 10.0, "its lease alone would have taken 30 s"
         await standby.transact([(stage.root + "x", b"1")])
 
-    play(conversation, secured)
 
-
-def test_a_stopped_driver_is_replaced_and_can_do_nothing_when_it_wakes(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_a_stopped_driver_is_replaced_and_can_do_nothing_when_it_wakes(cluster):
+    async with Stage(cluster.access) as stage:
         log = stage.root + "log/"
         leader = await stage.role("leader", 1)
         await leader.says("leads")
@@ -694,11 +655,9 @@ def test_a_stopped_driver_is_replaced_and_can_do_nothing_when_it_wakes(cluster):
         assert terms == sorted(terms) and terms.count(b"2") == 20
         assert standby.leads
 
-    play(conversation, cluster.access)
 
-
-def test_a_leader_that_was_replaced_unseen_writes_nothing(cluster):
-    async def conversation(stage: Stage) -> None:
+async def test_a_leader_that_was_replaced_unseen_writes_nothing(cluster):
+    async with Stage(cluster.access) as stage:
         leader = stage.candidate()
         await leader.acquire()
         # Another one leads, and has gone again: the seat tells nothing, the term does.
@@ -712,5 +671,3 @@ def test_a_leader_that_was_replaced_unseen_writes_nothing(cluster):
         assert [text for level, text in stage.log if level == "warning"] == [
             f"another driver leads job {stage.job} now, or etcd has lost its data; this one ends"
         ]
-
-    play(conversation, cluster.access)

@@ -292,8 +292,8 @@ def watching(wanted: str, told: Told, cloud: Cloud) -> watch.Watch:
     return found
 
 
-def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is_off():
-    async def talk(cloud: AwsCloud) -> None:
+async def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is_off():
+    with served(AwsCloud()) as cloud:
         told = Told()
         watched = watching("auto", told, cloud)
         cloud.interrupts(60.0)
@@ -306,12 +306,9 @@ def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is_off()
         assert told.lines == []
         watched.close()
 
-    with served(AwsCloud()) as cloud:
-        asyncio.run(talk(cloud))
 
-
-def test_azure_is_told_once_nobody_works_there():
-    async def talk(cloud: AzureServer) -> None:
+async def test_azure_is_told_once_nobody_works_there():
+    with served(AzureServer()) as cloud:
         told = Told()
         watched = watching("azure", told, cloud)
         cloud.announces("Preempt", 30.0)
@@ -322,26 +319,19 @@ def test_azure_is_told_once_nobody_works_there():
         assert cloud.acknowledged == ["E1"]
         watched.close()
 
-    with served(AzureServer()) as cloud:
-        asyncio.run(talk(cloud))
+
+async def test_who_works_on_after_a_notice_is_not_given_away_at_the_next():
+    told = Told()
+    watched = watch.Watch("off", changed=told.changed, log=told.log, environ={})
+    watched._seen("Azure", Ends("it goes", None))
+    watched.released()
+    watched._seen("Azure", None)
+    assert not watched._released.is_set()
 
 
-def test_who_works_on_after_a_notice_is_not_given_away_at_the_next():
-    async def talk() -> None:
-        told = Told()
-        watched = watch.Watch("off", changed=told.changed, log=told.log, environ={})
-        watched._seen("Azure", Ends("it goes", None))
-        watched.released()
-        watched._seen("Azure", None)
-        assert not watched._released.is_set()
-
-    asyncio.run(talk())
-
-
-def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeypatch):
+async def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeypatch):
     monkeypatch.setattr(Aws, "pause_s", 0.001)
-
-    async def talk(cloud: AwsCloud) -> None:
+    with served(AwsCloud()) as cloud:
         told = Told()
         cloud.change(trouble=500)
         watched = watching("aws", told, cloud)
@@ -353,9 +343,6 @@ def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeypatch):
         assert second.startswith("announcements of AWS can't be read: ")
         assert third == "AWS answers again"
         watched.close()
-
-    with served(AwsCloud()) as cloud:
-        asyncio.run(talk(cloud))
 
 
 # ---- whole jobs ------------------------------------------------------------------------------------------------------

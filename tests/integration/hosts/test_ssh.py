@@ -117,8 +117,8 @@ class TestContract(StarterContract):
         async with closing(Bench(starter, folder, log)) as bench:
             yield bench
 
-    def test_no_secret_stands_on_a_command_line_or_in_an_environment(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_no_secret_stands_on_a_command_line_or_in_an_environment(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             ours = psutil.Process().children(recursive=True)  # both sides: sshd is a child too
             assert noted(bench.folder, "alpha")["pid"] in {process.pid for process in ours}
@@ -131,10 +131,8 @@ class TestContract(StarterContract):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     assert SECRET not in str(process.environ())
 
-        conversation(talk)
-
-    def test_a_connection_that_is_lost_without_a_word_is_noticed(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_a_connection_that_is_lost_without_a_word_is_noticed(self, opened):
+        async with opened as bench:
             python = str(bench.folder / ".python")
             starter = ssh_starter(self.hosts, bench.log, python=python, alive_s=1, alive_count=2)
             await starter.start(bootstrap("alpha"))
@@ -156,22 +154,17 @@ class TestContract(StarterContract):
             await starter.close()
             await bench.ended("alpha")  # its sshd has seen the end of the connection
 
-        conversation(talk)
-
-    def test_a_jump_host_of_the_configuration_is_taken(self, conversation):
+    async def test_a_jump_host_of_the_configuration_is_taken(self, opened):
         self.hosts.configure(beta="ProxyJump alpha")
         server = self.hosts.servers["alpha"]
-
-        async def talk(bench: Bench) -> None:
+        async with opened as bench:
             await bench.starter.start(bootstrap("beta"))
             assert server.processes()
             self.hosts.trust(["beta"])
             told = bootstrap("beta")
             assert "beta, or of a host on the way there" in await failure(bench.starter, told)
 
-        conversation(talk)
-
-    def test_the_agent_itself(self, conversation):
+    async def test_the_agent_itself(self, opened):
         """Not a stand-in: the real one, which finds no driver, says so, and ends with its starter."""
 
         def real() -> list[psutil.Process]:
@@ -182,7 +175,7 @@ class TestContract(StarterContract):
                         found.append(process)
             return found
 
-        async def talk(bench: Bench) -> None:
+        async with opened as bench:
             starter = ssh_starter(self.hosts, bench.log)
             told = Bootstrap("trains", "alpha", SECRET, drivers=["127.0.0.1:1"], slots=1)
             await starter.start(told)
@@ -191,8 +184,6 @@ class TestContract(StarterContract):
             await until(lambda: any(awaited in text for _, text in bench.log), awaited)
             await starter.close()
             assert not real()
-
-        conversation(talk)
 
 
 # ---- each way it fails

@@ -99,19 +99,12 @@ async def opened(kind: str) -> AsyncIterator[Host]:
 
 
 @pytest.fixture(params=["played", "local", "fleet"])
-def with_host(request):
-    def run(talk) -> None:
-        async def conversation() -> None:
-            async with opened(request.param) as host:
-                await asyncio.wait_for(talk(host), 100.0)
-
-        asyncio.run(conversation())
-
-    return run
+def kind(request):
+    return request.param
 
 
-def test_a_worker_from_its_start_to_its_exit(with_host):
-    async def talk(host: Host) -> None:
+async def test_a_worker_from_its_start_to_its_exit(kind):
+    async with opened(kind) as host:
         host.start(A, "echo $WHO prints; echo $WHO complains >&2; exit 3", WHO="alpha")
         assert host.launcher.alive() == {A}
         host.play(lambda played: played.exit(A, 3, output="alpha complains"))
@@ -121,11 +114,9 @@ def test_a_worker_from_its_start_to_its_exit(with_host):
         assert host.launcher.alive() == frozenset()
         await host.prints(b"alpha prints")
 
-    with_host(talk)
 
-
-def test_who_is_killed_is_reported_once_and_who_is_unknown_never(with_host):
-    async def talk(host: Host) -> None:
+async def test_who_is_killed_is_reported_once_and_who_is_unknown_never(kind):
+    async with opened(kind) as host:
         host.start(A, WAITS)
         host.start(B, WAITS)
         await host.prints(b"[alpha:0] waits")
@@ -139,22 +130,18 @@ def test_who_is_killed_is_reported_once_and_who_is_unknown_never(with_host):
         assert (await host.exit()) == WorkerExited(B, -9)
         assert host.exits.empty()
 
-    with_host(talk)
 
-
-def test_a_program_that_is_missing_is_an_exit_with_a_reason(with_host):
-    async def talk(host: Host) -> None:
+async def test_a_program_that_is_missing_is_an_exit_with_a_reason(kind):
+    async with opened(kind) as host:
         host.play(lambda played: played.lose_program("/no/such/program"))
         host.launcher.start(A, ["/no/such/program"], {"PATH": "/bin"})
         exited = await host.exit()
         assert (exited.worker, exited.code) == (A, 127)
         assert "there is no" in exited.reason and "/no/such/program" in exited.reason
 
-    with_host(talk)
 
-
-def test_what_a_worker_does_is_told_when_it_is_asked(with_host):
-    async def talk(host: Host) -> None:
+async def test_what_a_worker_does_is_told_when_it_is_asked(kind):
+    async with opened(kind) as host:
         host.start(A, WAITS)
         await host.prints(b"waits")
         host.launcher.probe([A, B])
@@ -164,11 +151,9 @@ def test_what_a_worker_does_is_told_when_it_is_asked(with_host):
             probed = await asyncio.wait_for(host.seen.get(), DEADLINE_S)
         assert probed.worker == A and probed.cpu_s >= 0.0 and not probed.traced
 
-    with_host(talk)
 
-
-def test_the_end_takes_everybody_along(with_host, tmp_path):
-    async def talk(host: Host) -> None:
+async def test_the_end_takes_everybody_along(kind, tmp_path):
+    async with opened(kind) as host:
         pids = tmp_path / "pids"
         child = f"sleep 600 & echo $! $$ >> {pids}; {WAITS}"
         host.start(A, child)
@@ -180,16 +165,11 @@ def test_the_end_takes_everybody_along(with_host, tmp_path):
             for pid in pids.read_text().split():
                 assert state_of(int(pid))[0] in "ZX", f"{pid} is left"
 
-    with_host(talk)
 
-
-def test_no_secret_stands_on_the_command_line_of_an_agent():
-    async def talk() -> None:
-        async with opened("fleet") as host:
-            host.start(A, WAITS)
-            await host.prints(b"waits")
-            lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-            assert any(b"elastic.driver.agents.agent_process" in line for line in lines)
-            assert not any(SECRET.hex().encode() in line for line in lines)
-
-    asyncio.run(talk())
+async def test_no_secret_stands_on_the_command_line_of_an_agent():
+    async with opened("fleet") as host:
+        host.start(A, WAITS)
+        await host.prints(b"waits")
+        lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+        assert any(b"elastic.driver.agents.agent_process" in line for line in lines)
+        assert not any(SECRET.hex().encode() in line for line in lines)

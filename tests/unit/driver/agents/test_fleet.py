@@ -145,22 +145,18 @@ def conversation(**given):
     """Runs the test in an event loop with a driver that listens."""
 
     def decorate(test):
-        def run(monkeypatch) -> None:
+        async def run(monkeypatch) -> None:
             monkeypatch.setattr(fleet_module, "CLOSE_S", 0.05)
             monkeypatch.setattr(uplink_module, "RETRY_S", (0.001, 0.01))
-
-            async def talk() -> None:
-                driver = await Driver(**given).open()
-                try:
-                    await asyncio.wait_for(test(driver, monkeypatch), 2 * DEADLINE_S)
-                finally:
-                    for agent in Agent.alive:
-                        await agent.die()
-                    Agent.alive.clear()
-                    await driver.fleet.close()
-                    await driver.fleet.workers.close()
-
-            asyncio.run(talk())
+            driver = await Driver(**given).open()
+            try:
+                await asyncio.wait_for(test(driver, monkeypatch), 2 * DEADLINE_S)
+            finally:
+                for agent in Agent.alive:
+                    await agent.die()
+                Agent.alive.clear()
+                await driver.fleet.close()
+                await driver.fleet.workers.close()
 
         run.__name__ = test.__name__
         return run
@@ -341,22 +337,19 @@ class Slow:
     async def close(self) -> None: ...
 
 
-def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_else(monkeypatch):
-    async def talk() -> None:
-        monkeypatch.setattr(agent_pool, "ARRIVE_S", 0.01)
-        slow = Slow()
-        driver = await Driver(starter=slow).open()
-        driver.start(A)
-        driver.start(Worker("here", 1))
-        await asyncio.sleep(0)
-        assert slow.starts == ["here"], "one for the whole host"
-        slow.go.set()
-        exited = await driver.next()
-        assert "its agent was started, but has not called within 0.01 s" in exited.reason
-        await driver.fleet.close()
-        await driver.fleet.workers.close()
-
-    asyncio.run(talk())
+async def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_else(monkeypatch):
+    monkeypatch.setattr(agent_pool, "ARRIVE_S", 0.01)
+    slow = Slow()
+    driver = await Driver(starter=slow).open()
+    driver.start(A)
+    driver.start(Worker("here", 1))
+    await asyncio.sleep(0)
+    assert slow.starts == ["here"], "one for the whole host"
+    slow.go.set()
+    exited = await driver.next()
+    assert "its agent was started, but has not called within 0.01 s" in exited.reason
+    await driver.fleet.close()
+    await driver.fleet.workers.close()
 
 
 @conversation()

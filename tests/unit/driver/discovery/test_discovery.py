@@ -233,33 +233,27 @@ def discovery(request, tmp_path) -> Discovery:
     return ScriptDiscovery(script(tmp_path, "echo a:2; echo b"), log)
 
 
-def test_the_present_list_comes_first_and_is_the_callers_own(discovery):
-    async def conversation() -> None:
-        lists: AsyncIterator[dict[str, int]] = discovery.watch()
-        first = await asyncio.wait_for(anext(lists), 10)
-        expected = {HeadlessServiceDiscovery: SERVICE, RayDiscovery: NODES}.get(type(discovery), AB)
-        assert list(first.items()) == list(expected.items())
-        first.clear()
-        # Nothing has changed: either it is over, or it waits.
-        with pytest.raises((StopAsyncIteration, asyncio.TimeoutError)):
-            await asyncio.wait_for(anext(lists), 0.01)
-
-    asyncio.run(conversation())
+async def test_the_present_list_comes_first_and_is_the_callers_own(discovery):
+    lists: AsyncIterator[dict[str, int]] = discovery.watch()
+    first = await asyncio.wait_for(anext(lists), 10)
+    expected = {HeadlessServiceDiscovery: SERVICE, RayDiscovery: NODES}.get(type(discovery), AB)
+    assert list(first.items()) == list(expected.items())
+    first.clear()
+    # Nothing has changed: either it is over, or it waits.
+    with pytest.raises((StopAsyncIteration, asyncio.TimeoutError)):
+        await asyncio.wait_for(anext(lists), 0.01)
 
 
 def test_a_static_list_ends_at_once():
     assert asyncio.run(everything(StaticDiscovery(AB))) == [AB]
 
 
-def test_a_fake_yields_what_is_pushed_until_it_is_closed():
-    async def conversation() -> list[dict[str, int]]:
-        fake = FakeDiscovery(A)
-        for hosts in (A, AB, {}, A):
-            fake.push(hosts)
-        fake.close()
-        return await everything(fake)
-
-    assert asyncio.run(conversation()) == [A, AB, {}, A]
+async def test_a_fake_yields_what_is_pushed_until_it_is_closed():
+    fake = FakeDiscovery(A)
+    for hosts in (A, AB, {}, A):
+        fake.push(hosts)
+    fake.close()
+    assert await everything(fake) == [A, AB, {}, A]
 
 
 # ---- a script over time
@@ -377,20 +371,16 @@ def test_a_program_left_in_the_background_is_not_awaited(tmp_path):
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_the_event_loop_goes_on_beside_a_script_and_stopping_kills_it(tmp_path):
+async def test_the_event_loop_goes_on_beside_a_script_and_stopping_kills_it(tmp_path):
     command = script(
         tmp_path, f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 100"
     )
-
-    async def conversation() -> None:
-        watching = asyncio.create_task(everything(ScriptDiscovery(command, Log())))
-        while not (tmp_path / "pid").exists():
-            await asyncio.sleep(0.005)
-        watching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await watching
-
-    asyncio.run(asyncio.wait_for(conversation(), 10))
+    watching = asyncio.create_task(everything(ScriptDiscovery(command, Log())))
+    while not (tmp_path / "pid").exists():
+        await asyncio.sleep(0.005)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
     assert has_died(int((tmp_path / "pid").read_text()))
 
 
@@ -426,15 +416,12 @@ def test_finding_the_script(tmp_path, monkeypatch):
 # ---- only this machine
 
 
-def test_hosts_elsewhere_are_left_out_and_told_once():
-    async def conversation() -> tuple[list[dict[str, int]], Log]:
-        log = Log()
-        fake = FakeDiscovery(A, AB | {"c": 1}, {"a": 2, "b": 2}, {"b": 1, "d": 1})
-        fake.close()
-        local = LocalDiscovery(fake, lambda host: None if host == "a" else "it is far", log)
-        return await everything(local), log
-
-    lists, log = asyncio.run(conversation())
+async def test_hosts_elsewhere_are_left_out_and_told_once():
+    log = Log()
+    fake = FakeDiscovery(A, AB | {"c": 1}, {"a": 2, "b": 2}, {"b": 1, "d": 1})
+    fake.close()
+    local = LocalDiscovery(fake, lambda host: None if host == "a" else "it is far", log)
+    lists, log = await everything(local), log
     assert lists == [A, {}]
     [(level, said)] = log
     assert level == "warning"

@@ -110,17 +110,13 @@ def test_where_etcd_can_not_be(endpoints, said):
         asyncio.run(make())
 
 
-def test_whoever_wants_to_know_is_told_that_it_is_away():
+async def test_whoever_wants_to_know_is_told_that_it_is_away():
     lines: list[tuple[str, str]] = []
     reasons: list[Reason] = []
-
-    async def ask() -> None:
-        etcd = Etcd(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)
-        etcd.tell(reasons.append)
-        with pytest.raises(Unavailable):
-            await etcd.get("/hvd-elastic/x", within_s=0.2)
-        await etcd.close()
-
-    asyncio.run(ask())
+    etcd = Etcd(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)
+    etcd.tell(reasons.append)
+    with pytest.raises(Unavailable):
+        await etcd.get("/hvd-elastic/x", within_s=0.2)
+    await etcd.close()
     assert [reason.kind for reason in reasons] == [Why.STORE_SILENT]
     assert lines == [("warning", str(reasons[0]))]

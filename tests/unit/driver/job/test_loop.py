@@ -166,14 +166,11 @@ def story(**options):
     """Runs an async test with a Story."""
 
     def decorate(test):
-        def run(tmp_path) -> None:
-            async def talk() -> None:
-                path = tmp_path / "journal"
-                async with Story(path=path, **options) as told:
-                    await test(told)
-                replay(path)
-
-            asyncio.run(asyncio.wait_for(talk(), 30.0))
+        async def run(tmp_path) -> None:
+            path = tmp_path / "journal"
+            async with Story(path=path, **options) as told:
+                await test(told)
+            replay(path)
 
         run.__name__ = test.__name__
         return run
@@ -332,14 +329,14 @@ async def test_members_are_told_of_another_list_of_hosts(s):
     assert len(told()) == 2
 
 
-def test_what_goes_into_the_journal_is_noted_too(tmp_path):
+async def test_what_goes_into_the_journal_is_noted_too(tmp_path):
     noted: list[str] = []
 
     @story(noted=lambda event, actions, now: noted.append(type(event).__name__))
     async def talk(s):
         await s.train(A, B)
 
-    talk(tmp_path)
+    await talk(tmp_path)
     assert noted[0] == "HostsChanged" and noted.count("WorkerReady") == 2
 
 
@@ -438,7 +435,7 @@ async def test_a_stop_tells_everybody_then_kills(s):
     assert await s.code() == 143
 
 
-def test_a_second_stop_does_not_wait_for_a_store_that_is_silent():
+async def test_a_second_stop_does_not_wait_for_a_store_that_is_silent():
     class StoreJournal(Journal):
         """One in a store that answers until it is told not to."""
 
@@ -450,22 +447,17 @@ def test_a_second_stop_does_not_wait_for_a_store_that_is_silent():
         async def settle(self) -> None:
             await self.answers.wait()
 
-    async def talk() -> None:
-        journal = StoreJournal()
-        async with Story(journal=journal) as s:
-            await s.train(A, B)
-            journal.answers.clear()
-            s.driver.stop("enough", 130)
-            await s.settle()
-            assert not s.server.to(A, protocol.End), (
-                "what is decided has to be in the journal first"
-            )
-            s.driver.stop("now", 130)
-            await s.settle()
-            assert s.launcher.killed == [A, B]
-            assert await s.code() == 130
-
-    asyncio.run(asyncio.wait_for(talk(), 30.0))
+    journal = StoreJournal()
+    async with Story(journal=journal) as s:
+        await s.train(A, B)
+        journal.answers.clear()
+        s.driver.stop("enough", 130)
+        await s.settle()
+        assert not s.server.to(A, protocol.End), "what is decided has to be in the journal first"
+        s.driver.stop("now", 130)
+        await s.settle()
+        assert s.launcher.killed == [A, B]
+        assert await s.code() == 130
 
 
 @story()
@@ -482,7 +474,7 @@ async def test_a_stop_while_workers_end_by_themselves(s):
     assert await s.code() == 130
 
 
-def test_grace_has_an_end(monkeypatch, tmp_path):
+async def test_grace_has_an_end(monkeypatch, tmp_path):
     monkeypatch.setattr(ending, "GRACE_S", 0.02)
 
     @story()
@@ -492,13 +484,13 @@ def test_grace_has_an_end(monkeypatch, tmp_path):
         assert await s.code() == 1
         assert s.launcher.killed == [A, B]
 
-    talk(tmp_path)
+    await talk(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
+async def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
         pytest.skip("it is ignored here, as under nohup, and stays so")
@@ -510,11 +502,11 @@ def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
         os.kill(os.getpid(), number)
         assert await s.code() == code
 
-    talk(tmp_path)
+    await talk(tmp_path)
     assert signal.getsignal(number) is before
 
 
-def test_sigterm_may_be_for_the_driver_alone(tmp_path):
+async def test_sigterm_may_be_for_the_driver_alone(tmp_path):
     told: list[str] = []
 
     @story(leaves=lambda: told.append("leaves"))
@@ -529,7 +521,7 @@ def test_sigterm_may_be_for_the_driver_alone(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         assert await s.code() == 130
 
-    talk(tmp_path)
+    await talk(tmp_path)
 
 
 async def until(true) -> None:
@@ -547,19 +539,16 @@ async def test_a_missing_program_ends_the_job_with_its_reason(s):
     assert "there is no program 'train'" in s.driver.outcome
 
 
-def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
-    async def talk() -> None:
-        told = Story(path=tmp_path / "j")
-        told.driver._discovery = FakeDiscovery()
-        told.driver._discovery.close()
-        async with told:
-            assert await told.code() == 1
-        assert "host discovery ended before there was any host" in told.driver.outcome
-
-    asyncio.run(asyncio.wait_for(talk(), 30.0))
+async def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
+    told = Story(path=tmp_path / "j")
+    told.driver._discovery = FakeDiscovery()
+    told.driver._discovery.close()
+    async with told:
+        assert await told.code() == 1
+    assert "host discovery ended before there was any host" in told.driver.outcome
 
 
-def test_a_bug_ends_the_job_with_its_story(tmp_path):
+async def test_a_bug_ends_the_job_with_its_story(tmp_path):
     class Buggy(Membership):
         def handle(self, event, now):
             if isinstance(event, WorkerExited):
@@ -567,29 +556,22 @@ def test_a_bug_ends_the_job_with_its_story(tmp_path):
             return super().handle(event, now)
 
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
-
-    async def talk() -> None:
-        async with Story(path=tmp_path / "j", membership=Buggy(settings)) as s:
-            await s.exit(A, 1)
-            assert s.server.to(B, protocol.End)
-            await s.exit(B, 0)
-            assert await s.code() == 1
-            [line] = [x for x in s.log if "a bug in the driver" in x and "latest events" in x]
-            assert "never thought of this" in line and "HostsChanged" in line
-
-    asyncio.run(asyncio.wait_for(talk(), 30.0))
+    async with Story(path=tmp_path / "j", membership=Buggy(settings)) as s:
+        await s.exit(A, 1)
+        assert s.server.to(B, protocol.End)
+        await s.exit(B, 0)
+        assert await s.code() == 1
+        [line] = [x for x in s.log if "a bug in the driver" in x and "latest events" in x]
+        assert "never thought of this" in line and "HostsChanged" in line
     replay(tmp_path / "j", Buggy)
 
 
-def test_a_stop_before_the_start_is_remembered(tmp_path):
-    async def talk() -> None:
-        told = Story(path=tmp_path / "j")
-        told.driver.stop("changed my mind", 130)
-        async with told:
-            assert await told.code() == 130
-        assert told.launcher.started == []
-
-    asyncio.run(asyncio.wait_for(talk(), 30.0))
+async def test_a_stop_before_the_start_is_remembered(tmp_path):
+    told = Story(path=tmp_path / "j")
+    told.driver.stop("changed my mind", 130)
+    async with told:
+        assert await told.code() == 130
+    assert told.launcher.started == []
 
 
 def test_every_message_has_its_event():

@@ -92,10 +92,10 @@ class Drive:
 
 
 def conversation(test):
-    """An async test, run to its end."""
+    """With what the job has been."""
 
-    def run(place, job):
-        asyncio.run(test(place, *job))
+    async def run(place, job):
+        await test(place, *job)
 
     return run
 
@@ -247,99 +247,76 @@ async def test_the_story_and_no_value_of_the_environment(place, settings, entrie
 # ---- of etcd alone --------------------------------------------------------------------------------------------------
 
 
-def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
+async def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
     """One key a record, and no more of them than fit between two snapshots; large ones in pieces."""
-
-    async def story() -> None:
-        place = InEtcd(tmp_path)
-        drive = Drive(place, job[0], every=30)
-        await drive.begin()
-        await drive.tell(job[1])
-        assert place.etcd.transactions > 100 and len(place.etcd.kept) < 60
-        drive.kill()
-        drive = Drive(place, job[0])
-        assert await drive.begin("next") is not None
-        assert len(place.etcd.kept) == 1
-
-    asyncio.run(story())
+    place = InEtcd(tmp_path)
+    drive = Drive(place, job[0], every=30)
+    await drive.begin()
+    await drive.tell(job[1])
+    assert place.etcd.transactions > 100 and len(place.etcd.kept) < 60
+    drive.kill()
+    drive = Drive(place, job[0])
+    assert await drive.begin("next") is not None
+    assert len(place.etcd.kept) == 1
 
 
 @pytest.mark.parametrize("lives_for", range(5))
-def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, monkeypatch):
+async def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, monkeypatch):
     """The driver is killed after each of the transactions that it takes."""
     monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
-
-    async def story() -> None:
-        place = InEtcd(tmp_path)
-        drive = Drive(place, job[0], every=100)
-        await drive.begin()
-        for entry in job[1][:150]:
-            drive.journal.record(
-                entry.at, entry.event, drive.membership.handle(entry.event, entry.at)
-            )
-            await drive.journal.settle()
-        assert place.etcd.leader is not None
-        place.etcd.leader.lives_for = lives_for
-        with pytest.raises(asyncio.CancelledError):
-            await drive.journal.rest()
-        past = await Drive(place, job[0]).go_on()
-        assert past.replayed == 150 and taken(past.membership) == taken(drive.membership)
-
-    asyncio.run(story())
-
-
-def test_what_did_not_arrive_is_written_again(tmp_path, job):
-    """Whether it was carried out or not: nobody has heard."""
-
-    async def story() -> None:
-        place = InEtcd(tmp_path)
-        drive = Drive(place, job[0])
-        await drive.begin()
-        await drive.tell(job[1][:10])
-        leader = place.etcd.leader
-        assert leader is not None
-        for entry in job[1][10:20]:
-            drive.journal.record(
-                entry.at, entry.event, drive.membership.handle(entry.event, entry.at)
-            )
-            leader.lives_for = 0
-            with pytest.raises(asyncio.CancelledError):
-                await drive.journal.settle()
-        leader.lives_for = None
+    place = InEtcd(tmp_path)
+    drive = Drive(place, job[0], every=100)
+    await drive.begin()
+    for entry in job[1][:150]:
+        drive.journal.record(entry.at, entry.event, drive.membership.handle(entry.event, entry.at))
         await drive.journal.settle()
-        past = await Drive(place, job[0]).go_on()
-        assert past.replayed == 20 and taken(past.membership) == taken(drive.membership)
-
-    asyncio.run(story())
-
-
-def test_a_record_that_is_missing_is_noticed(tmp_path, job):
-    async def story() -> None:
-        place = InEtcd(tmp_path)
-        drive = Drive(place, job[0])
-        await drive.begin()
-        await drive.tell(job[1][:30])
-        del place.etcd.kept["/hvd-elastic/night/journal/000000000004"]
-        with pytest.raises(ValueError, match="can't be resumed: record 4 is missing"):
-            await place.archive().past()
-
-    asyncio.run(story())
+    assert place.etcd.leader is not None
+    place.etcd.leader.lives_for = lives_for
+    with pytest.raises(asyncio.CancelledError):
+        await drive.journal.rest()
+    past = await Drive(place, job[0]).go_on()
+    assert past.replayed == 150 and taken(past.membership) == taken(drive.membership)
 
 
-def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, monkeypatch):
+async def test_what_did_not_arrive_is_written_again(tmp_path, job):
+    """Whether it was carried out or not: nobody has heard."""
+    place = InEtcd(tmp_path)
+    drive = Drive(place, job[0])
+    await drive.begin()
+    await drive.tell(job[1][:10])
+    leader = place.etcd.leader
+    assert leader is not None
+    for entry in job[1][10:20]:
+        drive.journal.record(entry.at, entry.event, drive.membership.handle(entry.event, entry.at))
+        leader.lives_for = 0
+        with pytest.raises(asyncio.CancelledError):
+            await drive.journal.settle()
+    leader.lives_for = None
+    await drive.journal.settle()
+    past = await Drive(place, job[0]).go_on()
+    assert past.replayed == 20 and taken(past.membership) == taken(drive.membership)
+
+
+async def test_a_record_that_is_missing_is_noticed(tmp_path, job):
+    place = InEtcd(tmp_path)
+    drive = Drive(place, job[0])
+    await drive.begin()
+    await drive.tell(job[1][:30])
+    del place.etcd.kept["/hvd-elastic/night/journal/000000000004"]
+    with pytest.raises(ValueError, match="can't be resumed: record 4 is missing"):
+        await place.archive().past()
+
+
+async def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, monkeypatch):
     """Although actions are not kept there."""
-
-    async def story() -> None:
-        place = InEtcd(tmp_path)
-        drive = Drive(place, job[0])
-        await drive.begin()
-        await drive.tell(job[1][:30])
-        assert b"StartWorker" not in place.contents()
-        monkeypatch.setattr(
-            "elastic.driver.membership.scheduling.rank_order.places",
-            lambda order: [None] * len(order),
-        )
-        with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):
-            await place.archive().past()
-
-    asyncio.run(story())
+    place = InEtcd(tmp_path)
+    drive = Drive(place, job[0])
+    await drive.begin()
+    await drive.tell(job[1][:30])
+    assert b"StartWorker" not in place.contents()
+    monkeypatch.setattr(
+        "elastic.driver.membership.scheduling.rank_order.places",
+        lambda order: [None] * len(order),
+    )
+    with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):
+        await place.archive().past()

@@ -106,10 +106,10 @@ class TestChild(StarterContract):
         async with closing(Bench(child_starter(folder, log, **self.rest), folder, log)) as bench:
             yield bench
 
-    def test_it_is_in_a_session_of_its_own_and_is_told_the_secret_by_stdin_alone(
-        self, conversation
+    async def test_it_is_in_a_session_of_its_own_and_is_told_the_secret_by_stdin_alone(
+        self, opened
     ):
-        async def talk(bench: Bench) -> None:
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             pid = noted(bench.folder, "alpha")["pid"]
             assert os.getsid(pid) == pid != os.getsid(0)
@@ -117,89 +117,69 @@ class TestChild(StarterContract):
             assert environ["COLOUR"] == "green"
             assert SECRET not in str(environ) + str(psutil.Process(pid).cmdline())
 
-        conversation(talk)
-
-    def test_one_that_outlives_us_is_no_child_of_ours_any_more(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_one_that_outlives_us_is_no_child_of_ours_any_more(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha", outlives=True))
             await until(lambda: not children(), "the end of the child")
             pid = noted(bench.folder, "alpha")["pid"]
             assert os.getsid(pid) == pid
 
-        conversation(talk)
-
-    def test_who_does_not_get_ready_in_time_is_killed(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_who_does_not_get_ready_in_time_is_killed(self, opened):
+        async with opened as bench:
             starter = child_starter(bench.folder, bench.log, ready_s=0.3)
             text = await failure(starter, bootstrap("alpha", "silent"))
             assert "within 0.3 s" in text
             await until(lambda: not children(), "its end")
             await starter.close()
 
-        conversation(talk)
-
-    def test_who_is_called_off_is_killed(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_who_is_called_off_is_killed(self, opened):
+        async with opened as bench:
             starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
             await until(lambda: bool(children()), "its start")
             starting.cancel()
             await until(lambda: not children(), "its end")
 
-        conversation(talk)
-
-    def test_who_has_another_release_is_ended(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_who_has_another_release_is_ended(self, opened):
+        async with opened as bench:
             text = await failure(bench.starter, bootstrap("alpha", "old"))
             assert "alpha has release 0.0.1 of hvd-elastic" in text
             await asyncio.to_thread(gone, noted(bench.folder, "alpha")["pid"])
 
-        conversation(talk)
-
-    def test_who_dies_at_the_start_is_reported(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_who_dies_at_the_start_is_reported(self, opened):
+        async with opened as bench:
             assert "killed by signal 9" in await failure(
                 bench.starter, bootstrap("alpha", "killed")
             )
 
-        conversation(talk)
-
-    def test_a_host_that_talks_much_before_is_waited_for(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_a_host_that_talks_much_before_is_waited_for(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "noisy"))
 
-        conversation(talk)
-
-    def test_what_an_agent_says_later_is_passed_on_within_bounds(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_what_an_agent_says_later_is_passed_on_within_bounds(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "chatty"))
             await until(lambda: ("debug", "the agent on alpha: a step") in bench.log, "the words")
             warnings = [text for level, text in bench.log if level == "warning"]
             assert warnings[0] == "the agent on alpha: line 0"
             assert warnings[19:] == ["the agent on alpha: line 19; further lines are left out"]
 
-        conversation(talk)
-
-    def test_the_end_of_an_agent_is_said_once_unless_we_have_ended_it(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_the_end_of_an_agent_is_said_once_unless_we_have_ended_it(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "broken"))
             await until(lambda: bool(bench.log), "the end")
             await bench.starter.start(bootstrap("beta"))
             await bench.starter.close()
             assert bench.log == [("warning", "the agent on alpha has ended with exit code 3")]
 
-        conversation(talk)
-
-    def test_an_agent_that_does_not_heed_the_end_is_killed(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_an_agent_that_does_not_heed_the_end_is_killed(self, opened):
+        async with opened as bench:
             starter = child_starter(bench.folder, bench.log, close_s=0.1)
             await starter.start(bootstrap("alpha", "stubborn"))
             await starter.close()
             assert not lives(noted(bench.folder, "alpha")["pid"])
 
-        conversation(talk)
-
-    def test_closing_ends_starts_that_are_under_way_and_those_that_wait(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_closing_ends_starts_that_are_under_way_and_those_that_wait(self, opened):
+        async with opened as bench:
             starter = child_starter(bench.folder, bench.log, at_once=1)
             told = [bootstrap(host, "silent") for host in ("alpha", "beta")]
             failures = [asyncio.create_task(failure(starter, each)) for each in told]
@@ -209,10 +189,8 @@ class TestChild(StarterContract):
                 assert "the job is ending" in await each
             assert list(agents(bench.folder)) == ["alpha"]
 
-        conversation(talk)
-
-    def test_no_more_than_the_limit_are_started_at_a_time(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_no_more_than_the_limit_are_started_at_a_time(self, opened):
+        async with opened as bench:
             starter = child_starter(bench.folder, bench.log, at_once=3)
             hosts = [f"host{letter}" for letter in "abcdefg"]
             starts = {h: asyncio.create_task(starter.start(bootstrap(h, "silent"))) for h in hosts}
@@ -226,39 +204,30 @@ class TestChild(StarterContract):
             await starter.close()
             await asyncio.gather(*starts.values(), return_exceptions=True)
 
-        conversation(talk)
-
-    def test_a_host_that_is_started_again_has_one_agent(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_a_host_that_is_started_again_has_one_agent(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             first = noted(bench.folder, "alpha")["pid"]
             await bench.starter.start(bootstrap("alpha"))
             assert not lives(first)
             assert bench.runs("alpha") and bench.log == []
 
-        conversation(talk)
-
-    def test_a_python_that_is_missing_is_named(self, conversation):
-        async def talk(bench: Bench) -> None:
+    async def test_a_python_that_is_missing_is_named(self, opened):
+        async with opened:
             starter = ChildStarter(environ={}, log=print, python="/no/python")
             text = await failure(starter, bootstrap("alpha"))
             assert text.endswith("/no/python: No such file or directory")
 
-        conversation(talk)
-
-    def test_without_pidfd_a_thread_waits(self, conversation, monkeypatch):
+    async def test_without_pidfd_a_thread_waits(self, opened, monkeypatch):
         def refuse(pid: int) -> int:
             raise PermissionError(1, "Operation not permitted")
 
         monkeypatch.setattr(os, "pidfd_open", refuse)
-
-        async def talk(bench: Bench) -> None:
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             assert "exit code 1" in await failure(bench.starter, bootstrap("beta", "wrong"))
             await bench.starter.close()
             assert not bench.runs("alpha")
-
-        conversation(talk)
 
 
 @pytest.mark.parametrize("by", ["child", "ssh"])
@@ -294,43 +263,34 @@ def test_an_agents_own_log_keeps_its_levels(line, level, text):
 # ---- which of them
 
 
-def test_this_machine_gets_a_child_and_others_what_reaches_them():
-    async def talk() -> None:
-        here, there = FakeStarter(), FakeStarter()
-        elsewhere = {"a": None, "b": "it is another machine (10.0.0.2)"}
-        starter = StarterFor(elsewhere.__getitem__, here=here, there=there)
-        there.why_not = lambda told: "it is tired"
-        await starter.start(bootstrap("a"))
-        assert (list(here.running), there.started) == (["a"], [])
-        await failure(starter, bootstrap("b"))
-        await starter.close()
-        assert not here.running
-        assert "ending" in await failure(here, bootstrap("a"))
-        assert "ending" in await failure(there, bootstrap("b"))
-
-    asyncio.run(talk())
+async def test_this_machine_gets_a_child_and_others_what_reaches_them():
+    here, there = FakeStarter(), FakeStarter()
+    elsewhere = {"a": None, "b": "it is another machine (10.0.0.2)"}
+    starter = StarterFor(elsewhere.__getitem__, here=here, there=there)
+    there.why_not = lambda told: "it is tired"
+    await starter.start(bootstrap("a"))
+    assert (list(here.running), there.started) == (["a"], [])
+    await failure(starter, bootstrap("b"))
+    await starter.close()
+    assert not here.running
+    assert "ending" in await failure(here, bootstrap("a"))
+    assert "ending" in await failure(there, bootstrap("b"))
 
 
 # ---- ssh, without one
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch", "a b", "a;b", "$(a)", "u@h", "", "a:b:c"])
-def test_a_name_that_is_none_never_reaches_ssh(host):
-    async def talk() -> None:
-        starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
-        assert "by ssh: " in await failure(starter, bootstrap(host))
-
-    asyncio.run(talk())
+async def test_a_name_that_is_none_never_reaches_ssh(host):
+    starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
+    assert "by ssh: " in await failure(starter, bootstrap(host))
 
 
 @pytest.mark.parametrize("host", ["gpu7", "10.0.0.7", "fe80::1", "a_b.c-d"])
-def test_without_an_ssh_program_it_is_said_what_to_install(host):
-    async def talk() -> None:
-        starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
-        with pytest.raises(StartFailed, match="apt-get install openssh-client"):
-            await starter.start(bootstrap(host))
-
-    asyncio.run(talk())
+async def test_without_an_ssh_program_it_is_said_what_to_install(host):
+    starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
+    with pytest.raises(StartFailed, match="apt-get install openssh-client"):
+        await starter.start(bootstrap(host))
 
 
 @pytest.mark.parametrize(
@@ -346,11 +306,8 @@ def test_options_that_cannot_work_are_refused(options, named):
         SshOptions(**options)
 
 
-def test_the_command_asks_nobody_leaves_nothing_behind_and_keeps_to_the_users_configuration():
-    async def talk() -> list[str]:
-        return SshStarter(SshOptions(port=2222), environ={}, log=print).command("gpu7")
-
-    command = asyncio.run(talk())
+async def test_the_command_asks_nobody_leaves_nothing_behind_and_keeps_to_the_users_configuration():
+    command = SshStarter(SshOptions(port=2222), environ={}, log=print).command("gpu7")
     assert command[:4] == ["ssh", "-T", "-p", "2222"]
     assert command[-3:] == ["--", "gpu7", REMOTE]
     settings = {word.partition("=")[0] for word in command if "=" in word and word != REMOTE}

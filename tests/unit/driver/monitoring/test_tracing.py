@@ -59,13 +59,10 @@ class Talk:
 def talk(test):
     """Runs an async test with a Talk."""
 
-    def run(tmp_path) -> None:
-        async def go() -> None:
-            talk = Talk(tmp_path)
-            await test(talk)
-            await talk.tracing.close()
-
-        asyncio.run(asyncio.wait_for(go(), 30.0))
+    async def run(tmp_path) -> None:
+        talk = Talk(tmp_path)
+        await test(talk)
+        await talk.tracing.close()
 
     run.__name__ = test.__name__
     return run
@@ -163,7 +160,7 @@ async def test_records_of_what_is_over_are_not_taken(t):
     assert t.names() == [] and not t.told
 
 
-def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypatch):
+async def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypatch):
     @talk
     async def go(t):
         t.hello(A)
@@ -181,10 +178,10 @@ def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypatch):
         assert t.log == [f"warning: the timeline {t.path} ends here: No space left on device"]
         t.trace(A, "third")
 
-    go(tmp_path)
+    await go(tmp_path)
 
 
-def test_a_driver_that_cannot_keep_up_drops_and_says_how_many(tmp_path, monkeypatch):
+async def test_a_driver_that_cannot_keep_up_drops_and_says_how_many(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "WAITING_LIMIT", 0)
 
     @talk
@@ -197,7 +194,7 @@ def test_a_driver_that_cannot_keep_up_drops_and_says_how_many(tmp_path, monkeypa
         events = json.loads(t.path.read_text())
         assert [e["args"]["count"] for e in events if e["ph"] == "i"] == [1, 1]
 
-    go(tmp_path)
+    await go(tmp_path)
 
 
 # ---- without a driver ------------------------------------------------------------------------------------------------

@@ -245,19 +245,18 @@ def test_every_address_of_a_name_once_and_in_order():
     ]
 
 
-def test_a_name_is_looked_up_anew_each_time():
+async def test_a_name_is_looked_up_anew_each_time():
     book = ["10.0.0.6", "10.0.0.7"]
 
     def ask(name, port, type):
         return answers((socket.AF_INET, (book.pop(0), port)))(name, port, type)
 
-    async def conversation() -> list[resolver.Found]:
-        return [await resolved("gpu1", 80, 5.0, ask=ask) for _ in range(2)]
+    assert [
+        found[0][1] for found in [await resolved("gpu1", 80, 5.0, ask=ask) for _ in range(2)]
+    ] == ["10.0.0.6", "10.0.0.7"]
 
-    assert [found[0][1] for found in asyncio.run(conversation())] == ["10.0.0.6", "10.0.0.7"]
 
-
-def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
+async def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
     asked, let_go = [], threading.Event()
 
     def ask(name, port, type):
@@ -265,17 +264,14 @@ def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
         let_go.wait(30)
         return answers((socket.AF_INET, ("10.0.0.6", port)))(name, port, type)
 
-    async def conversation() -> None:
-        for _ in range(3):
-            with pytest.raises(OSError, match=r"slow could not be resolved within 0\.01 s"):
-                await resolved("slow", 80, 0.01, ask=ask)
-        third = asyncio.create_task(resolved("slow", 80, 30.0, ask=ask))
-        await asyncio.sleep(0)
-        let_go.set()
-        assert await third == [(socket.AF_INET, "10.0.0.6")]
-        assert asked == ["slow"]
-
-    asyncio.run(conversation())
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"slow could not be resolved within 0\.01 s"):
+            await resolved("slow", 80, 0.01, ask=ask)
+    third = asyncio.create_task(resolved("slow", 80, 30.0, ask=ask))
+    await asyncio.sleep(0)
+    let_go.set()
+    assert await third == [(socket.AF_INET, "10.0.0.6")]
+    assert asked == ["slow"]
 
 
 def test_a_name_that_is_not_known_is_told():

@@ -36,7 +36,7 @@ from elastic.protocol.framing import Wire
 from elastic.protocol.messages import ProtocolError, Worker
 from elastic.protocol.tls import Endpoint, TlsFailed, context
 from harness.conversation import failed, running, worker
-from unit.driver.network.test_server import SECRET, A, B, Peer, conversation
+from unit.driver.network.test_server import SECRET, A, B, Peer, conversation, driving
 
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
 
@@ -119,11 +119,9 @@ def _found(part, tally, what: str) -> None:
 # ---- strangers at the door ----------------------------------------------------------------------------------------
 
 
-def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
+async def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
     monkeypatch.setattr(server_module, "count_limit", lambda *limits: 8)
-
-    @conversation
-    async def talk(driver):
+    async with driving() as driver:
         strangers = [await Peer.reach(driver.address) for _ in range(30)]
         await driver.worker(A)
         await driver.worker(B)
@@ -136,14 +134,10 @@ def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
         assert await latest.hear() is None
         assert len(driver.log) == 1 and "too many others came" in driver.log[0]
 
-    talk()
 
-
-def test_who_drips_is_closed_in_time(monkeypatch):
+async def test_who_drips_is_closed_in_time(monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
-
-    @conversation
-    async def talk(driver):
+    async with driving() as driver:
         peer = await Peer.reach(driver.address)
 
         async def drip() -> None:
@@ -161,8 +155,6 @@ def test_who_drips_is_closed_in_time(monkeypatch):
                 await dripping
         assert "no proof within" in driver.log[0]
         assert driver.events.empty()
-
-    talk()
 
 
 @conversation
@@ -413,38 +405,34 @@ def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
 
 
 @needs_openssl
-def test_a_handshake_that_stalls_is_closed_in_time_and_costs_no_entry(tmp_path, monkeypatch):
+async def test_a_handshake_that_stalls_is_closed_in_time_and_costs_no_entry(tmp_path, monkeypatch):
     files = new_authority(tmp_path).sign("host")
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     ours = context(*files, server=True)
-
-    async def talk() -> None:
-        log: list[str] = []
-        server = Server(
-            secret=SECRET,
-            log=lambda level, text: log.append(text),
-            callers=server_module.WORKERS,
-            tls=ours,
-        )
-        address = await server.open(
-            "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
-        )
-        begun = Endpoint(context(*files, server=False), server=False).due()
-        for said, told in (
-            (begun[: len(begun) // 2], "no proof within"),
-            (begun, "no proof within"),
-            (b"\x16\x03\x01\x40\x00" + bytes(20_000), "TLS with it failed"),
-            (b"\x16\x03\x01\x40\x00" + bytes(70_000), "more than 65536 bytes before a proof"),
-            (b"\0\0\0\x10" + bytes(16), "does not speak TLS: give it --tls-cert"),
-        ):
-            server._refused_at = float("-inf")
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(said)
-            with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), 10.0)
-            writer.close()
-            assert told in log[-1], (said[:10], log)
-            assert not server._strangers.all()
-        await server.close()
-
-    asyncio.run(talk())
+    log: list[str] = []
+    server = Server(
+        secret=SECRET,
+        log=lambda level, text: log.append(text),
+        callers=server_module.WORKERS,
+        tls=ours,
+    )
+    address = await server.open(
+        "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
+    )
+    begun = Endpoint(context(*files, server=False), server=False).due()
+    for said, told in (
+        (begun[: len(begun) // 2], "no proof within"),
+        (begun, "no proof within"),
+        (b"\x16\x03\x01\x40\x00" + bytes(20_000), "TLS with it failed"),
+        (b"\x16\x03\x01\x40\x00" + bytes(70_000), "more than 65536 bytes before a proof"),
+        (b"\0\0\0\x10" + bytes(16), "does not speak TLS: give it --tls-cert"),
+    ):
+        server._refused_at = float("-inf")
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(said)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10.0)
+        writer.close()
+        assert told in log[-1], (said[:10], log)
+        assert not server._strangers.all()
+    await server.close()

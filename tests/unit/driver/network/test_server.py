@@ -111,12 +111,9 @@ async def driving() -> AsyncIterator[Driver]:
 def conversation(test):
     """Runs an async test with a driver."""
 
-    def run() -> None:
-        async def talk() -> None:
-            async with driving() as driver:
-                await test(driver)
-
-        asyncio.run(asyncio.wait_for(talk(), 30.0))
+    async def run() -> None:
+        async with driving() as driver:
+            await test(driver)
 
     run.__name__ = test.__name__
     return run
@@ -162,21 +159,17 @@ async def test_a_broadcast_reaches_those_who_are_there(driver):
         ({"version": 99}, "version 99 of the protocol"),
     ],
 )
-def test_strangers_are_refused(changes, reason):
-    @conversation
-    async def talk(driver):
+async def test_strangers_are_refused(changes, reason):
+    async with driving() as driver:
         peer = await Peer.reach(driver.address)
         await peer.answer(**changes)
         assert await peer.hear() is None
         assert len(driver.log) == 1 and reason in driver.log[0]
         assert driver.events.empty()
 
-    talk()
 
-
-def test_a_proof_cannot_be_replayed():
-    @conversation
-    async def talk(driver):
+async def test_a_proof_cannot_be_replayed():
+    async with driving() as driver:
         peer = await Peer.reach(driver.address)
         first = await peer.hear()
         mine = proof(SECRET, "worker", first.nonce, b"n" * 32, str(A))
@@ -184,8 +177,6 @@ def test_a_proof_cannot_be_replayed():
         await thief.hear()
         thief.say(protocol.Answer(A, b"n" * 32, mine))
         assert await thief.hear() is None
-
-    talk()
 
 
 @conversation
@@ -219,17 +210,13 @@ async def test_nothing_may_follow_the_answer_before_it_is_accepted(driver):
     assert driver.events.empty()
 
 
-def test_who_stays_silent_is_closed(monkeypatch):
+async def test_who_stays_silent_is_closed(monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
-
-    @conversation
-    async def talk(driver):
+    async with driving() as driver:
         peer = await Peer.reach(driver.address)
         await peer.hear()
         assert await peer.hear() is None
         assert "no proof within" in driver.log[0]
-
-    talk()
 
 
 @conversation
@@ -267,16 +254,13 @@ def changed(frame: bytes) -> bytes:
         (lambda wire: changed(wire.frame(protocol.Hello(A, 1))), "this connection's seal"),
     ],
 )
-def test_nonsense_after_the_proof_ends_the_connection(data, trouble):
-    @conversation
-    async def talk(driver):
+async def test_nonsense_after_the_proof_ends_the_connection(data, trouble):
+    async with driving() as driver:
         peer = await driver.worker()
         peer.writer.write(data(peer.wire))
         assert await driver.next() == (A, "gone")
         assert await peer.hear() is None
         assert trouble in driver.log[0] and str(A) in driver.log[0]
-
-    talk()
 
 
 @conversation
@@ -311,14 +295,13 @@ async def test_last_words_are_heard_before_the_loop_comes_to_them(driver):
         (OSError(errno.EHOSTUNREACH, "no route"), "silent"),
     ],
 )
-def test_a_host_that_acknowledges_nothing_any_more_is_told_from_a_closed_connection(error, end):
-    @conversation
-    async def talk(driver):
+async def test_a_host_that_acknowledges_nothing_any_more_is_told_from_a_closed_connection(
+    error, end
+):
+    async with driving() as driver:
         await driver.worker()
         driver.server._connections[A].connection_lost(error)  # as the event loop calls it
         assert await driver.next() == (A, end)
-
-    talk()
 
 
 @conversation
@@ -335,19 +318,15 @@ async def test_the_kernel_is_asked_for_signs_of_life(driver):
         assert connected.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
-def test_who_does_not_read_is_cut_off(monkeypatch):
+async def test_who_does_not_read_is_cut_off(monkeypatch):
     monkeypatch.setattr(connection, "BACKLOG_LIMIT", 1 << 20)
-
-    @conversation
-    async def talk(driver):
+    async with driving() as driver:
         await driver.worker()
         message = protocol.End("x" * (1 << 20))
         while driver.server.send(A, message):
             pass
         assert await driver.next() == (A, "gone")
         assert "has not read for 1 MiB" in driver.log[0]
-
-    talk()
 
 
 @conversation

@@ -94,16 +94,12 @@ def test_a_node_that_comes_gets_what_waits():
     assert told.ray.said == []
 
 
-def test_a_node_that_drains_is_off_the_list_before_its_claims_are_removed():
-    told = started(aaaa=2, bbbb=1, cccc=2)
+async def test_a_node_that_drains_is_off_the_list_before_its_claims_are_removed():
+    told = await asyncio.to_thread(started, aaaa=2, bbbb=1, cccc=2)  # in a loop of its own
     ray, removed_at = told.ray, []
-
-    async def conversation() -> None:
-        told.steps = [lambda: ray.drain("aaaa"), ray.tick, nothing]
-        async for hosts in told.discovery.watch():
-            removed_at.append((list(hosts.items()), list(ray.said)))
-
-    asyncio.run(conversation())
+    told.steps = [lambda: ray.drain("aaaa"), ray.tick, nothing]
+    async for hosts in told.discovery.watch():
+        removed_at.append((list(hosts.items()), list(ray.said)))
     made = ["make 3", "make 4"]
     assert removed_at == [
         ([(A, 2), (B, 1)], []),
@@ -378,21 +374,17 @@ def test_a_group_that_is_too_small_is_refused_with_the_reason():
 # ---- the end
 
 
-def test_closing_removes_every_claim_and_the_watching_ends():
-    told = started(most=5, aaaa=1, bbbb=2)
-
-    async def conversation() -> None:
-        watching = told.discovery.watch()
-        await anext(watching)
-        await told.discovery.close()
-        assert [hosts async for hosts in watching] == []
-
-    asyncio.run(conversation())
+async def test_closing_removes_every_claim_and_the_watching_ends():
+    told = await asyncio.to_thread(started, most=5, aaaa=1, bbbb=2)
+    watching = told.discovery.watch()
+    await anext(watching)
+    await told.discovery.close()
+    assert [hosts async for hosts in watching] == []
     assert told.ray.live == {}
     assert told.log == []
 
 
-def test_a_look_under_way_makes_no_claim_once_it_is_closed():
+async def test_a_look_under_way_makes_no_claim_once_it_is_closed():
     told = Told(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
     ray, go_on, told_of = told.ray, threading.Event(), threading.Event()
     claims = ray.claims
@@ -402,22 +394,19 @@ def test_a_look_under_way_makes_no_claim_once_it_is_closed():
         go_on.wait(10)
         return claims(prefix)
 
-    async def conversation() -> None:
-        ray.claims = hangs  # type: ignore[method-assign]
-        placing = asyncio.create_task(told.discovery.place(2, 100))
-        await asyncio.to_thread(told_of.wait, 10)
-        closing = asyncio.create_task(told.discovery.close())
-        await asyncio.sleep(0)
-        go_on.set()
-        await closing
-        placing.cancel()
-        await asyncio.wait({placing})
-
-    asyncio.run(asyncio.wait_for(conversation(), 20))
+    ray.claims = hangs  # type: ignore[method-assign]
+    placing = asyncio.create_task(told.discovery.place(2, 100))
+    await asyncio.to_thread(told_of.wait, 10)
+    closing = asyncio.create_task(told.discovery.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    placing.cancel()
+    await asyncio.wait({placing})
     assert ray.live == {} and ray.said == []
 
 
-def test_closing_while_claims_are_made_ends_the_making_and_removes_those_that_were_made():
+async def test_closing_while_claims_are_made_ends_the_making_and_removes_those_that_were_made():
     told = Told(FakeRay(aaaa=1), Wanted(3, ONE))
     ray, go_on, begun = told.ray, threading.Event(), threading.Event()
     make = ray.make
@@ -427,18 +416,15 @@ def test_closing_while_claims_are_made_ends_the_making_and_removes_those_that_we
         assert go_on.wait(10)
         make(name, bundle, detached=detached)
 
-    async def conversation() -> None:
-        ray.make = hangs  # type: ignore[method-assign]
-        placing = asyncio.create_task(told.discovery.place(2, 100))
-        await asyncio.to_thread(begun.wait, 10)
-        closing = asyncio.create_task(told.discovery.close())
-        await asyncio.sleep(0)
-        go_on.set()
-        await closing
-        placing.cancel()
-        await asyncio.wait({placing})
-
-    asyncio.run(asyncio.wait_for(conversation(), 20))
+    ray.make = hangs  # type: ignore[method-assign]
+    placing = asyncio.create_task(told.discovery.place(2, 100))
+    await asyncio.to_thread(begun.wait, 10)
+    closing = asyncio.create_task(told.discovery.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    placing.cancel()
+    await asyncio.wait({placing})
     assert ray.said == ["make 0", "remove 0"]
 
 
@@ -466,7 +452,7 @@ def test_a_call_that_hangs_is_told_and_nothing_is_piled_up_behind_it():
     assert over == "Ray answers again"
 
 
-def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
+async def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
     inside: list[int] = []
 
     def call(value: int) -> Callable[[], int]:
@@ -480,11 +466,8 @@ def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
 
         return run
 
-    async def conversation() -> list[Any]:
-        calls = CallsInTurn("test")
-        return await asyncio.gather(*(calls(call(n), 10) for n in range(5)), return_exceptions=True)
-
-    got = asyncio.run(conversation())
+    calls = CallsInTurn("test")
+    got = await asyncio.gather(*(calls(call(n), 10) for n in range(5)), return_exceptions=True)
     assert [got[n] for n in (0, 1, 2, 4)] == [0, 1, 2, 4]
     assert isinstance(got[3], Invalid)
 

@@ -103,59 +103,49 @@ def test_a_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
     assert calls > 40
 
 
-def test_those_who_go_on_may_be_killed_at_any_call(tmp_path, job, small_pieces):
+async def test_those_who_go_on_may_be_killed_at_any_call(tmp_path, job, small_pieces):
     settings, entries = job
-
-    async def story() -> None:
-        for call in range(1000):
-            place = InRay(tmp_path)
-            first = Drive(place, settings, every=6)
-            await first.begin()
-            await first.tell(entries[:14])
-            known = first.kill()
-            archive = place.archive()
-            place.latest.lives_for = call
-            with contextlib.suppress(Killed):
-                past = await archive.past()
-                assert past is not None
-                await archive.go_on(past, Writer(2))
-                return
-            third = Drive(place, settings, every=6)
-            past = await third.go_on(Writer(3))
-            assert taken(third.membership) == known
-            await third.tell(entries[14:30])
-            known = third.kill()
-            past = await place.archive().past()
-            assert past is not None and taken(past.membership) == known and past.term == 3
-        raise AssertionError("it never ends")
-
-    asyncio.run(story())
-
-
-def test_half_of_a_snapshot_is_none_and_the_next_one_removes_it(tmp_path, job, small_pieces):
-    settings, entries = job
-
-    async def story() -> None:
+    for call in range(1000):
         place = InRay(tmp_path)
-        drive = Drive(place, settings, every=10)
-        await drive.begin()
-        for entry in entries[:10]:
-            drive.journal.record(
-                entry.at, entry.event, drive.membership.handle(entry.event, entry.at)
-            )
-            await drive.journal.settle()
-        place.latest.lives_for = 1  # piece
-        with pytest.raises(Killed):
-            await drive.journal.rest()
-        torn = [key for key in place.kept if "/000001-000001-" in key]
-        assert len(torn) == 1 and place.kept[torn[0]].startswith(b'{"piece":1,"of":4,')
-        second = Drive(place, settings, every=10)
-        past = await second.go_on()
-        assert past.replayed == 10 and taken(past.membership) == taken(drive.membership)
-        await second.tell(entries[10:40])
-        assert not any("/000001-" in key for key in place.kept if "/records/" in key)
+        first = Drive(place, settings, every=6)
+        await first.begin()
+        await first.tell(entries[:14])
+        known = first.kill()
+        archive = place.archive()
+        place.latest.lives_for = call
+        with contextlib.suppress(Killed):
+            past = await archive.past()
+            assert past is not None
+            await archive.go_on(past, Writer(2))
+            return
+        third = Drive(place, settings, every=6)
+        past = await third.go_on(Writer(3))
+        assert taken(third.membership) == known
+        await third.tell(entries[14:30])
+        known = third.kill()
+        past = await place.archive().past()
+        assert past is not None and taken(past.membership) == known and past.term == 3
+    raise AssertionError("it never ends")
 
-    asyncio.run(story())
+
+async def test_half_of_a_snapshot_is_none_and_the_next_one_removes_it(tmp_path, job, small_pieces):
+    settings, entries = job
+    place = InRay(tmp_path)
+    drive = Drive(place, settings, every=10)
+    await drive.begin()
+    for entry in entries[:10]:
+        drive.journal.record(entry.at, entry.event, drive.membership.handle(entry.event, entry.at))
+        await drive.journal.settle()
+    place.latest.lives_for = 1  # piece
+    with pytest.raises(Killed):
+        await drive.journal.rest()
+    torn = [key for key in place.kept if "/000001-000001-" in key]
+    assert len(torn) == 1 and place.kept[torn[0]].startswith(b'{"piece":1,"of":4,')
+    second = Drive(place, settings, every=10)
+    past = await second.go_on()
+    assert past.replayed == 10 and taken(past.membership) == taken(drive.membership)
+    await second.tell(entries[10:40])
+    assert not any("/000001-" in key for key in place.kept if "/records/" in key)
 
 
 # ---- two that write at once ------------------------------------------------------------------------------------------
@@ -305,153 +295,129 @@ def test_whoever_may_act_knows_what_was_done(seeds, monkeypatch):
     assert (deposed > 2 * len(seeds) and acted > 20 * len(seeds)) or len(seeds) == 1
 
 
-def test_what_a_deposed_driver_wrote_too_late_does_not_count(tmp_path, job):
+async def test_what_a_deposed_driver_wrote_too_late_does_not_count(tmp_path, job):
     settings, entries = job
-
-    async def story() -> None:
-        place = InRay(tmp_path)
-        first = Drive(place, settings, every=8)
-        await first.begin()
-        await first.tell(entries[:7])
-        second = Drive(place, settings)
-        await second.go_on()
-        await second.tell(entries[7:12])
-        with pytest.raises(Deposed, match="does not lead job night"):
-            await first.tell(entries[7:10])  # with a snapshot
-        past = await place.archive().past()
-        assert past is not None and taken(past.membership) == taken(second.membership)
-
-    asyncio.run(story())
+    place = InRay(tmp_path)
+    first = Drive(place, settings, every=8)
+    await first.begin()
+    await first.tell(entries[:7])
+    second = Drive(place, settings)
+    await second.go_on()
+    await second.tell(entries[7:12])
+    with pytest.raises(Deposed, match="does not lead job night"):
+        await first.tell(entries[7:10])  # with a snapshot
+    past = await place.archive().past()
+    assert past is not None and taken(past.membership) == taken(second.membership)
 
 
-def test_it_is_said_once_that_another_driver_leads(tmp_path):
-    async def story() -> list[tuple[str, str]]:
-        said: list[tuple[str, str]] = []
-        kept: dict[str, bytes] = {}
-        first = of(kept, lambda *line: said.append(line))
-        await first.past()
-        journal = await first.begin(HEADER)
-        await of(kept).past()
-        for _ in range(2):
-            journal.record(1.0, TimePassed())
-            with pytest.raises(Deposed):
-                await journal.settle()
-        assert first.lost.is_set()
+async def test_it_is_said_once_that_another_driver_leads(tmp_path):
+    said: list[tuple[str, str]] = []
+    kept: dict[str, bytes] = {}
+    first = of(kept, lambda *line: said.append(line))
+    await first.past()
+    journal = await first.begin(HEADER)
+    await of(kept).past()
+    for _ in range(2):
+        journal.record(1.0, TimePassed())
         with pytest.raises(Deposed):
-            await first.forget()
-        assert kept
-        return said
-
-    [(level, text)] = asyncio.run(story())
+            await journal.settle()
+    assert first.lost.is_set()
+    with pytest.raises(Deposed):
+        await first.forget()
+    assert kept
+    [(level, text)] = said
     assert level == "warning" and text.startswith("another driver leads job night now")
 
 
-def test_a_turn_whose_answer_got_lost_is_taken_all_the_same(tmp_path):
+async def test_a_turn_whose_answer_got_lost_is_taken_all_the_same(tmp_path):
     """Otherwise it would wait behind itself."""
 
     def unheard(change: Callable[[], Any]) -> Any:
         change()
         raise Unanswered("the answer got lost")
 
-    async def story() -> None:
-        kept: dict[str, bytes] = {}
-        kv = FakeKeyValues(kept)
-        kv.troubles = [lambda change: change()] * 2 + [unheard]
-        archive = RayArchive("night", kv=Insistent(kv, quiet, pause=no_pause))
-        assert await archive.past() is None
-        assert [key for key in kept if "/writers/" in key] == ["journal/night/writers/000001"]
-        journal = await archive.begin(HEADER)
-        kv.troubles = [unheard] * 2
-        journal.record(1.0, TimePassed())
-        await journal.settle()
-        past = await of(kept).past()
-        assert past is not None and past.replayed == 1
-
-    asyncio.run(story())
+    kept: dict[str, bytes] = {}
+    kv = FakeKeyValues(kept)
+    kv.troubles = [lambda change: change()] * 2 + [unheard]
+    archive = RayArchive("night", kv=Insistent(kv, quiet, pause=no_pause))
+    assert await archive.past() is None
+    assert [key for key in kept if "/writers/" in key] == ["journal/night/writers/000001"]
+    journal = await archive.begin(HEADER)
+    kv.troubles = [unheard] * 2
+    journal.record(1.0, TimePassed())
+    await journal.settle()
+    past = await of(kept).past()
+    assert past is not None and past.replayed == 1
 
 
 # ---- forgotten -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_of_what_is_forgotten_and_others_stay(tmp_path):
-    async def story() -> None:
-        kept: dict[str, bytes] = {}
-        for name in ("night", "night2"):
-            archive = of(kept, job=name)
-            await archive.past()
-            await archive.begin(HEADER)
-        await of(kept).forget()
-        assert kept and all(key.startswith("journal/night2/") for key in kept)
-        await archive.forget()
-        assert not kept
-
-    asyncio.run(story())
+async def test_nothing_is_left_of_what_is_forgotten_and_others_stay(tmp_path):
+    kept: dict[str, bytes] = {}
+    for name in ("night", "night2"):
+        archive = of(kept, job=name)
+        await archive.past()
+        await archive.begin(HEADER)
+    await of(kept).forget()
+    assert kept and all(key.startswith("journal/night2/") for key in kept)
+    await archive.forget()
+    assert not kept
 
 
 @pytest.mark.parametrize("calls", range(3))
-def test_half_forgotten_is_as_it_was_or_gone(tmp_path, calls):
+async def test_half_forgotten_is_as_it_was_or_gone(tmp_path, calls):
     """Ray may start the driver again, which must not go on with half of a job. Removing may be cut off as well."""
+    kept: dict[str, bytes] = {}
+    kv = FakeKeyValues(kept)
+    archive = RayArchive("night", kv=Insistent(kv, quiet))
+    await archive.past()
+    journal = await archive.begin(HEADER)
+    for at in range(8):
+        journal.record(float(at), TimePassed())
+        await journal.settle()
 
-    async def story() -> None:
-        kept: dict[str, bytes] = {}
-        kv = FakeKeyValues(kept)
-        archive = RayArchive("night", kv=Insistent(kv, quiet))
-        await archive.past()
-        journal = await archive.begin(HEADER)
-        for at in range(8):
-            journal.record(float(at), TimePassed())
-            await journal.settle()
+    def half(change: Callable[[], Any]) -> Any:
+        before = dict(kept)
+        change()
+        kept.update(dict([*before.items() - kept.items()][1:][::2]))
+        raise Killed
 
-        def half(change: Callable[[], Any]) -> Any:
-            before = dict(kept)
-            change()
-            kept.update(dict([*before.items() - kept.items()][1:][::2]))
-            raise Killed
-
-        kv.troubles = [*([lambda change: change()] * calls), half]
-        with pytest.raises(Killed):
-            await archive.forget()
-        past = await of(kept).past()
-        assert (past.replayed if past else None) == (8 if calls == 0 else None)
-
-    asyncio.run(story())
+    kv.troubles = [*([lambda change: change()] * calls), half]
+    with pytest.raises(Killed):
+        await archive.forget()
+    past = await of(kept).past()
+    assert (past.replayed if past else None) == (8 if calls == 0 else None)
 
 
-def test_what_comes_after_it_was_forgotten_belongs_to_no_job(tmp_path):
+async def test_what_comes_after_it_was_forgotten_belongs_to_no_job(tmp_path):
     """A driver that was cut off wakes when all is over, and writes. The next job has its name and its turn."""
-
-    async def story() -> None:
-        kept: dict[str, bytes] = {}
-        archive = of(kept)
-        await archive.past()
-        journal = await archive.begin(HEADER)
-        await of(kept).forget()
-        journal.record(1.0, TimePassed())
-        with pytest.raises(Deposed):
-            await journal.settle()
-        assert len(kept) == 1
-        archive = of(kept)
-        assert await archive.past() is None
-        await archive.begin(HEADER)
-        assert len(kept) == 2, "its turn and its beginning"
-        with pytest.raises(Deposed):
-            await journal.settle()
-
-    asyncio.run(story())
+    kept: dict[str, bytes] = {}
+    archive = of(kept)
+    await archive.past()
+    journal = await archive.begin(HEADER)
+    await of(kept).forget()
+    journal.record(1.0, TimePassed())
+    with pytest.raises(Deposed):
+        await journal.settle()
+    assert len(kept) == 1
+    archive = of(kept)
+    assert await archive.past() is None
+    await archive.begin(HEADER)
+    assert len(kept) == 2, "its turn and its beginning"
+    with pytest.raises(Deposed):
+        await journal.settle()
 
 
-def test_forgetting_has_a_bound(tmp_path):
-    async def story() -> list[tuple[str, str]]:
-        said: list[tuple[str, str]] = []
-        kept: dict[str, bytes] = {"journal/night/writers/000001": b"0123456789ab"}
-        kv = FakeKeyValues(kept)
-        kv.troubles = [away] * 10**6
-        log = lambda *line: said.append(line)  # noqa: E731
-        archive = RayArchive("night", log=log, kv=Insistent(kv, quiet, pause=no_pause))
-        await archive.forget(within_s=0.0)
-        return said
-
-    [(level, text)] = asyncio.run(story())
+async def test_forgetting_has_a_bound(tmp_path):
+    said: list[tuple[str, str]] = []
+    kept: dict[str, bytes] = {"journal/night/writers/000001": b"0123456789ab"}
+    kv = FakeKeyValues(kept)
+    kv.troubles = [away] * 10**6
+    log = lambda *line: said.append(line)  # noqa: E731
+    archive = RayArchive("night", log=log, kv=Insistent(kv, quiet, pause=no_pause))
+    await archive.forget(within_s=0.0)
+    [(level, text)] = said
     assert level == "warning" and "stays in Ray's key-value store" in text
 
 
@@ -488,39 +454,31 @@ def test_what_counts_is_found_from_the_end(monkeypatch):
         counting({a: written((b"x", {}))})
 
 
-def test_a_journal_with_a_hole_is_noticed(tmp_path, job):
+async def test_a_journal_with_a_hole_is_noticed(tmp_path, job):
     settings, entries = job
-
-    async def story() -> None:
-        place = InRay(tmp_path)
-        drive = Drive(place, settings)
-        await drive.begin()
-        await drive.tell(entries[:30])
-        [key] = [key for key in place.kept if key.endswith("/000000004")]
-        del place.kept[key]
-        with pytest.raises(
-            Invalid, match=r"under journal/night/ can't be resumed: record 4 of .* is missing"
-        ):
-            await place.archive().past()
-
-    asyncio.run(story())
+    place = InRay(tmp_path)
+    drive = Drive(place, settings)
+    await drive.begin()
+    await drive.tell(entries[:30])
+    [key] = [key for key in place.kept if key.endswith("/000000004")]
+    del place.kept[key]
+    with pytest.raises(
+        Invalid, match=r"under journal/night/ can't be resumed: record 4 of .* is missing"
+    ):
+        await place.archive().past()
 
 
-def test_snapshots_keep_it_small(tmp_path, job):
+async def test_snapshots_keep_it_small(tmp_path, job):
     settings, entries = job
-
-    async def story() -> None:
-        place = InRay(tmp_path)
-        drive = Drive(place, settings, every=20)
-        await drive.begin()
-        await drive.tell(entries)
-        assert place.latest.calls > 100 and len(place.kept) < 40
-        drive.kill()
-        drive = Drive(place, settings)
-        assert await drive.begin("next") is not None
-        assert len(place.kept) == 3, "two turns and a beginning"
-
-    asyncio.run(story())
+    place = InRay(tmp_path)
+    drive = Drive(place, settings, every=20)
+    await drive.begin()
+    await drive.tell(entries)
+    assert place.latest.calls > 100 and len(place.kept) < 40
+    drive.kill()
+    drive = Drive(place, settings)
+    assert await drive.begin("next") is not None
+    assert len(place.kept) == 3, "two turns and a beginning"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\nb"])
@@ -529,12 +487,9 @@ def test_names_that_would_be_other_keys_are_refused(name):
         of({}, job=name)
 
 
-def test_without_a_look_at_what_is_there_nothing_begins(tmp_path):
-    async def story() -> None:
-        with pytest.raises(RuntimeError):
-            await of({}).begin(HEADER)
-
-    asyncio.run(story())
+async def test_without_a_look_at_what_is_there_nothing_begins(tmp_path):
+    with pytest.raises(RuntimeError):
+        await of({}).begin(HEADER)
 
 
 # ---- a head that is away ---------------------------------------------------------------------------------------------
@@ -584,113 +539,97 @@ async def begun(insistent: Insistent) -> RayJournal:
     return await archive.begin(HEADER)
 
 
-def test_while_the_head_is_away_it_waits_and_says_so_once():
-    async def story() -> None:
-        hours, kv = Hours(), FakeKeyValues({})
-        journal = await begun(hours.insistent(kv))
-        kv.troubles = [away] * 20
+async def test_while_the_head_is_away_it_waits_and_says_so_once():
+    hours, kv = Hours(), FakeKeyValues({})
+    journal = await begun(hours.insistent(kv))
+    kv.troubles = [away] * 20
+    journal.record(1.0, TimePassed())
+    await journal.settle()
+    assert hours.said == [
+        (
+            3.2,
+            "warning",
+            "Ray's head does not answer (RpcError: Deadline Exceeded); training goes on, changes of"
+            " membership wait",
+        ),
+        (round(sum(hours.pauses), 1), "info", "Ray's head answers again, after 9.2 s"),
+    ]
+    assert hours.pauses[:4] == [0.1, 0.2, 0.4, 0.5] and max(hours.pauses) == 0.5
+    kv.troubles = [away] * 10
+    journal.record(2.0, TimePassed())
+    await journal.settle()
+    assert len(hours.said) == 4, "the next time it is said again"
+    past = await of(kv.kept).past()
+    assert past is not None and past.replayed == 2
+
+
+async def test_a_short_silence_is_not_worth_a_line():
+    hours, kv = Hours(), FakeKeyValues({})
+    journal = await begun(hours.insistent(kv))
+    for _ in range(20):
+        kv.troubles = [away] * 3
         journal.record(1.0, TimePassed())
         await journal.settle()
-        assert hours.said == [
-            (
-                3.2,
-                "warning",
-                "Ray's head does not answer (RpcError: Deadline Exceeded); training goes on, changes of"
-                " membership wait",
-            ),
-            (round(sum(hours.pauses), 1), "info", "Ray's head answers again, after 9.2 s"),
-        ]
-        assert hours.pauses[:4] == [0.1, 0.2, 0.4, 0.5] and max(hours.pauses) == 0.5
-        kv.troubles = [away] * 10
-        journal.record(2.0, TimePassed())
-        await journal.settle()
-        assert len(hours.said) == 4, "the next time it is said again"
-        past = await of(kv.kept).past()
-        assert past is not None and past.replayed == 2
-
-    asyncio.run(story())
+    assert not hours.said and sum(hours.pauses) > 10
 
 
-def test_a_short_silence_is_not_worth_a_line():
-    async def story() -> None:
-        hours, kv = Hours(), FakeKeyValues({})
-        journal = await begun(hours.insistent(kv))
-        for _ in range(20):
-            kv.troubles = [away] * 3
-            journal.record(1.0, TimePassed())
-            await journal.settle()
-        assert not hours.said and sum(hours.pauses) > 10
+async def test_what_is_recorded_while_it_is_away_is_written_together():
+    kv = FakeKeyValues({})
+    journal = await begun(Insistent(kv, quiet, pause=no_pause))
+    back = threading.Event()
 
-    asyncio.run(story())
+    def until_back(change: Callable[[], Any]) -> Any:
+        assert back.wait(30)
+        return change()
 
-
-def test_what_is_recorded_while_it_is_away_is_written_together():
-    async def story() -> None:
-        kv = FakeKeyValues({})
-        journal = await begun(Insistent(kv, quiet, pause=no_pause))
-        back = threading.Event()
-
-        def until_back(change: Callable[[], Any]) -> Any:
-            assert back.wait(30)
-            return change()
-
-        kv.troubles = [until_back]
-        journal.record(1.0, TimePassed())
-        settling = asyncio.ensure_future(journal.settle())
-        while kv.troubles:
-            await asyncio.sleep(0)
-        for at in range(2, 100):
-            journal.record(float(at), TimePassed())
-        assert not settling.done()
-        before = kv.calls
-        back.set()
-        await settling
-        assert kv.calls - before == 3, "a look, and one more record with its look"
-        past = await of(kv.kept).past()
-        assert past is not None and past.replayed == 99
-
-    asyncio.run(story())
+    kv.troubles = [until_back]
+    journal.record(1.0, TimePassed())
+    settling = asyncio.ensure_future(journal.settle())
+    while kv.troubles:
+        await asyncio.sleep(0)
+    for at in range(2, 100):
+        journal.record(float(at), TimePassed())
+    assert not settling.done()
+    before = kv.calls
+    back.set()
+    await settling
+    assert kv.calls - before == 3, "a look, and one more record with its look"
+    past = await of(kv.kept).past()
+    assert past is not None and past.replayed == 99
 
 
-def test_a_call_that_hangs_has_a_deadline_and_those_after_it_wait_their_turn():
+async def test_a_call_that_hangs_has_a_deadline_and_those_after_it_wait_their_turn():
     """The fake fails where two are made at once."""
+    hours, kv = Hours(), FakeKeyValues({})
+    journal = await begun(hours.insistent(kv, answer_s=0.01))
+    back = threading.Event()
 
-    async def story() -> None:
-        hours, kv = Hours(), FakeKeyValues({})
-        journal = await begun(hours.insistent(kv, answer_s=0.01))
-        back = threading.Event()
+    async def pause(seconds: float) -> None:
+        await hours.pause(seconds)
+        if hours.now > 110.0:
+            back.set()
 
-        async def pause(seconds: float) -> None:
-            await hours.pause(seconds)
-            if hours.now > 110.0:
-                back.set()
+    def hangs(change: Callable[[], Any]) -> Any:
+        assert back.wait(30)
+        return change()
 
-        def hangs(change: Callable[[], Any]) -> Any:
-            assert back.wait(30)
-            return change()
-
-        kv.troubles = [hangs]
-        journal._turn._kv._pause = pause
-        journal._turn._kv._answer_s = 0.01
-        journal.record(1.0, TimePassed())
-        await journal.settle()
-        assert [level for _, level, _ in hours.said] == ["warning", "info"]
-        assert "nothing was heard for 0.01 s" in hours.said[0][2]
-        past = await of(kv.kept).past()
-        assert past is not None and past.replayed == 1
-
-    asyncio.run(story())
+    kv.troubles = [hangs]
+    journal._turn._kv._pause = pause
+    journal._turn._kv._answer_s = 0.01
+    journal.record(1.0, TimePassed())
+    await journal.settle()
+    assert [level for _, level, _ in hours.said] == ["warning", "info"]
+    assert "nothing was heard for 0.01 s" in hours.said[0][2]
+    past = await of(kv.kept).past()
+    assert past is not None and past.replayed == 1
 
 
-def test_a_bug_is_not_taken_for_silence():
-    async def story() -> None:
-        kv = FakeKeyValues({})
+async def test_a_bug_is_not_taken_for_silence():
+    kv = FakeKeyValues({})
 
-        def bug(change: Callable[[], Any]) -> Any:
-            raise TypeError("no such argument")
+    def bug(change: Callable[[], Any]) -> Any:
+        raise TypeError("no such argument")
 
-        kv.troubles = [bug]
-        with pytest.raises(TypeError):
-            await Insistent(kv, quiet).keys("")
-
-    asyncio.run(story())
+    kv.troubles = [bug]
+    with pytest.raises(TypeError):
+        await Insistent(kv, quiet).keys("")

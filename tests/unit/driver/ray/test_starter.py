@@ -187,8 +187,8 @@ class TestRay(StarterContract):
         async with bench_in(folder) as bench:
             yield bench
 
-    def test_the_actor_is_on_the_hosts_node_under_a_name_of_its_own(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_the_actor_is_on_the_hosts_node_under_a_name_of_its_own(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             await bench.starter.start(bootstrap("beta", outlives=True))
             assert bench.fake.made == [
@@ -196,12 +196,10 @@ class TestRay(StarterContract):
                 ("hvd-elastic-agent:trains:beta", "node-of-beta", True),
             ]
 
-        conversation(talk)
-
-    def test_an_agent_knows_its_files_and_its_workers_are_as_the_user_wants(
-        self, conversation, short_folder
+    async def test_an_agent_knows_its_files_and_its_workers_are_as_the_user_wants(
+        self, opened, short_folder
     ):
-        async def talk(bench: RayBench) -> None:
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             told, environ = bench.told("alpha"), noted(bench.folder, "alpha")["environ"]
             call = Path(environ["ELASTIC_CALL"])
@@ -219,10 +217,8 @@ class TestRay(StarterContract):
             await bench.starter.close()
             assert not call.parent.exists()
 
-        conversation(talk)
-
-    def test_the_first_python_in_the_workers_path_is_the_actors(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_the_first_python_in_the_workers_path_is_the_actors(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             first = noted(bench.folder, "alpha")["environ"]["PATH"].split(":")[0]
             process = await asyncio.create_subprocess_exec(
@@ -231,20 +227,16 @@ class TestRay(StarterContract):
             said, _ = await process.communicate()
             assert json.loads(said)  # it is the stand-in, which tells its path
 
-        conversation(talk)
-
-    def test_when_the_agent_ends_its_actor_does_and_that_is_said_once(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_when_the_agent_ends_its_actor_does_and_that_is_said_once(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             bench.end("alpha")
             await until(lambda: not bench.fake.living, "the end of the actor")
             await until(lambda: bool(bench.log), "a line")
             assert bench.log == [("warning", "the agent on alpha was killed by signal 9")]
 
-        conversation(talk)
-
-    def test_when_the_actor_dies_its_agent_does_and_that_is_said_once(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_when_the_actor_dies_its_agent_does_and_that_is_said_once(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             bench.fake.drop(bench.fake.living[name_of("trains", "alpha")])
             await bench.ended("alpha")
@@ -256,10 +248,8 @@ class TestRay(StarterContract):
                 )
             ]
 
-        conversation(talk)
-
-    def test_with_the_raylet_the_agent_and_the_actor_end(self, conversation, short_folder):
-        async def talk(bench: RayBench) -> None:
+    async def test_with_the_raylet_the_agent_and_the_actor_end(self, opened, short_folder):
+        async with opened as bench:
             raylet = await asyncio.create_subprocess_exec("sleep", "100")
             RAYLET.append(raylet.pid)
             await bench.starter.start(bootstrap("alpha"))
@@ -272,125 +262,91 @@ class TestRay(StarterContract):
             await until(lambda: bench.log == [("warning", why)], "a line")
             await raylet.wait()
 
-        conversation(talk)
-
-    def test_what_an_agent_warns_of_is_logged(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_what_an_agent_warns_of_is_logged(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "chatty"))
             await until(lambda: len(bench.log) >= 20, "its lines")
             assert bench.log[0] == ("warning", "the agent on alpha: line 0")
             assert bench.log[19][1] == "the agent on alpha: line 19; further lines are left out"
 
-        conversation(talk)
-
-    def test_another_agent_takes_the_place_of_one_that_still_runs(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_another_agent_takes_the_place_of_one_that_still_runs(self, opened):
+        async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             earlier = noted(bench.folder, "alpha")["pid"]
             await bench.starter.start(bootstrap("alpha"))
             assert not lives(earlier) and bench.runs("alpha")
             assert len(bench.fake.living) == 1
 
-        conversation(talk)
-
-    def test_a_failed_start_leaves_no_actor(self, conversation):
-        async def talk(bench: RayBench) -> None:
+    async def test_a_failed_start_leaves_no_actor(self, opened):
+        async with opened as bench:
             for job in ("wrong", "killed", "old"):
                 await failure(bench.starter, bootstrap("alpha", job))
                 await until(lambda: not bench.fake.living, "the end of the actor")
 
-        conversation(talk)
 
-
-@pytest.fixture
-def talk_in(tmp_path: Path) -> Any:
-    def run(talk: Any, **rest: Any) -> None:
-        async def held() -> None:
-            async with bench_in(tmp_path, **rest) as bench:
-                await talk(bench)
-
-        asyncio.run(asyncio.wait_for(held(), 60.0))
-
-    return run
-
-
-def test_a_node_that_does_not_answer_fails_the_start_in_time_and_blocks_nobody(talk_in):
-    async def talk(bench: RayBench) -> None:
+async def test_a_node_that_does_not_answer_fails_the_start_in_time_and_blocks_nobody(tmp_path):
+    async with bench_in(tmp_path, start_s=0.5) as bench:
         bench.fake.silent = {"node-of-alpha"}
         silent = asyncio.create_task(failure(bench.starter, bootstrap("alpha")))
         text = await silent
         assert "within 0.5 s" in text and "node-of-" in text
         await until(lambda: not bench.fake.living, "the end of the actor that never ran")
 
-    talk_in(talk, start_s=0.5)
 
-
-def test_a_head_that_does_not_answer_fails_the_start_in_time_and_what_it_makes_later_is_killed(
-    talk_in,
+async def test_a_head_that_does_not_answer_fails_the_start_in_time_and_what_it_makes_later_is_killed(
+    tmp_path,
 ):
-    async def talk(bench: RayBench) -> None:
+    async with bench_in(tmp_path, start_s=0.5) as bench:
         bench.fake.head.clear()
         assert "within 0.5 s" in await failure(bench.starter, bootstrap("alpha"))
         bench.fake.head.set()
         await until(lambda: bool(bench.fake.made) and not bench.fake.living, "making and killing")
 
-    talk_in(talk, start_s=0.5)
 
-
-def test_another_release_is_refused_before_it_is_told_anything(talk_in):
-    async def talk(bench: RayBench) -> None:
+async def test_another_release_is_refused_before_it_is_told_anything(tmp_path):
+    async with bench_in(tmp_path) as bench:
         bench.fake.release = "0.0.1"
         text = await failure(bench.starter, bootstrap("alpha"))
         assert "alpha has release 0.0.1 of hvd-elastic" in text
         assert not (bench.folder / "alpha").exists()
 
-    talk_in(talk)
+
+async def test_a_host_that_ray_does_not_list_is_refused(tmp_path):
+    nodes: dict[str, str] = {}
+    starter = RayStarter(nodes.__getitem__, b"", print, job="j", actors=Fake("python"))
+    assert "no such node" in await failure(starter, bootstrap("alpha"))
 
 
-def test_a_host_that_ray_does_not_list_is_refused(tmp_path):
-    async def talk() -> None:
-        nodes: dict[str, str] = {}
-        starter = RayStarter(nodes.__getitem__, b"", print, job="j", actors=Fake("python"))
-        assert "no such node" in await failure(starter, bootstrap("alpha"))
-
-    asyncio.run(talk())
-
-
-def test_the_next_driver_redirects_and_hears_agents_that_are_there(tmp_path):
-    async def talk() -> None:
-        async with bench_in(tmp_path, detached=True) as bench:
-            await bench.starter.start(bootstrap("alpha"))
-            await bench.starter.close()
-            assert bench.runs("alpha")
-            log: Log = []
-            later = RayStarter(
-                lambda host: "n",
-                CALL,
-                lambda level, text: log.append((level, text)),
-                job="trains",
-                detached=True,
-                actors=bench.fake,
-            )
-            await later.redirect(["10.0.0.1:5000", "10.0.0.2:5000"])
-            told = Path(bench.told("alpha")["drivers_file"])
-            assert told.read_text() == "10.0.0.1:5000\n10.0.0.2:5000\n"
-            bench.end("alpha")
-            await until(lambda: bool(log), "a line")
-            assert log == [("warning", "the agent on alpha was killed by signal 9")]
-            assert bench.log == []
-            await later.close()
-
-    asyncio.run(asyncio.wait_for(talk(), 60.0))
+async def test_the_next_driver_redirects_and_hears_agents_that_are_there(tmp_path):
+    async with bench_in(tmp_path, detached=True) as bench:
+        await bench.starter.start(bootstrap("alpha"))
+        await bench.starter.close()
+        assert bench.runs("alpha")
+        log: Log = []
+        later = RayStarter(
+            lambda host: "n",
+            CALL,
+            lambda level, text: log.append((level, text)),
+            job="trains",
+            detached=True,
+            actors=bench.fake,
+        )
+        await later.redirect(["10.0.0.1:5000", "10.0.0.2:5000"])
+        told = Path(bench.told("alpha")["drivers_file"])
+        assert told.read_text() == "10.0.0.1:5000\n10.0.0.2:5000\n"
+        bench.end("alpha")
+        await until(lambda: bool(log), "a line")
+        assert log == [("warning", "the agent on alpha was killed by signal 9")]
+        assert bench.log == []
+        await later.close()
 
 
-def test_a_head_that_is_away_is_said_where_agents_are_to_be_redirected(talk_in):
-    async def talk(bench: RayBench) -> None:
+async def test_a_head_that_is_away_is_said_where_agents_are_to_be_redirected(tmp_path):
+    async with bench_in(tmp_path, start_s=0.2) as bench:
         bench.fake.head.clear()
         await bench.starter.redirect(["a:1"])
         assert bench.log == [("warning", "the agents of this job can't be found: TimeoutError")]
         bench.fake.head.set()
-
-    talk_in(talk, start_s=0.2)
 
 
 class Worker:
@@ -423,8 +379,8 @@ async def served(bench: RayBench, ranks: list[int]) -> list[Worker]:
     return workers
 
 
-def test_calls_reach_the_worker_of_their_rank_in_order(talk_in):
-    async def talk(bench: RayBench) -> None:
+async def test_calls_reach_the_worker_of_their_rank_in_order(tmp_path):
+    async with bench_in(tmp_path) as bench:
         one, zero = await served(bench, [1, 0])
         assert await bench.starter.present() == 2
         first = asyncio.create_task(bench.starter.call(1, b"f" * 300_000))
@@ -442,11 +398,9 @@ def test_calls_reach_the_worker_of_their_rank_in_order(talk_in):
         for worker in (one, zero):
             worker.writer.close()
 
-    talk_in(talk)
 
-
-def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(talk_in):
-    async def talk(bench: RayBench) -> None:
+async def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(tmp_path):
+    async with bench_in(tmp_path) as bench:
         (worker,) = await served(bench, [3])
         with pytest.raises(CallFailed, match="rank 2"):
             await bench.starter.call(2, b"")
@@ -459,11 +413,9 @@ def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(talk_in):
         with pytest.raises(CallFailed, match="rank 3"):
             await bench.starter.call(3, b"f")
 
-    talk_in(talk)
 
-
-def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(talk_in):
-    async def talk(bench: RayBench) -> None:
+async def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(tmp_path):
+    async with bench_in(tmp_path) as bench:
         (worker,) = await served(bench, [0])
         with pytest.raises(CallFailed, match=r"rank 0 has not answered within 0.1 s"):
             await bench.starter.call(0, b"slow", 0.1)
@@ -475,12 +427,10 @@ def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(talk_in):
         assert await nxt == b"mine"
         worker.writer.close()
 
-    talk_in(talk)
-
 
 @pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"rank": -1}\n', b"[]\n", b"x" * 70_000, b""])
-def test_who_does_not_say_its_rank_is_hung_up_on(talk_in, said):
-    async def talk(bench: RayBench) -> None:
+async def test_who_does_not_say_its_rank_is_hung_up_on(tmp_path, said):
+    async with bench_in(tmp_path) as bench:
         await served(bench, [])
         folder = Path(noted(bench.folder, "alpha")["environ"]["ELASTIC_CALL"]).parent
         reader, writer = await asyncio.open_unix_connection(str(folder / "calls"))
@@ -490,8 +440,6 @@ def test_who_does_not_say_its_rank_is_hung_up_on(talk_in, said):
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10.0) == b""
         writer.close()
-
-    talk_in(talk)
 
 
 def test_folders_of_actors_that_were_killed_are_swept_and_no_others(short_folder):
@@ -512,14 +460,10 @@ def test_an_actor_that_is_told_nothing_leaves_by_its_engine():
     assert engine.left.wait(10.0)
 
 
-def test_an_actor_that_is_told_nothing_leaves():
+async def test_an_actor_that_is_told_nothing_leaves():
     program = (
         "from elastic.driver.ray.node.agent_actor import AgentActor\n"
         "import time; AgentActor(unused_s=0.05); time.sleep(60)"
     )
-
-    async def talk() -> int:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-        return await asyncio.wait_for(process.wait(), 30.0)
-
-    assert asyncio.run(talk()) == 0
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await asyncio.wait_for(process.wait(), 30.0) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import threading
@@ -73,18 +72,14 @@ def test_without_a_call_it_says_so(monkeypatch, sent):
         run_function.main()
 
 
-def test_an_agent_reads_its_drivers_addresses_anew_at_each_try(tmp_path):
+async def test_an_agent_reads_its_drivers_addresses_anew_at_each_try(tmp_path):
     file = tmp_path / "drivers"
-
-    async def talk() -> None:
-        find = _at_addresses(["127.0.0.1:1"], str(file))
-        assert await find() == [("127.0.0.1", 1)]
-        file.write_text("127.0.0.1:2\n127.0.0.2:3\n")
-        assert await find() == [("127.0.0.1", 2), ("127.0.0.2", 3)]
-        file.write_text("")
-        assert await find() == [("127.0.0.1", 1)]
-
-    asyncio.run(talk())
+    find = _at_addresses(["127.0.0.1:1"], str(file))
+    assert await find() == [("127.0.0.1", 1)]
+    file.write_text("127.0.0.1:2\n127.0.0.2:3\n")
+    assert await find() == [("127.0.0.1", 2), ("127.0.0.2", 3)]
+    file.write_text("")
+    assert await find() == [("127.0.0.1", 1)]
 
 
 def test_a_bootstrap_may_name_the_file_alone():

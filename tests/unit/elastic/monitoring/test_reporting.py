@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import subprocess
 import sys
@@ -230,15 +229,6 @@ class Listener:
         self.reports.serve(self.sent.extend)
 
 
-def in_a_loop(test):
-    def run(*args, **kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), DEADLINE_S))
-
-    run.__name__ = test.__name__
-    return run
-
-
-@in_a_loop
 async def test_a_report_comes_out_and_is_answered():
     s = Listener()
     assert not s.reports.heard(A, messages.Returned(1))
@@ -251,7 +241,6 @@ async def test_a_report_comes_out_and_is_answered():
     s.reports.close()
 
 
-@in_a_loop
 async def test_a_callback_that_raises_is_told_once_and_goes_on_being_called():
     calls = []
 
@@ -270,7 +259,6 @@ async def test_a_callback_that_raises_is_told_once_and_goes_on_being_called():
     s.reports.close()
 
 
-@in_a_loop
 async def test_what_is_no_report_is_told_once_for_each_host_and_answered():
     s = Listener()
     for number in (1, 2):
@@ -284,7 +272,6 @@ async def test_what_is_no_report_is_told_once_for_each_host_and_answered():
     s.reports.close()
 
 
-@in_a_loop
 async def test_how_many_were_dropped_is_said_at_once_and_then_now_and_then():
     s = Listener()
 
@@ -303,7 +290,6 @@ async def test_how_many_were_dropped_is_said_at_once_and_then_now_and_then():
     assert told()[1].startswith("warning: 3 reports of 2 workers were dropped")
 
 
-@in_a_loop
 async def test_a_long_report_is_shortened_in_the_log_and_is_one_line():
     s = Listener()
     s.reports.heard(A, said(1, text="line\n" * 1000))
@@ -315,13 +301,10 @@ async def test_a_long_report_is_shortened_in_the_log_and_is_one_line():
 def told_story(test):
     """A job under way, and what its callback has heard."""
 
-    def run() -> None:
-        async def talk() -> None:
-            heard: list[Report] = []
-            async with Story(reported=heard.append) as story:
-                await test(story, heard)
-
-        asyncio.run(asyncio.wait_for(talk(), 30.0))
+    async def run() -> None:
+        heard: list[Report] = []
+        async with Story(reported=heard.append) as story:
+            await test(story, heard)
 
     run.__name__ = test.__name__
     return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -27,149 +26,111 @@ class Follower:
         return [value for _, value in (await self.hears()).items]
 
 
-def story(told: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(told(), 10.0))
+async def test_everything_is_told_once_and_in_order():
+    news = News()
+    follower = Follower(news)
+    news.out(b"one\n")
+    news.err(b"two\n")
+    news.put(Item("report", {"loss": 1}), 100)
+    assert (await follower.hears()).items == [
+        Item("stdout", b"one\n"),
+        Item("stderr", b"two\n"),
+        Item("report", {"loss": 1}),
+    ]
+    assert await follower.values() == []
+    news.out(b"three\n")
+    assert await follower.values() == [b"three\n"]
 
 
-def test_everything_is_told_once_and_in_order():
-    async def told() -> None:
-        news = News()
-        follower = Follower(news)
-        news.out(b"one\n")
-        news.err(b"two\n")
-        news.put(Item("report", {"loss": 1}), 100)
-        assert (await follower.hears()).items == [
-            Item("stdout", b"one\n"),
-            Item("stderr", b"two\n"),
-            Item("report", {"loss": 1}),
-        ]
-        assert await follower.values() == []
-        news.out(b"three\n")
-        assert await follower.values() == [b"three\n"]
-
-    story(told)
+async def test_an_answer_that_got_lost_is_given_again():
+    news = News()
+    follower = Follower(news)
+    news.out(b"one\n")
+    await news.after(follower.source, follower.next, 0.0)
+    assert await follower.values() == [b"one\n"]
 
 
-def test_an_answer_that_got_lost_is_given_again():
-    async def told() -> None:
-        news = News()
-        follower = Follower(news)
-        news.out(b"one\n")
-        await news.after(follower.source, follower.next, 0.0)
-        assert await follower.values() == [b"one\n"]
-
-    story(told)
-
-
-def test_followers_stand_where_each_of_them_is():
-    async def told() -> None:
-        news = News()
-        early = Follower(news)
-        news.out(b"one\n")
-        await early.hears()
-        news.out(b"two\n")
-        assert await early.values() == [b"two\n"]
-        assert await Follower(news).values() == [b"one\n", b"two\n"]
-
-    story(told)
+async def test_followers_stand_where_each_of_them_is():
+    news = News()
+    early = Follower(news)
+    news.out(b"one\n")
+    await early.hears()
+    news.out(b"two\n")
+    assert await early.values() == [b"two\n"]
+    assert await Follower(news).values() == [b"one\n", b"two\n"]
 
 
-def test_the_oldest_is_dropped_and_its_bytes_are_told_once():
-    async def told() -> None:
-        news = News(limit_bytes=10)
-        follower = Follower(news)
-        for line in (b"aaaa", b"bbbb", b"cccc", b"dddd"):
-            news.out(line)
-        heard = await follower.hears()
-        assert (heard.lost, [value for _, value in heard.items]) == (8, [b"cccc", b"dddd"])
-        assert (await follower.hears()).lost == 0
-
-    story(told)
+async def test_the_oldest_is_dropped_and_its_bytes_are_told_once():
+    news = News(limit_bytes=10)
+    follower = Follower(news)
+    for line in (b"aaaa", b"bbbb", b"cccc", b"dddd"):
+        news.out(line)
+    heard = await follower.hears()
+    assert (heard.lost, [value for _, value in heard.items]) == (8, [b"cccc", b"dddd"])
+    assert (await follower.hears()).lost == 0
 
 
-def test_what_was_heard_before_it_was_dropped_is_not_lost():
-    async def told() -> None:
-        news = News(limit_bytes=10)
-        follower = Follower(news)
-        news.out(b"aaaa")
-        await follower.hears()
-        for line in (b"bbbb", b"cccc", b"dddd"):
-            news.out(line)
-        heard = await follower.hears()
-        assert (heard.lost, [value for _, value in heard.items]) == (4, [b"cccc", b"dddd"])
-
-    story(told)
+async def test_what_was_heard_before_it_was_dropped_is_not_lost():
+    news = News(limit_bytes=10)
+    follower = Follower(news)
+    news.out(b"aaaa")
+    await follower.hears()
+    for line in (b"bbbb", b"cccc", b"dddd"):
+        news.out(line)
+    heard = await follower.hears()
+    assert (heard.lost, [value for _, value in heard.items]) == (4, [b"cccc", b"dddd"])
 
 
-def test_one_that_is_larger_than_everything_is_kept_alone():
-    async def told() -> None:
-        news = News(limit_bytes=10)
-        news.out(b"a")
-        news.out(b"b" * 100)
-        heard = await Follower(news).hears()
-        assert (heard.lost, heard.items) == (1, [Item("stdout", b"b" * 100)])
-
-    story(told)
+async def test_one_that_is_larger_than_everything_is_kept_alone():
+    news = News(limit_bytes=10)
+    news.out(b"a")
+    news.out(b"b" * 100)
+    heard = await Follower(news).hears()
+    assert (heard.lost, heard.items) == (1, [Item("stdout", b"b" * 100)])
 
 
-def test_nothing_is_no_news():
-    async def told() -> None:
-        news = News()
-        news.out(b"")
-        assert await Follower(news).values() == []
-
-    story(told)
+async def test_nothing_is_no_news():
+    news = News()
+    news.out(b"")
+    assert await Follower(news).values() == []
 
 
-def test_much_comes_in_parts(monkeypatch):
+async def test_much_comes_in_parts(monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 8)
-
-    async def told() -> None:
-        news = News()
-        follower = Follower(news)
-        for line in (b"aaaa", b"bbbb", b"cccc"):
-            news.out(line)
-        news.out(b"d" * 100)
-        assert await follower.values() == [b"aaaa", b"bbbb"]
-        assert await follower.values() == [b"cccc"]
-        assert await follower.values() == [b"d" * 100]
-
-    story(told)
+    news = News()
+    follower = Follower(news)
+    for line in (b"aaaa", b"bbbb", b"cccc"):
+        news.out(line)
+    news.out(b"d" * 100)
+    assert await follower.values() == [b"aaaa", b"bbbb"]
+    assert await follower.values() == [b"cccc"]
+    assert await follower.values() == [b"d" * 100]
 
 
-def test_a_driver_that_was_restarted_begins_anew():
-    async def told() -> None:
-        before = News()
-        follower = Follower(before)
-        before.out(b"much of it\n")
-        await follower.hears()
-        follower.news = News()
-        follower.news.out(b"new\n")
-        heard = await follower.hears()
-        assert (heard.lost, heard.items) == (0, [Item("stdout", b"new\n")])
-
-    story(told)
+async def test_a_driver_that_was_restarted_begins_anew():
+    before = News()
+    follower = Follower(before)
+    before.out(b"much of it\n")
+    await follower.hears()
+    follower.news = News()
+    follower.news.out(b"new\n")
+    heard = await follower.hears()
+    assert (heard.lost, heard.items) == (0, [Item("stdout", b"new\n")])
 
 
 @pytest.mark.parametrize("end", ["news", "close"])
-def test_who_waits_is_woken(end):
-    async def told() -> None:
-        news = News()
-        waiting = asyncio.create_task(Follower(news).hears(wait_s=60.0))
-        await asyncio.sleep(0)  # it waits now
-        if end == "news":
-            await asyncio.to_thread(news.out, b"at last\n")
-        else:
-            news.close()
-        assert [value for _, value in (await waiting).items] == (
-            [b"at last\n"] if end == "news" else []
-        )
-
-    story(told)
+async def test_who_waits_is_woken(end):
+    news = News()
+    waiting = asyncio.create_task(Follower(news).hears(wait_s=60.0))
+    await asyncio.sleep(0)  # it waits now
+    if end == "news":
+        await asyncio.to_thread(news.out, b"at last\n")
+    else:
+        news.close()
+    assert [value for _, value in (await waiting).items] == (
+        [b"at last\n"] if end == "news" else []
+    )
 
 
-def test_who_waits_in_vain_gets_nothing():
-    async def told() -> None:
-        assert (await Follower(News()).hears(wait_s=0.001)).items == []
-
-    story(told)
+async def test_who_waits_in_vain_gets_nothing():
+    assert (await Follower(News()).hears(wait_s=0.001)).items == []

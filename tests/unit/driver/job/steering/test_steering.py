@@ -115,8 +115,8 @@ def run(folder: Path, test: Callable[[Job], Awaitable[None]]) -> None:
     asyncio.run(in_time())
 
 
-def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
-    async def test(job: Job) -> None:
+async def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
+    async with running(tmp_path) as job:
         assert (await job.ask(messages.AskScale, 3)) == Told(1, True, "3 workers wanted, before 2")
         await job.ask(messages.AskDrain, "h", True)
         await job.ask(messages.AskRemove, "1")
@@ -128,11 +128,9 @@ def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
             RemoveRequested(4, A),
         ]
 
-    run(tmp_path, test)
 
-
-def test_a_digit_too_many_starts_nobody(tmp_path):
-    async def test(job: Job) -> None:
+async def test_a_digit_too_many_starts_nobody(tmp_path):
+    async with running(tmp_path) as job:
         own = OwnSlots({"h": 4})
         about = create_autospec(DriverJob, instance=True)
         about.settings = Settings(np=4, workers_min=2, workers_max=4, elastic=True)
@@ -148,8 +146,6 @@ def test_a_digit_too_many_starts_nobody(tmp_path):
         assert own.slots == 16 and job.told == [ScaleRequested(1, 16)]
         reading.cancel()
 
-    run(tmp_path, test)
-
 
 async def drained(hosts: AsyncIterator[dict[str, int]], first: Awaitable[object]) -> None:
     """Reads on, as a driver does."""
@@ -159,35 +155,30 @@ async def drained(hosts: AsyncIterator[dict[str, int]], first: Awaitable[object]
 
 
 @pytest.mark.parametrize("count", ["x", "0", "2.5"])
-def test_what_is_no_number_is_refused_as_wrong_usage(tmp_path, count):
-    async def test(job: Job) -> None:
+async def test_what_is_no_number_is_refused_as_wrong_usage(tmp_path, count):
+    async with running(tmp_path) as job:
         with pytest.raises(Invalid, match=f"elasticrun scale: '{count}' must be a whole number"):
             await asyncio.to_thread(job_commands.main, "scale", ["bert", count], job.environ)
 
-    run(tmp_path, test)
 
-
-def test_there_are_no_lines_of_who_was_never_there(tmp_path):
-    async def test(job: Job) -> None:
+async def test_there_are_no_lines_of_who_was_never_there(tmp_path):
+    async with running(tmp_path) as job:
         told = await job.ask(messages.AskLogs, "9")
         assert not told.done and "9 is not a worker of this job" in told.text
         assert (await job.ask(messages.AskLogs, "1")).done
 
-    run(tmp_path, test)
-
 
 @pytest.mark.parametrize("name", ["2", "-1", "h:7", "h:0#2", "", "x"])
-def test_nobody_of_that_name(tmp_path, name):
-    async def test(job: Job) -> None:
+async def test_nobody_of_that_name(tmp_path, name):
+    async with running(tmp_path) as job:
         told = await job.ask(messages.AskRemove, name)
         assert not told.done and "give a rank, 0 to 1, or host:slot" in told.text
         assert not job.told
 
-    run(tmp_path, test)
 
+async def test_a_refusal_is_told_with_its_reason(tmp_path):
+    async with running(tmp_path) as job:
 
-def test_a_refusal_is_told_with_its_reason(tmp_path):
-    async def test(job: Job) -> None:
         def no(event: Event) -> None:
             answer = AnswerRequest(1, False, because(Why.FIXED_SIZE))
             asyncio.get_running_loop().call_soon(job.desk.answered, answer)
@@ -196,22 +187,17 @@ def test_a_refusal_is_told_with_its_reason(tmp_path):
         told = await job.ask(messages.AskScale, 3)
         assert not told.done and "fixed size" in told.text
 
-    run(tmp_path, test)
 
-
-def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
+async def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "ANSWER_S", 0.01)
-
-    async def test(job: Job) -> None:
+    async with running(tmp_path) as job:
         job.driver.tell.side_effect = None
         told = await job.ask(messages.AskScale, 3)
         assert not told.done and "no decision" in told.text
 
-    run(tmp_path, test)
 
-
-def test_status_and_logs(tmp_path):
-    async def test(job: Job) -> None:
+async def test_status_and_logs(tmp_path):
+    async with running(tmp_path) as job:
         state = json.loads((await job.ask(messages.AskStatus)).data)
         assert state["set"]["job"]["size"] == 2
         for who, text in (("", "generation 1"), ("1", "loss 0.5"), ("0", "loss 0.4")):
@@ -223,14 +209,12 @@ def test_status_and_logs(tmp_path):
         assert (last, [line[3] for line in lines]) == (4, ["loss 0.3"])
         assert json.loads((await job.ask(messages.AskLogs, "", last)).data) == [4, []]
 
-    run(tmp_path, test)
 
-
-def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatch):
+async def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "QUIET_S", 0.0)
     monkeypatch.setattr(steering, "STACKS_S", 0.2)
+    async with running(tmp_path) as job:
 
-    async def test(job: Job) -> None:
         def dump(worker: Worker) -> None:
             if worker == A:
                 job.page.printed(worker, "0", "stderr", [b"Thread 1\n", b"  File train.py\n"])
@@ -241,31 +225,25 @@ def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatch):
         assert stacks == {"h:0#1": "Thread 1\n  File train.py\n", "h:1#1": ""}
         assert told.done and "none of h:1#1" in told.text
 
-    run(tmp_path, test)
 
-
-def test_stop_says_who_asks(tmp_path):
-    async def test(job: Job) -> None:
+async def test_stop_says_who_asks(tmp_path):
+    async with running(tmp_path) as job:
         assert (await job.ask(messages.AskStop)).done
         [(reason, code)] = [call.args for call in job.driver.stop.call_args_list]
         assert "asks for it" in reason and code == 143
-
-    run(tmp_path, test)
 
 
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_know_the_key_is_not_heard(tmp_path):
-    async def test(job: Job) -> None:
+async def test_who_does_not_know_the_key_is_not_heard(tmp_path):
+    async with running(tmp_path) as job:
         there = find_job("bert", job.environ)
         for key in (SECRET, b"x" * 32, key_of(b"other" * 8)):
             with pytest.raises(JobUnreachable, match="refuses"):
                 await asyncio.to_thread(JobClient, JobAddress("bert", there.address, key))
         assert not job.told
         assert any("does not know the job's secret" in line for line in job.lines)
-
-    run(tmp_path, test)
 
 
 def test_a_job_that_speaks_no_protocol_is_no_job(tmp_path):
@@ -284,8 +262,8 @@ def test_a_job_that_speaks_no_protocol_is_no_job(tmp_path):
         run(tmp_path, test)
 
 
-def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
-    async def test(job: Job) -> None:
+async def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
+    async with running(tmp_path) as job:
         there = find_job("bert", job.environ)
         await job.desk.close()
         with pytest.raises(JobUnreachable, match="does not answer"):
@@ -293,8 +271,6 @@ def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
         with pytest.raises(Invalid, match="no job 'bert' runs here"):
             find_job("bert", job.environ)
         job.desk = OperatorDesk(job.desk.job, job.page, print)  # closed once more at the end
-
-    run(tmp_path, test)
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -347,13 +323,10 @@ def test_a_folder_that_others_may_enter_is_not_used(tmp_path):
         records(environ)
 
 
-def test_a_job_without_a_folder_goes_on(tmp_path):
+async def test_a_job_without_a_folder_goes_on(tmp_path):
     (tmp_path / "hvd-elastic").write_text("")
-
-    async def test(job: Job) -> None:
+    async with running(tmp_path) as job:
         assert any("won't find this job" in line for line in job.lines)
-
-    run(tmp_path, test)
 
 
 def test_a_record_shows_no_key():

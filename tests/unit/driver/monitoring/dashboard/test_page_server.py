@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -66,13 +66,6 @@ async def served(token: str = TOKEN) -> AsyncIterator[Served]:
         await asyncio.sleep(0)  # in the loop's next turn they are
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def in_time() -> None:
-        await asyncio.wait_for(test(), 20.0)
-
-    asyncio.run(in_time())
-
-
 async def event(reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
     text = (await reader.readuntil(b"\n\n")).decode()
     name, _, data = text.partition("\ndata: ")
@@ -87,108 +80,89 @@ async def viewer(page: Served, more: bytes = b"") -> asyncio.StreamReader:
     return reader
 
 
-def test_a_viewer_is_told_the_whole_state_and_then_what_changes():
-    async def test() -> None:
-        async with served() as page:
-            page.say("before")
-            reader = await viewer(page)
-            name, state = await event(reader)
-            assert name == "full" and state["add"]["log"] == [[100.0, "info", "", "before"]]
-            page.say("after <script>alert(1)</script>\n\nevent: full")
-            name, patch = await event(reader)
-            assert name == "patch"
-            state = applied(applied(None, state), patch)
-            assert state["add"]["log"] == applied(None, page.model.full(100.0))["add"]["log"]
-            late = await viewer(page)
-            assert (await event(late))[1]["add"]["log"] == state["add"]["log"]
-
-    run(test)
+async def test_a_viewer_is_told_the_whole_state_and_then_what_changes():
+    async with served() as page:
+        page.say("before")
+        reader = await viewer(page)
+        name, state = await event(reader)
+        assert name == "full" and state["add"]["log"] == [[100.0, "info", "", "before"]]
+        page.say("after <script>alert(1)</script>\n\nevent: full")
+        name, patch = await event(reader)
+        assert name == "patch"
+        state = applied(applied(None, state), patch)
+        assert state["add"]["log"] == applied(None, page.model.full(100.0))["add"]["log"]
+        late = await viewer(page)
+        assert (await event(late))[1]["add"]["log"] == state["add"]["log"]
 
 
-def test_a_stranger_is_shown_nothing():
-    async def test() -> None:
-        async with served() as page:
-            page.say("a secret of this job")
-            for more in (
-                b"",
-                b"Authorization: Bearer 0\r\n",
-                b"Authorization: Bearer " + TOKEN.encode() + b"\r\nOrigin: http://evil\r\n",
-            ):
-                answer = await page.get(STRANGE + more)
-                assert answer.startswith(b"HTTP/1.1 403") and b"secret" not in answer
-            shell = await page.get(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-            assert shell.startswith(b"HTTP/1.1 200") and b"secret" not in shell
-            reader = await viewer(page)
-            assert (await event(reader))[1]["add"]["log"][0][3] == "a secret of this job"
-
-    run(test)
+async def test_a_stranger_is_shown_nothing():
+    async with served() as page:
+        page.say("a secret of this job")
+        for more in (
+            b"",
+            b"Authorization: Bearer 0\r\n",
+            b"Authorization: Bearer " + TOKEN.encode() + b"\r\nOrigin: http://evil\r\n",
+        ):
+            answer = await page.get(STRANGE + more)
+            assert answer.startswith(b"HTTP/1.1 403") and b"secret" not in answer
+        shell = await page.get(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        assert shell.startswith(b"HTTP/1.1 200") and b"secret" not in shell
+        reader = await viewer(page)
+        assert (await event(reader))[1]["add"]["log"][0][3] == "a secret of this job"
 
 
-def test_a_thousand_connections_leave_room_for_who_belongs_here():
-    async def test() -> None:
-        async with served() as page:
-            page.writers += [(await page.connect())[1] for _ in range(1000)]
-            reader = await viewer(page)
-            await event(reader)
-            page.say("still told")
-            assert (await event(reader))[1]["add"]["log"][-1][3] == "still told"
-            for _ in range(page_server.VIEWERS - 1):
-                await viewer(page)
-            assert (await page.get(ASK)).startswith(b"HTTP/1.1 503")
-
-    run(test)
+async def test_a_thousand_connections_leave_room_for_who_belongs_here():
+    async with served() as page:
+        page.writers += [(await page.connect())[1] for _ in range(1000)]
+        reader = await viewer(page)
+        await event(reader)
+        page.say("still told")
+        assert (await event(reader))[1]["add"]["log"][-1][3] == "still told"
+        for _ in range(page_server.VIEWERS - 1):
+            await viewer(page)
+        assert (await page.get(ASK)).startswith(b"HTTP/1.1 503")
 
 
-def test_who_does_not_read_is_dropped_and_nobody_waits_for_it(monkeypatch):
+async def test_who_does_not_read_is_dropped_and_nobody_waits_for_it(monkeypatch):
     monkeypatch.setattr(page_server, "BACKLOG", 64 * 1024)
     monkeypatch.setattr(page_server, "FLUSH_S", 0.0)
-
-    async def test() -> None:
-        async with served() as page:
-            slow = socket.create_connection(("127.0.0.1", page.port))
-            slow.sendall(ASK + b"\r\n")
-            reader = await viewer(page)
-            await event(reader)
-            page.model.state.values["job"]["command"] = "x" * 1_000_000
-            for number in range(40):
-                request = AnswerRequest(1, True, in_words("done"))
-                page.model.note(ScaleRequested(1, number), [request], 100.0)
-                page.server.changed()
-                assert (await event(reader))[1]["set"]["job"]["most"] == number
-            slow.settimeout(5.0)
-            with contextlib.closing(slow), contextlib.suppress(ConnectionError):
-                while slow.recv(1 << 20):
-                    pass
-
-    run(test)
+    async with served() as page:
+        slow = socket.create_connection(("127.0.0.1", page.port))
+        slow.sendall(ASK + b"\r\n")
+        reader = await viewer(page)
+        await event(reader)
+        page.model.state.values["job"]["command"] = "x" * 1_000_000
+        for number in range(40):
+            request = AnswerRequest(1, True, in_words("done"))
+            page.model.note(ScaleRequested(1, number), [request], 100.0)
+            page.server.changed()
+            assert (await event(reader))[1]["set"]["job"]["most"] == number
+        slow.settimeout(5.0)
+        with contextlib.closing(slow), contextlib.suppress(ConnectionError):
+            while slow.recv(1 << 20):
+                pass
 
 
-def test_a_head_without_end_is_cut_off():
-    async def test() -> None:
-        async with served() as page:
-            reader, writer = await page.connect()
-            writer.write(b"GET /" + b"x" * 20_000)
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
-            writer.close()
-
-    run(test)
+async def test_a_head_without_end_is_cut_off():
+    async with served() as page:
+        reader, writer = await page.connect()
+        writer.write(b"GET /" + b"x" * 20_000)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
 
 
-def test_the_page_may_run_its_own_script_and_ask_nobody_else():
-    async def test() -> None:
-        async with served() as page:
-            answer = await page.get(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-            head, _, body = answer.partition(b"\r\n\r\n")
-            [script] = re.findall(rb"<script>(.*)</script>", body, re.DOTALL)
-            digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
-            assert f"script-src 'sha256-{digest}'" in head.decode()
-            assert b"default-src 'none'" in head and b"connect-src 'self'" in head
-            assert not re.findall(rb"(?:src|href)\s*=\s*[\"']?(?:http|//)", body)
-            assert b"innerHTML" not in body and b"insertAdjacentHTML" not in body
-            assert b"document.write" not in body and b"outerHTML" not in body
-
-    run(test)
+async def test_the_page_may_run_its_own_script_and_ask_nobody_else():
+    async with served() as page:
+        answer = await page.get(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        [script] = re.findall(rb"<script>(.*)</script>", body, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in head.decode()
+        assert b"default-src 'none'" in head and b"connect-src 'self'" in head
+        assert not re.findall(rb"(?:src|href)\s*=\s*[\"']?(?:http|//)", body)
+        assert b"innerHTML" not in body and b"insertAdjacentHTML" not in body
+        assert b"document.write" not in body and b"outerHTML" not in body
 
 
 def test_a_port_that_is_taken_is_told():
