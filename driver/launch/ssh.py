@@ -82,23 +82,15 @@ class SshOptions:
 class SshStarter:
     """``environ``: ssh's own environment, for ssh-agent; no secret of it goes anywhere. Make it in the event loop."""
 
-    def __init__(
-        self,
-        options: SshOptions,
-        *,
-        environ: Mapping[str, str],
-        log: Log,
-        at_once: int = AT_ONCE,
-        close_s: float = CLOSE_S,
-    ) -> None:
+    def __init__(self, options: SshOptions, *, environ: Mapping[str, str], log: Log) -> None:
         self._options = options
         self._environ = environ
         self._attendance = Attendance(
             log,
             lambda host, process: why_ended(host, process.code, process.said(), by_ssh=True),
-            at_once=at_once,
+            at_once=AT_ONCE,
             ready_s=options.ready_s,
-            close_s=close_s,
+            close_s=CLOSE_S,
         )
 
     async def start(self, bootstrap: Bootstrap) -> None:

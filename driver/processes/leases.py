@@ -9,7 +9,7 @@ A key is a worker, incarnation included, or a host. A renewal for one that was n
 nothing: who was fenced can't come back by being heard of again, only by a new grant.
 
 Who looks may be paused itself (a suspended laptop, a stopped process, a blocked loop). Then it has missed renewals,
-and nobody can be blamed for those: after a gap of more than ``pause_s`` between two looks all leases begin anew.
+and nobody can be blamed for those: after a gap of more than PAUSE_S between two looks all leases begin anew.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Leases(Generic[Key]):
     """One lease per key, all of the same length. Times are seconds on the caller's clock."""
 
-    def __init__(self, lease_s: float, *, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self.pause_s = pause_s
         self._renewed: OrderedDict[Key, float] = OrderedDict()  # the longest not renewed first
         self._out: set[Key] = set()  # have run out, and were not renewed since
         self._looked_at = 0.0
@@ -61,7 +60,7 @@ class Leases(Generic[Key]):
 
     def expired(self, now: float) -> list[Key]:
         """Those that have run out since the last look, the longest not renewed first."""
-        if now - self._looked_at > self.pause_s:
+        if now - self._looked_at > PAUSE_S:
             for key, renewed_at in self._renewed.items():
                 self._renewed[key] = max(now, renewed_at)
         self._looked_at = now
@@ -80,7 +79,7 @@ class Leases(Generic[Key]):
         if not self._renewed:
             return None
         first = next(iter(self._renewed.values()))
-        return min(first + self.lease_s, self._looked_at + self.pause_s / 2)
+        return min(first + self.lease_s, self._looked_at + PAUSE_S / 2)
 
     def _put(self, key: Key, now: float) -> None:
         if not self._renewed:

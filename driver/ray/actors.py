@@ -35,10 +35,7 @@ class Actors(Protocol):
 
 
 class RayActors:
-    """In this process's namespace, or in ``namespace``."""
-
-    def __init__(self, namespace: str = "") -> None:
-        self._namespace = namespace
+    """In this process's namespace."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
         import ray
@@ -94,4 +91,4 @@ class RayActors:
     def _here(self) -> str:
         import ray
 
-        return self._namespace or str(ray.get_runtime_context().namespace)
+        return str(ray.get_runtime_context().namespace)

@@ -7,8 +7,8 @@ from collections import Counter
 SHOWN = 10  # lines
 
 
-def difference(own: str, expected: str, *, shown: int = SHOWN) -> str:
-    """What a worker's layout has that the world's has not, and the other way round, in at most ``shown`` + 1 lines.
+def difference(own: str, expected: str) -> str:
+    """What a worker's layout has that the world's has not, and the other way round, in at most SHOWN + 1 lines.
 
     A layout has one line per tensor or option, its name first: ``model.0.weight float32 [10, 20]``.
     """
@@ -26,8 +26,8 @@ def difference(own: str, expected: str, *, shown: int = SHOWN) -> str:
     ]
     if not lines:
         lines = ["the same lines in another order; build the model in the same order everywhere"]
-    if len(lines) > shown:
-        lines[shown:] = [f"... and {len(lines) - shown} more"]
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = [f"... and {len(lines) - SHOWN} more"]
     return "\n".join(lines)
 
 

@@ -31,9 +31,9 @@ def make_folder() -> tuple[Path, int]:
     return folder, lock
 
 
-def sweep(where: str = "") -> None:
+def sweep() -> None:
     """Removes folders of actors that were killed: nobody holds their lock."""
-    for folder in Path(where or tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
