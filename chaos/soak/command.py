@@ -43,6 +43,10 @@ FAULTS = "kill,leave,freeze,cut"
 # Slots to have for each fault: a worker that leaves on request leaves its slot empty.
 SLOTS_PER_FAULT = 0.5
 SPARED = "localhost:0"
+WIDTH, STEP_S = (
+    "128",
+    "0.02",
+)  # of the model; besides the work of a step, so that there is room for imports
 FREEZE_S = (0.2, 4.0)  # shorter and longer than the lease
 SETTLED_S = 0.5  # since the world has changed: until then the old one's sockets are still there
 TOLD_S = 30.0  # how often a line says how it goes
@@ -145,7 +149,8 @@ def _job(options: argparse.Namespace, plan: Plan, folder: Path) -> Job:
     slots = min(SLOTS_LIMIT, options.workers + int(SLOTS_PER_FAULT * faults))
     flags = f"-np {options.workers} --min-np 1 --max-np {options.workers} -H localhost:{slots}"
     words = [str(program), *flags.split(), "--blacklist-cooldown-range", "0.1", "1"]
-    words += [sys.executable, "-m", "elastic.chaos.soak.training", str(folder / "over")]
+    (folder / "steps").mkdir()
+    words += [sys.executable, "-m", "elastic.chaos.hosts.training", str(folder), WIDTH, STEP_S]
     return command.check_job(words, plan, folder=folder)
 
 
