@@ -91,17 +91,26 @@ class CollectiveFailed(HorovodInternalError):
 
     In a world of a fixed size it reaches the script: nobody replaces the lost worker there. ``aborted``: the group was
     aborted, here or by another rank, so that the error does not know why. ``ended``: the rank whose process has ended,
-    where that is seen.
+    where that is seen. ``differs``: its ranks have called different collectives.
     """
 
-    def __init__(self, *args: object, aborted: bool = False, ended: int | None = None) -> None:
+    def __init__(
+        self,
+        *args: object,
+        aborted: bool = False,
+        ended: int | None = None,
+        differs: bool = False,
+    ) -> None:
         super().__init__(*args)
         self.aborted = aborted
         self.ended = ended
+        self.differs = differs
 
     def again(self) -> CollectiveFailed:
         """The same once more: each one that waits raises its own."""
-        return CollectiveFailed(*self.args, aborted=self.aborted, ended=self.ended)
+        return CollectiveFailed(
+            *self.args, aborted=self.aborted, ended=self.ended, differs=self.differs
+        )
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):

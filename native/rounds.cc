@@ -444,8 +444,24 @@ bool Rounds::agrees(const Collective& collective, uint64_t window, uint64_t numb
       bytes <= arena_bytes_[rank] - offer.offset) {
     return true;
   }
-  fail(kOther, rank);
+  fail(kOther, odd_one(number, rank));
   return false;
+}
+
+// Where ranks have offered different collectives: one of the fewest that have offered the same, if these are not all equally
+// many. Else the one that was found to differ from this rank's.
+int Rounds::odd_one(uint64_t number, int differs) const {
+  int alike[kMaxRanks] = {}, least = size_, most = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (seat(rank).ready.load(std::memory_order_seq_cst) <= number) continue;
+    for (int other = 0; other < size_; ++other) {
+      if (seat(other).ready.load(std::memory_order_seq_cst) <= number) continue;
+      alike[rank] += offer_of(rank, number).signature == offer_of(other, number).signature;
+    }
+    least = std::min(least, alike[rank]), most = std::max(most, alike[rank]);
+  }
+  if (least == most) return differs;
+  return static_cast<int>(std::find(alike, alike + size_, least) - alike);
 }
 
 bool Rounds::all_ready(uint64_t number) const {

@@ -107,6 +107,7 @@ class Rounds {
   bool reduce_some();
   bool take_one();
   bool agrees(const Collective& collective, uint64_t window, uint64_t number, int rank);
+  int odd_one(uint64_t number, int differs) const;
   bool check(Round& round, uint64_t number);
   void run_tree(const Collective& collective, uint8_t* const* buffers, uint64_t begin, uint64_t end) const;
   void run_chunk(const Round& round, uint64_t number, uint64_t chunk);

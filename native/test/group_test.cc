@@ -276,6 +276,16 @@ void what_does_not_fit_is_noticed(bool sizes_of_alltoall) {
   });
 }
 
+void the_odd_one_is_named(int odd) {
+  World world(3);
+  world.each([&](int rank, elastic_group* group) {
+    std::vector<uint8_t> data(4096);
+    const uint64_t ticket = elastic_allreduce(group, data.data(), rank == odd ? 11 : 10, kInt32, kSum, 1.0);
+    CHECK(elastic_wait(group, ticket, 60.0) == -1);
+    CHECK(elastic_status(group) == (elastic::kOther << 8 | static_cast<uint64_t>(odd)));
+  });
+}
+
 void a_wait_has_its_own_limit() {
   World world(2);
   const uint64_t ticket = elastic_barrier(world.ranks[0]);
@@ -687,6 +697,7 @@ int main() {
   for (const int absent : {0, 1, 2}) who_never_comes_is_named(absent);
   what_does_not_fit_is_noticed(false);
   what_does_not_fit_is_noticed(true);
+  for (const int odd : {0, 1, 2}) the_odd_one_is_named(odd);
   a_wait_has_its_own_limit();
   std::puts("group_test: all passed");
   return 0;

@@ -31,12 +31,12 @@ _CLOSE_S = 0.1  # that closing waits for others to stop writing
 
 _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
-_LEFT, _ENDED = 1, 2
+_LEFT, _ENDED, _OTHER = 1, 2, 4
 _REASONS = {
     _LEFT: "rank {rank} of this group left it or aborted it",
     _ENDED: "the process of rank {rank} of this group has ended",
     3: "rank {rank} of this group did not come within {timeout_s:g} s",
-    4: "rank {rank} of this group called another collective, or one of another size",
+    _OTHER: "rank {rank} of this group called another collective, or one of another size",
     5: "rank {rank} of this group sent a message that is longer than the tensor that receives it",
 }
 _CHILD = "this is a forked child, and groups stay with the parent"
@@ -327,7 +327,9 @@ class SharedCollectives:
         named = self._ranks[rank]
         said = _REASONS[reason].format(rank=named, timeout_s=self.timeout_s)
         ended = named if reason == _ENDED else None
-        return CollectiveFailed(said, aborted=reason == _LEFT, ended=ended)
+        return CollectiveFailed(
+            said, aborted=reason == _LEFT, ended=ended, differs=reason == _OTHER
+        )
 
     def _raise_if_failed(self) -> None:
         if self._native.elsewhere:

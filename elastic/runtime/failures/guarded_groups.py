@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.negotiation.engine import Engine
+from elastic.runtime.failures import user_line
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 
@@ -132,9 +134,11 @@ class GuardedGroups:
 
     def end(self, generation: int, error: BaseException | None) -> None:
         """It is over. Raises PeerLost, or CollectiveFailed with a better reason, in place of ``error``."""
-        session = self._session
+        session, inside = self._session, self._progress.inside
         if self._progress.leave(time.monotonic()):
             session.poke()
+        if isinstance(error, CollectiveFailed) and error.differs:
+            self._say_where(error, inside)
         if error is None:
             session.resumed()
         elif isinstance(error, CollectiveFailed):
@@ -146,6 +150,13 @@ class GuardedGroups:
                 return
             session.told(generation)  # unsaid so far if the driver's word came before the error
             raise PeerLost(why) from error
+
+    def _say_where(self, error: CollectiveFailed, inside: str) -> None:
+        """What this rank has called, and where, in the error and, on each rank, on stderr."""
+        line = user_line.of_thread(get_ident())
+        rank, at = self._session.recovery.place.rank, f" at {line}" if line else ""
+        error.args = (f"{error}; rank {rank} called {inside!r}{at}",)
+        print(f"elastic: {error}", file=sys.stderr)
 
     @contextlib.contextmanager
     def _inside(self, generation: int, name: str) -> Iterator[None]:

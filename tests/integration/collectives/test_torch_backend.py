@@ -6,6 +6,7 @@ Each case is a function of a process group. It is called with ours and with Gloo
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import re
 import threading
@@ -556,6 +557,27 @@ def skip(rank: int, size: int) -> str:
     except CollectiveFailed as error:
         return str(error)
     return ""
+
+
+def test_different_collectives_are_named_with_the_odd_rank_and_the_line(tmp_path: Path):
+    for ranks in in_a_world(3):
+        ranks.run(enter, str(tmp_path / "store"))
+        for rank, (said, line) in enumerate(ranks.run(call_another)):
+            called = "barrier" if rank == 1 else "allreduce"
+            assert said == (
+                "rank 1 of this group called another collective, or one of another size;"
+                f" rank {rank} called '{called}' at test_torch_backend.py:{line}"
+            )
+
+
+def call_another(rank: int, size: int) -> tuple[str, int]:
+    frame = inspect.currentframe()
+    line = 0 if frame is None else frame.f_lineno + 2
+    try:
+        distributed.barrier() if rank == 1 else distributed.all_reduce(torch.ones(3))
+    except CollectiveFailed as error:
+        return str(error), line
+    return "", line
 
 
 def test_a_monitored_barrier_says_which_rank_did_not_come(tmp_path: Path):
