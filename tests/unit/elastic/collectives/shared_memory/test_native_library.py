@@ -22,6 +22,7 @@ SIZES = {  # of what C calls by these names
     "void": 0,
     "int": 4,
     "int32_t": 4,
+    "int64_t": 8,
     "uint64_t": 8,
     "size_t": 8,
     "double": 8,
