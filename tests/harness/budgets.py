@@ -25,7 +25,7 @@ BUDGETS_S = {
     "tests/charts": 12.0,
     "tests/cluster": 60.0,
     "tests/conformance": 30.0,
-    "tests/frameworks": 75.0,
+    "tests/frameworks": 100.0,
     "tests/integration/collectives": 145.0,
     "tests/integration/etcd": 50.0,
     "tests/integration/hosts": 120.0,
