@@ -179,7 +179,7 @@ check-types:
 
 QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -m "not slow"
 
-WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos)
+WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos) $(wildcard tests/unit/test_*.py)
 
 check-worker-tests:
 	$(QUICK) $(WORKER_TESTS)
