@@ -43,10 +43,8 @@ FAULTS = "kill,leave,freeze,cut"
 # Slots to have for each fault: a worker that leaves on request leaves its slot empty.
 SLOTS_PER_FAULT = 0.5
 SPARED = "localhost:0"
-WIDTH, STEP_S = (
-    "128",
-    "0.02",
-)  # of the model; besides the work of a step, so that there is room for imports
+WIDTH = 128  # of the model
+STEP_S = 0.02  # besides the work of a step, so that there is room for imports
 FREEZE_S = (0.2, 4.0)  # shorter and longer than the lease
 SETTLED_S = 0.5  # since the world has changed: until then the old one's sockets are still there
 TOLD_S = 30.0  # how often a line says how it goes
@@ -150,7 +148,8 @@ def _job(options: argparse.Namespace, plan: Plan, folder: Path) -> Job:
     flags = f"-np {options.workers} --min-np 1 --max-np {options.workers} -H localhost:{slots}"
     words = [str(program), *flags.split(), "--blacklist-cooldown-range", "0.1", "1"]
     (folder / "steps").mkdir()
-    words += [sys.executable, "-m", "elastic.chaos.hosts.training", str(folder), WIDTH, STEP_S]
+    words += [sys.executable, "-m", "elastic.chaos.hosts.training"]
+    words += [str(folder), str(WIDTH), str(STEP_S)]
     return command.check_job(words, plan, folder=folder)
 
 

@@ -37,9 +37,8 @@ class Training:
         with self._session.lock:
             self._session.recovery.enter()
         self._session.account.begin("joining", time.monotonic())
-        if (
-            not self._entered
-        ):  # in a job of a fixed size all that follows init() is training, at first
+        if not self._entered:
+            # In a job of a fixed size all that follows init() has counted as training.
             self._session.account.only_prepared()
         self._entered = True
         data_waits.count(self._session.account)

@@ -11,6 +11,7 @@ from elastic.driver.monitoring.time_spent import WORDS
 from elastic.driver.reasons import Why, counted
 
 Facts = Mapping[str, Any]
+GOODPUT = "the share that was training, without what was lost"
 LINE = 400  # characters of what somebody else has said
 HEADINGS = {
     "ended": "",
@@ -399,7 +400,7 @@ def _time(facts: Facts) -> str:
         return text
     return (
         f"{text} The workers' {facts['workers_s']:.1f} s: {workers or 'nothing'}."
-        f" Goodput {facts['goodput']:.3f}: the share that was training, without what was lost."
+        f" Goodput {facts['goodput']:.3f}: {GOODPUT}."
     )
 
 

@@ -68,7 +68,7 @@ class FlippedJob:
             full = generation > self.over and len(self.members()) == 3
             return bool(made and full and made[-1]["commit"][0] == generation)
 
-        self.job.until(found, "a durable commit of a full world", 120)
+        self.job.until(found, "a durable commit of a full world", 60)
         made = self.job.events("CheckpointMade")[-1]["commit"]
         return (made[0], made[1]), self.members()
 
@@ -138,7 +138,6 @@ def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
             print(f"\n{verdicts.total()} flips of seed {SEED}: {found}")
     bad = {v: n for v, n in verdicts.items() if not v.endswith(("found", "left no trace"))}
     assert not any(verdict.endswith("made durable") for verdict in bad), bad
-    # A sign or an exponent may spoil the next gradients, and through these all replicas, before they are compared.
-    spoilt = sum(n for verdict, n in bad.items() if verdict.endswith("all are spoilt"))
-    assert spoilt <= 1 + FLIPS // 20, bad
-    assert sum(bad.values()) - spoilt <= FLIPS // 100, bad
+    # A sign or an exponent may spoil the next gradients, and through these all replicas, before they are compared: more
+    # than this is a known gap; docs/checkpoints.md has their share.
+    assert sum(bad.values()) <= FLIPS // 100, bad

@@ -74,11 +74,14 @@ class Drive:
     def _upkeep(self) -> Upkeep:
         return Upkeep(take=lambda: taken(self.membership), snapshot_every=self.every)
 
+    def record(self, entry: Entry) -> None:
+        actions = self.membership.handle(entry.event, entry.at)
+        self.journal.record(entry.at, entry.event, actions)
+
     async def tell(self, entries: Sequence[Entry]) -> None:
         """In batches, as the loop does."""
         for number, entry in enumerate(entries):
-            actions = self.membership.handle(entry.event, entry.at)
-            self.journal.record(entry.at, entry.event, actions)
+            self.record(entry)
             if number % 3 == 2:
                 await self.journal.settle()
             if number % 12 == 11:
@@ -268,7 +271,7 @@ async def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives
     drive = Drive(place, job[0], every=100)
     await drive.begin()
     for entry in job[1][:150]:
-        drive.journal.record(entry.at, entry.event, drive.membership.handle(entry.event, entry.at))
+        drive.record(entry)
         await drive.journal.settle()
     assert place.etcd.leader is not None
     place.etcd.leader.lives_for = lives_for
@@ -287,7 +290,7 @@ async def test_what_did_not_arrive_is_written_again(tmp_path, job):
     leader = place.etcd.leader
     assert leader is not None
     for entry in job[1][10:20]:
-        drive.journal.record(entry.at, entry.event, drive.membership.handle(entry.event, entry.at))
+        drive.record(entry)
         leader.lives_for = 0
         with pytest.raises(asyncio.CancelledError):
             await drive.journal.settle()

@@ -384,6 +384,20 @@ async def test_closing_removes_every_claim_and_the_watching_ends():
     assert told.log == []
 
 
+async def closed_while_it_places(
+    told: Told, hangs: threading.Event, go_on: threading.Event
+) -> None:
+    """Ray hangs in a call of its placing, which ends once it is being closed."""
+    placing = asyncio.create_task(told.discovery.place(2, 100))
+    await asyncio.to_thread(hangs.wait, 10)
+    closing = asyncio.create_task(told.discovery.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    placing.cancel()
+    await asyncio.wait({placing})
+
+
 async def test_a_look_under_way_makes_no_claim_once_it_is_closed():
     told = Told(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
     ray, go_on, told_of = told.ray, threading.Event(), threading.Event()
@@ -395,14 +409,7 @@ async def test_a_look_under_way_makes_no_claim_once_it_is_closed():
         return claims(prefix)
 
     ray.claims = hangs  # type: ignore[method-assign]
-    placing = asyncio.create_task(told.discovery.place(2, 100))
-    await asyncio.to_thread(told_of.wait, 10)
-    closing = asyncio.create_task(told.discovery.close())
-    await asyncio.sleep(0)
-    go_on.set()
-    await closing
-    placing.cancel()
-    await asyncio.wait({placing})
+    await closed_while_it_places(told, told_of, go_on)
     assert ray.live == {} and ray.said == []
 
 
@@ -417,14 +424,7 @@ async def test_closing_while_claims_are_made_ends_the_making_and_removes_those_t
         make(name, bundle, detached=detached)
 
     ray.make = hangs  # type: ignore[method-assign]
-    placing = asyncio.create_task(told.discovery.place(2, 100))
-    await asyncio.to_thread(begun.wait, 10)
-    closing = asyncio.create_task(told.discovery.close())
-    await asyncio.sleep(0)
-    go_on.set()
-    await closing
-    placing.cancel()
-    await asyncio.wait({placing})
+    await closed_while_it_places(told, begun, go_on)
     assert ray.said == ["make 0", "remove 0"]
 
 
