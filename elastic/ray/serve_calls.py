@@ -34,7 +34,7 @@ class CallWorld(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def call_off(self, reason: str) -> None:
+    def call_off(self) -> None:
         """From any thread: what blocks in a collective raises."""
 
     def regroup(self) -> None:
@@ -131,7 +131,7 @@ class Serving:
 
 def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) -> None:
     """Until `END`, or until nobody is there any more."""
-    calls = Calls(connection, lambda: world.call_off("a call has failed on another rank"))
+    calls = Calls(connection, world.call_off)
     calls.begin({"rank": world.rank, **hello})
     serving = Serving(world)
     while (word := calls.take()) != END:

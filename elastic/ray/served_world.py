@@ -7,7 +7,13 @@ and the ranks meet anew before the next call: see `calls.REGROUP`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
+from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed, Invalid
+from elastic.ray.regroupings import Regroupings
 from elastic.rendezvous import environment
 from elastic.rendezvous.environment import Environment
 from elastic.runtime import lifecycle
@@ -22,11 +28,13 @@ class ServedSession(Session):
 
     given_up = ""
 
-    def give_up(self, reason: str) -> None:
-        """The present world is over, without a word to the driver. From any thread."""
+    def give_up(self, reason: str, needed: Callable[[], bool] = lambda: True) -> None:
+        """The present world is over, without a word to the driver. From any thread. ``needed`` is asked under the
+        lock.
+        """
 
         def decide(recovery: Recovery) -> list[Action]:
-            if recovery.phase is not Phase.TRAINING:
+            if not needed() or recovery.phase is not Phase.TRAINING:
                 return []
             self.given_up = reason
             recovery.pause()
@@ -51,13 +59,15 @@ class ServedSession(Session):
         return self.given_up or super().why(error)
 
 
+CALLED_OFF = "a call has failed on another rank"
+
+
 class ServedRuntime(Runtime):
     """What a persistent worker asks of its world; see `serve_calls.CallWorld`."""
 
     def __init__(self, env: Environment, link: Link) -> None:
         self._served = ServedSession(env, link)
-        self._called_off = ""  # the present call, whose end `regroup` follows
-        self._met = False  # ... which a function has done by itself, with init()
+        self._regroupings = Regroupings()  # under the session's lock
         super().__init__(env, link, self._served)
 
     @property
@@ -69,32 +79,47 @@ class ServedRuntime(Runtime):
         if self.reporting is not None:
             self.reporting.settle()
 
-    def call_off(self, reason: str) -> None:
+    def call_off(self) -> None:
         """From any thread. The present call has no future: what blocks in a collective raises. `regroup` comes next,
         on every rank.
         """
-        self._called_off = reason
-        self._served.give_up(reason)
+        self._served.give_up(CALLED_OFF, self._regroupings.tell)
 
     # ---- the next world, in the thread that makes the calls ------------------------------------------------------
 
     def regroup(self) -> None:
         """Meets the other ranks in a new world; all of them have to come. Raises DriverLost, JobOver."""
-        self._called_off = ""
-        if not self._met:
+        with self._served.lock:
+            to_meet = self._regroupings.begin()
+        if to_meet:
             lifecycle.shutdown()
         lifecycle.init()
-        self._met = False
 
     def first_world(self) -> None:
-        """In ``init()``. A function that calls it in a call that is called off meets those that regroup already."""
-        if self._met:
-            return
-        self._served.given_up = ""
-        super().first_world()
-        if self._called_off:
-            self._met = True
-            raise CollectiveFailed(self._called_off)
+        """In ``init()``. A function that calls it in a call that is called off may meet those that regroup already."""
+        regroupings = self._regroupings
+        if not regroupings.ahead:
+            if self._served.recovery.phase is Phase.TRAINING:
+                return  # met for the word that this rank acts on now
+            self._meet()
+        if regroupings.ahead or regroupings.over:
+            self._served.give_up(CALLED_OFF, lambda: regroupings.over)
+            raise CollectiveFailed(CALLED_OFF)
+
+    def _meet(self) -> None:
+        """All ranks in a new world. Raises DriverLost, JobOver, CollectiveFailed."""
+        regroupings, session = self._regroupings, self._served
+        with session.lock:
+            regroupings.meet()
+        session.given_up = ""
+        largest = torch.tensor([regroupings.number])
+        try:
+            super().first_world()
+            with self.guard("meeting the other ranks"):
+                self.group("calls", largest.device).allreduce(largest, Op.MAX).wait()
+        finally:
+            with session.lock:
+                regroupings.met(int(largest))
 
 
 def join() -> ServedRuntime:

@@ -36,7 +36,7 @@ class World:
         self.told: list[str] = []
         called_off.clear()
 
-    def call_off(self, reason: str) -> None:
+    def call_off(self) -> None:
         self.told.append("call off")
         called_off.set()
 

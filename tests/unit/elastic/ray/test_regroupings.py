@@ -1,0 +1,56 @@
+"""A world is met for one word to regroup, whichever rank hears that word first."""
+
+from __future__ import annotations
+
+from elastic.ray.regroupings import Regroupings
+
+
+def meet(*ranks: Regroupings) -> None:
+    for rank in ranks:
+        rank.meet()
+    for rank in ranks:
+        rank.met(max(rank.number for rank in ranks))
+
+
+def test_a_rank_that_waits_in_init_hears_the_word_after_it_has_met_the_others():
+    regrouping, waiting = Regroupings(), Regroupings()
+    assert regrouping.tell()
+    assert regrouping.begin()
+    meet(regrouping, waiting)
+    assert not regrouping.ahead
+    assert waiting.ahead  # its call has no future
+
+    assert not waiting.tell()  # the new world stays
+    assert not waiting.begin()  # and is the one that the word asks for
+    assert not waiting.ahead
+
+
+def test_the_word_comes_while_the_ranks_meet():
+    regrouping, waiting = Regroupings(), Regroupings()
+    regrouping.tell()
+    regrouping.begin()
+    waiting.meet()
+    assert not waiting.tell()
+    waiting.met(regrouping.number)
+    assert waiting.ahead
+    assert not waiting.over
+
+
+def test_functions_meet_and_one_of_them_fails():
+    first, second = Regroupings(), Regroupings()
+    meet(first, second)
+    assert not first.ahead
+    assert not first.over
+    assert first.tell()
+    assert first.begin()
+
+
+def test_functions_meet_in_a_call_that_is_called_off_meanwhile():
+    first, second = Regroupings(), Regroupings()
+    for rank in (first, second):
+        rank.meet()
+        assert not rank.tell()
+        rank.met(0)
+        assert not rank.ahead
+        assert rank.over  # this world is not the one that the word asks for
+        assert rank.begin()
