@@ -1,9 +1,9 @@
 """What does it cost to come from TensorFlow? A reduction of gradients, through torch's door and through TensorFlow's.
 
 Two workers. Both doors reduce the same tensors in one job, in turns: those of an MLP with 25M parameters, and 1,000
-small ones. TensorFlow's is what a `tf.function` takes longer with the reduction than without. Then a whole step of that
-MLP with `DistributedGradientTape`, beside one with TensorFlow's own ``MultiWorkerMirroredStrategy``, each in a job of
-its own.
+small ones. Torch's are reduced in place, as its optimizer does. TensorFlow's is what a `tf.function` takes longer with
+the reduction than without. Then a whole step of that MLP with `DistributedGradientTape`, beside one with TensorFlow's
+own ``MultiWorkerMirroredStrategy``, each in a job of its own.
 
     python benchmarks/tensorflow_step.py --steps 40
 """
@@ -84,7 +84,7 @@ def doors(steps: int) -> dict[str, float]:
         alone, reduced = steps_of(tf, hvd, variables)
 
         def of_ours(ours: Any = ours) -> None:
-            of_torch.grouped_allreduce(ours, name="torch")
+            of_torch.grouped_allreduce_(ours, name="torch")
 
         calls = {"alone": alone, "reduced": reduced, "torch": of_ours}
         turns: dict[str, list[float]] = {name: [] for name in calls}

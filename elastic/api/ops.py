@@ -166,7 +166,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors; those of one dtype travel in one buffer. Differentiable.
+    """`allreduce` of several tensors; small ones of one dtype travel in one buffer. Differentiable.
 
     Args:
         tensors: a list of tensors on one device, of any shapes and of dtypes that can be reduced.

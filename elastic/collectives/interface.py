@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+# From here on a tensor is reduced alone, from and to its own memory: copying it into a buffer with others, and back,
+# would cost more than it saves. By measurement over Gloo, see benchmarks/negotiation.py.
+ALONE_BYTES = 1 << 20
+
 
 class Op(enum.IntEnum):
     """Reductions, with Horovod's numbers."""

@@ -66,7 +66,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """`allreduce` of several arrays at once; those of one dtype travel in one buffer."""
+    """`allreduce` of several arrays at once; small ones of one dtype travel in one buffer."""
     for tensor in tensors:
         view(tensor)  # refused before anything is copied
     made = [tensor.copy() for tensor in tensors]

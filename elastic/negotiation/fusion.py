@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic.collectives.interface import ALONE_BYTES
 from elastic.negotiation.messages import ALLREDUCE, Settled
 
 FUSION_BYTES = 128 << 20  # Horovod's default
-ALONE_BYTES = 1 << 20  # by measurement over Gloo, see benchmarks/negotiation.py
 
 
 @dataclass(frozen=True)

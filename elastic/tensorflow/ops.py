@@ -106,7 +106,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """`allreduce` of several tensors at once; those of one dtype travel in one buffer. Differentiable.
+    """`allreduce` of several tensors at once; small ones of one dtype travel in one buffer. Differentiable.
 
     Raises ValueError for IndexedSlices, besides what the module says.
     """

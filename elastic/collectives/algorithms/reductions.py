@@ -13,7 +13,7 @@ import torch
 
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.dtypes_and_ops import DTYPES
-from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.interface import ALONE_BYTES, Collectives, Op, Work
 from elastic.errors import UnsupportedType
 
 Started = tuple[list[Work], Callable[[], Any]]
@@ -48,36 +48,49 @@ def allreduce(
     postscale: float,
     in_place: Sequence[bool],
 ) -> Started:
-    """``postscale * reduce(prescale * tensor)`` of each; tensors of one dtype travel in one buffer.
+    """``postscale * reduce(prescale * tensor)`` of each; small tensors of one dtype travel in one buffer.
 
     The result is a list: for each of ``tensors`` itself, where it is to be overwritten in place, or a new tensor.
     """
     if op is Op.ADASUM:
         return _adasum(group, tensors, prescale, postscale, in_place)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
-    buffers: dict[torch.dtype, torch.Tensor] = {}
+    together = _batches(tensors)
+    buffers: list[torch.Tensor] = []
     works = []
-    for dtype, indices in by_dtype.items():
+    for indices in together:
+        dtype = tensors[indices[0]].dtype
         widened = op is Op.AVERAGE and dtype in _SMALL
         own = not widened and all(in_place[index] for index in indices)
         flat = _flat([tensors[index] for index in indices], own)
         if widened:
             flat = flat.to(torch.int32)
         scale_(flat, prescale)
-        buffers[dtype] = flat
+        buffers.append(flat)
         works.append(group.allreduce(flat, Op.SUM if op is Op.AVERAGE else op))
 
     def finish() -> list[torch.Tensor]:
         results = list(tensors)
-        for dtype, indices in by_dtype.items():
-            flat = buffers[dtype]
+        for indices, flat in zip(together, buffers, strict=True):
             divide_(flat, group.size if op is Op.AVERAGE else 1, postscale)
             _place_all(flat, tensors, indices, in_place, results)
         return results
 
     return works, finish
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Indices of those that travel together: small ones of one dtype. Equal on all ranks, as dtypes and shapes are."""
+    batches: list[list[int]] = []
+    small: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.nbytes >= ALONE_BYTES:
+            batches.append([index])
+        elif tensor.dtype in small:
+            small[tensor.dtype].append(index)
+        else:
+            small[tensor.dtype] = [index]
+            batches.append(small[tensor.dtype])
+    return batches
 
 
 def _adasum(

@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from elastic.collectives.algorithms import reductions
-from elastic.collectives.interface import Op
+from elastic.collectives.interface import ALONE_BYTES, Op
 from elastic.collectives.local import LocalCollectives
 
 
 class Seen(LocalCollectives):
     """Of one rank; keeps what it was given."""
 
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
     def allreduce(self, tensor, op, scale=1.0):
         self.tensor = tensor
+        self.sent.append(tensor)
         return super().allreduce(tensor, op, scale)
 
 
@@ -63,6 +68,18 @@ def test_what_is_not_to_be_overwritten_stays():
     assert sent.data_ptr() != flat.data_ptr()
     assert torch.equal(flat, torch.cat([torch.arange(4.0) * 2, torch.arange(4.0, 8.0)]))
     assert torch.equal(results[1], torch.arange(4.0, 8.0) * 2)
+
+
+def test_large_tensors_are_reduced_where_they_are_and_small_ones_share_a_buffer():
+    large = [torch.ones(ALONE_BYTES // 4), torch.ones(2, ALONE_BYTES // 8)]
+    small = [torch.ones(3), torch.ones(4), torch.ones(5, dtype=torch.float64)]
+    group = Seen()
+    tensors = [small[0], large[0], small[1], large[1], small[2]]
+    _, finish = reductions.allreduce(group, tensors, Op.SUM, 2.0, 1.0, [True] * 5)
+    finish()
+    assert [tensor.numel() for tensor in group.sent] == [7, *(part.numel() for part in large), 5]
+    assert [part.data_ptr() for part in large] == [tensor.data_ptr() for tensor in group.sent[1:3]]
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
 def test_a_mean_of_small_integers_is_widened():
