@@ -27,10 +27,10 @@ BUDGETS_S = {
     "tests/conformance": 30.0,
     "tests/frameworks": 100.0,
     "tests/integration/collectives": 145.0,
-    "tests/integration/etcd": 50.0,
+    "tests/integration/etcd": 40.0,
     "tests/integration/hosts": 120.0,
     "tests/integration/jobs": 370.0,
-    "tests/integration/launchers": 85.0,
+    "tests/integration/launchers": 75.0,
     "tests/integration/ray": 170.0,
     "tests/simulation": 75.0,  # computes only, so a slow processor shows here most
     "tests/unit": 30.0,

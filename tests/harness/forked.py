@@ -15,12 +15,21 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from elastic.chaos.fault_matrix.job import MARK as MATRIX_MARK
+from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.driver.launch.environment import defaults
+from elastic.driver.processes.prepared import PREPARED
 from harness import forking
 from harness.forking import Told, early, tell
 
 MARK = "ELASTIC_TEST_JOB"
-_LENGTH = 32  # of what a mark is
+# What /proc shows of a fork's environment, beside what it has of ours: marks of its job, in hexadecimal, and that the
+# process was there before it was told to be a worker.
+SHOWN = {
+    MARK: forking.ROOM * 32,
+    MATRIX_MARK: forking.ROOM * 32,
+    CHAOS_MARK: forking.ROOM * 16,
+    PREPARED: "1",
+}
 _making = threading.Lock()
 
 
@@ -28,7 +37,7 @@ class Forked:
     """What tests use of `subprocess.Popen`: its number, too, stays its own until its exit status was read.
 
     ``mark`` is ``NAME=value``: what `harness.program.marked` finds it by. ``modules``: what has been imported besides
-    torch. ``output`` is the file that it writes to, instead of ``stdout``.
+    torch. ``output``: the file that it writes to, instead of ``stdout``. ``passed``: descriptors that it has from 3 on.
     """
 
     def __init__(
@@ -40,6 +49,7 @@ class Forked:
         mark: str,
         modules: Sequence[str] = (),
         output: BinaryIO | None = None,
+        passed: Sequence[int] = (),
     ) -> None:
         self.args = list(words)
         self.returncode: int | None = None
@@ -53,14 +63,20 @@ class Forked:
             self.stdout.close()
             self.stdout = None
         self._guardian, theirs = socket.socketpair()
-        told = Told(self.args, {**env, name: value}, str(folder), mark)
-        tell(source.channel, told, [write, theirs.fileno()])
+        told = Told(self.args, {**env, name: value}, str(folder))
+        tell(source.channel, told, [write, theirs.fileno(), *passed])
         os.close(write)
         theirs.close()
         self._said = self._guardian.makefile("r")
         number = self._said.readline()
         assert number, "the process that jobs are forked from has ended"
         self.pid = int(number)
+
+    def printed(self) -> str:
+        """All of it, once everybody who may write it has ended."""
+        assert self.stdout is not None
+        with self.stdout as stdout:
+            return stdout.read()
 
     def poll(self) -> int | None:
         return self._look(0.0)
@@ -114,5 +130,4 @@ class _Source:
     @functools.cache
     def _of(cls, beginning: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> _Source:
         others = {name: text for name, text in os.environ.items() if name not in early(os.environ)}
-        marks = dict.fromkeys((MARK, MATRIX_MARK), "-" * _LENGTH)
-        return cls({**others, **dict(beginning), **marks}, modules)
+        return cls({**others, **dict(beginning), **SHOWN}, modules)

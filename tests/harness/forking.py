@@ -2,12 +2,14 @@
 Where a test asks for it that process has imported other modules, too.
 
 Run as a program, this is that process. It has one thread and never computes, so its forks are sound. Of a job it forks
-`elasticrun`, and of this, before it has run a line, the processes that its first workers will be; they are told later
-what to run. So a worker is a child of its driver, under the number that the driver knows, in a session of its own, and
-dies with the driver, as others do. What comes after those, and what is neither ``python SCRIPT.py`` nor ``python -m
-MODULE``, is started as always.
+`elasticrun`, and of this, before it has run a line, the processes that it will start first: workers, and agents, which
+have forks of their own. They are told later what to run. So a worker is a child of its driver, under the number that
+the driver knows, in a session of its own, and dies with the driver, as others do. What comes after those, and what is
+neither an agent nor ``python SCRIPT.py`` nor ``python -m MODULE``, is started as always.
 
-A script that starts a job by itself, without ``-np``, is forked as well, with as many workers as SPARE_WORKERS says.
+A script that starts a job by itself, without ``-np``, is forked as well, with as many workers as SPARE_WORKERS says,
+and so is an agent that is started by hand. ``python -m elastic.chaos`` has one fork: the driver of its job. Any other
+``python SCRIPT.py`` has none.
 
 What differs: all workers hash strings alike, and /proc has one command line for all. So not every test forks its jobs.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import io
@@ -25,15 +28,17 @@ import re
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, ClassVar, TextIO
 
 MOST_BYTES = 1 << 18  # of what a process is told
-SPARE = 4  # workers beyond those of -np, for slots that return ...
+MOST_DESCRIPTORS = 8  # that it is given
+SPARE = 4  # workers beyond those of -np, for slots that return, and agents ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
 # Read when a process starts, or when it imports torch or TensorFlow.
 EARLY = (
@@ -52,6 +57,9 @@ MADE_UP_FOR = ("PYTHONUNBUFFERED", "PYTHONPATH")  # in the fork
 PR_SET_PDEATHSIG = 1
 KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
+AGENT_MODULE = "elastic.driver.agents.agent_process"
+CHAOS = ["-m", "elastic.chaos"]
+ROOM = "-"  # for a mark: what this process is told, so often
 
 Program = Callable[[], object]
 at_the_start = dict(os.environ)
@@ -64,11 +72,10 @@ class Told:
     words: list[str]
     env: dict[str, str]
     folder: str | None
-    mark: str = ""
 
 
 def tell(channel: socket.socket, told: Told, descriptors: Sequence[int]) -> None:
-    message = json.dumps([told.words, told.env, told.folder, told.mark]).encode()
+    message = json.dumps([told.words, told.env, told.folder]).encode()
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
     socket.send_fds(channel, [message], list(descriptors))
 
@@ -91,29 +98,38 @@ def early(env: Mapping[str, str]) -> dict[str, str]:
 # ---- the process that has imported torch -------------------------------------------------------------------------
 
 
-def serve(channel: socket.socket) -> Program:
-    """Returns only in a forked process, with what it is to run."""
+class Becomes(BaseException):
+    """In a process that has just been forked: it leaves all that its parent was doing, and runs this program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+
+def serve(channel: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for guardians
-    while (heard := hear(channel, 2)) is not None:
-        told, (output, told_to) = heard
+    while (heard := hear(channel, MOST_DESCRIPTORS)) is not None:
+        told, (output, told_to, *passed) = heard
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel.close()
-            return guarded(told, output, socket.socket(fileno=told_to))
-        os.close(output)
-        os.close(told_to)
-    sys.exit()
+            starter = socket.socket(fileno=told_to)
+            raise Becomes(functools.partial(guard, told, [output, output, *passed], starter))
+        for descriptor in (output, told_to, *passed):
+            os.close(descriptor)
 
 
-def guarded(told: Told, output: int, starter: socket.socket) -> Program:
-    """Returns in the driver. Its parent, a guardian, says its number and how it has ended. Only once that was read is
-    the number free again, as with a child.
+def guard(told: Told, descriptors: list[int], starter: socket.socket) -> None:
+    """Forks the driver, says its number and how it has ended. Only once that was read is the number free again, as
+    with a child.
     """
     driver = os.fork()
     if driver == 0:
         starter.close()
-        return elasticrun(told, output)
-    os.close(output)
+        os.setsid()
+        become(told, [os.open(os.devnull, os.O_RDONLY), *descriptors])
+        raise Becomes(functools.partial(begin, told.words))
+    for descriptor in {*descriptors}:
+        os.close(descriptor)
     starter.sendall(f"{driver}\n".encode())
     ended = os.waitid(os.P_PID, driver, os.WEXITED | os.WNOWAIT)
     assert ended is not None
@@ -125,88 +141,128 @@ def guarded(told: Told, output: int, starter: socket.socket) -> Program:
     os._exit(0)
 
 
-def elasticrun(told: Told, output: int) -> Program:
-    """Returns in the driver, and in each of its workers."""
-    os.setsid()
-    mark(told.mark)
-    become(told, [os.open(os.devnull, os.O_RDONLY), output, output])
-    found = re.search(r"-np (\d+)", " ".join(told.words))
-    driver = os.getpid()
-    forks: list[Fork] = []
-    spare = int(told.env.get(SPARE_WORKERS, SPARE if found else 0))
-    for _ in range(spare + (int(found[1]) if found else 0)):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
-        if pid == 0:
-            for channel in (ours, *(fork.channel for fork in forks)):
-                channel.close()
-            return worker(theirs, driver)
-        theirs.close()
-        forks.append(Fork(pid, ours))
-    return lambda: drive(told.words, forks)
+# ---- who has forks -------------------------------------------------------------------------------------------------
 
 
-def drive(words: list[str], forks: list[Fork]) -> None:
-    """As the program that the words name does it, but that its first workers are those forks."""
-    from elastic.driver.processes import spawning, supervisor
-
-    def spawn(
-        command: Sequence[str],
-        env: Mapping[str, str],
-        announce: Callable[[int], None],
-        *,
-        folder: str | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Any:
-        known = len(command) > 1 and command[0] in PYTHON and command[1].endswith((".py", "-m"))
-        if not (known and forks and early(env) == early(at_the_start)):
-            return spawning.spawn(command, env, announce, folder=folder, pass_fds=pass_fds)
-        fork = forks.pop(0)
-        fork.start(Told(list(command), dict(env), folder))
-        return fork
-
-    supervisor.spawn = spawn  # type: ignore[attr-defined]
+def begin(words: list[str]) -> None:
+    """Runs what starts workers, or a driver; or any other program of Python."""
+    if words[1:3] == CHAOS:
+        have_forks(1, apart=False)
+        return run_module(words[2:])
+    if words[0] in PYTHON:
+        return python(words)
+    found = re.search(r"-np (\d+)", " ".join(words))
+    spare = int(os.environ.get(SPARE_WORKERS, SPARE if found else 0))
+    have_forks(spare + (int(found[1]) if found else 0))
     run_script(words)
 
 
-class Fork:
-    """What the driver has of a worker: as much of `subprocess.Popen` as it uses."""
+def agent() -> None:
+    """Its workers are forked where it serves: it may have gone to the background before."""
+    from elastic.driver.agents import agent_process
 
-    stdout: BinaryIO
-    stderr: BinaryIO
+    serve = agent_process.serve
 
-    def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid = pid
-        self.channel = channel
+    def serving(*arguments: Any, **how: Any) -> Any:
+        have_forks(int(os.environ.get(SPARE_WORKERS, SPARE)))
+        return serve(*arguments, **how)
 
-    def start(self, told: Told) -> None:
-        read_out, out = os.pipe()
-        read_err, err = os.pipe()
-        self.stdout, self.stderr = os.fdopen(read_out, "rb"), os.fdopen(read_err, "rb")
-        tell(self.channel, told, [out, err])
-        for descriptor in (out, err):
-            os.close(descriptor)
-        self.channel.close()
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    agent_process.serve = serving
+    sys.exit(agent_process.main())
 
 
-def worker(channel: socket.socket, driver: int) -> Program:
-    """Waits until it is told to be one."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != driver:
+def have_forks(count: int, *, apart: bool = True) -> None:
+    """So many of the next processes that this one starts are forks. ``apart``: each in a session of its own."""
+    parent = os.getpid()
+    forks: list[tuple[int, socket.socket]] = []
+    for _ in range(count):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            for channel in (ours, *(channel for _, channel in forks)):
+                channel.close()
+            raise Becomes(functools.partial(wait_to_be_told, theirs, parent, apart))
+        theirs.close()
+        forks.append((pid, ours))
+    Fork.ready = forks
+    subprocess.Popen = Fork  # type: ignore[misc]
+
+
+class Fork(subprocess.Popen):
+    """As its base has it, but that the process is one of those that are ready, where it can be."""
+
+    ready: ClassVar[list[tuple[int, socket.socket]]] = []
+
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: Any,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *rest: Any,
+    ) -> None:
+        words = [args] if isinstance(args, str) else [*map(str, args)]
+        if not self.ready or pass_fds or not can_be_a_fork(words, env):
+            before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
+            super()._execute_child(*before, *rest)  # type: ignore[misc]
+            return
+        pipes = rest[3:9]  # both ends of each
+        theirs = (pipes[0], pipes[3], pipes[5])
+        self.pid, channel = self.ready.pop(0)
+        standard = [n if end == -1 else end for n, end in enumerate(theirs)]
+        folder = None if cwd is None else str(cwd)
+        tell(channel, Told(words, dict(os.environ if env is None else env), folder), standard)
+        channel.close()
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def can_be_a_fork(words: Sequence[str], env: Mapping[str, str] | None) -> bool:
+    if words[0] in PYTHON and words[1:]:
+        if words[-1] == AGENT_MODULE:
+            return True
+        same = early(os.environ if env is None else env) == early(at_the_start)
+        return words[1].endswith((".py", "-m")) and same
+    return Path(words[0]).name == "elasticrun"
+
+
+# ---- its forks -----------------------------------------------------------------------------------------------------
+
+
+def wait_to_be_told(channel: socket.socket, parent: int, apart: bool) -> None:
+    if apart:
+        os.setsid()
+    dies_with_its_parent(True)
+    if os.getppid() != parent:
         os._exit(0)
-    heard = hear(channel, 2)
+    heard = hear(channel, 3)
     channel.close()
-    if heard is None:  # the driver has no use for it
+    if heard is None:  # its parent has no use for it
         os._exit(0)
-    told, outputs = heard
-    become(told, [os.open(os.devnull, os.O_RDONLY), *outputs])
-    if told.env.get("PYTHONUNBUFFERED"):
+    told, standard = heard
+    become(told, standard)
+    if told.words[0] in PYTHON and told.words[-1] != AGENT_MODULE:
+        return python(told.words)
+    dies_with_its_parent(False)
+    if told.words[0] in PYTHON:
+        agent()
+    else:
+        begin(told.words)
+
+
+def dies_with_its_parent(does: bool) -> None:
+    number = signal.SIGKILL if does else 0
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def python(words: list[str]) -> None:
+    """As ``python SCRIPT WORDS`` and ``python -m MODULE WORDS`` do it, where torch has been imported."""
+    if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
-    path = told.env.get("PYTHONPATH", "")
+    path = os.environ.get("PYTHONPATH", "")
     if path and path != at_the_start.get("PYTHONPATH"):
         sys.path[1:1] = path.split(os.pathsep)  # behind the folder of the script
     from elastic import failpoints
@@ -216,24 +272,40 @@ def worker(channel: socket.socket, driver: int) -> Program:
     failpoints.use(environment.failpoints())
     autoload()  # as the import of torch would have called it, with this environment
     sys.modules["numpy"].random.seed()  # Python draws anew after a fork, NumPy doesn't
-    return lambda: (
-        run_module(told.words[2:]) if told.words[1] == "-m" else run_script(told.words[1:])
-    )
+    if words[1] == "-m":
+        run_module(words[2:])
+    else:
+        run_script(words[1:])
 
 
-def become(told: Told, standard: Sequence[int]) -> None:
-    """Has the standard descriptors, the environment and the folder that it was told, and nothing else that was open."""
-    for number, descriptor in enumerate(standard):
+def become(told: Told, descriptors: Sequence[int]) -> None:
+    """Has the descriptors, the environment and the folder that it was told, and nothing else that was open.
+
+    ``descriptors`` are numbered from 0.
+    """
+    for number, descriptor in enumerate([os.dup(each) for each in descriptors]):
         os.dup2(descriptor, number)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
+        if int(name) >= len(descriptors):
             with contextlib.suppress(OSError):  # it was open for this look only
                 os.close(int(name))
+    for name, place in marks().items():
+        room = at_the_start[name]
+        if len(value := told.env.get(name, room)) == len(room):
+            ctypes.memmove(place, value.encode(), len(value))
     os.environ.clear()
     os.environ.update(told.env)
     if told.folder is not None:
         os.chdir(told.folder)
     sys.argv = told.words
+
+
+@functools.cache
+def marks() -> dict[str, int]:
+    """Where the values of variables with room for a mark stand, which is what /proc/self/environ shows of them."""
+    get = ctypes.CDLL(None).getenv
+    get.restype = ctypes.c_void_p
+    return {name: get(name.encode()) for name, text in at_the_start.items() if {*text} == {ROOM}}
 
 
 def unbuffered(stream: TextIO) -> TextIO:
@@ -258,19 +330,6 @@ def run_module(words: list[str]) -> None:
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-# ---- its mark ------------------------------------------------------------------------------------------------------
-
-
-def mark(entry: str) -> None:
-    """``NAME=value`` in /proc/self/environ, in place of a value of the same length there."""
-    name, _, value = entry.partition("=")
-    get = ctypes.CDLL(None).getenv
-    get.restype = ctypes.c_void_p
-    place = get(name.encode())
-    assert place is not None and len(ctypes.string_at(place)) == len(value), entry
-    ctypes.memmove(place, value.encode(), len(value))
-
-
 def main() -> None:
     """``forking.py DESCRIPTOR [MODULE ...]``"""
     gc.disable()
@@ -278,6 +337,7 @@ def main() -> None:
     import torch._dynamo  # as the first optimizer does, for most of a second  # noqa: F401
 
     import elastic.checkpoints.writer
+    import elastic.driver.agents.agent_process
     import elastic.driver.commandline.cli
     import elastic.driver.job.start
     import elastic.optimizer
@@ -292,8 +352,14 @@ def main() -> None:
     threads = [Path(f"/proc/self/task/{each}/comm") for each in os.listdir("/proc/self/task")]
     names = [path.read_text().strip() for path in threads]
     assert set(names[1:]) <= KNOWN, f"a fork would lack its threads {names}"
-    program = serve(socket.socket(fileno=int(sys.argv[1])))
-    program()
+    marks()
+    program: Program | None = functools.partial(serve, socket.socket(fileno=int(sys.argv[1])))
+    while program is not None:
+        try:
+            program()
+            program = None
+        except Becomes as fork:
+            program = fork.program
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena, native_library, peer_memory
@@ -32,6 +34,7 @@ from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from harness import ranks
 from harness.collectives_contract import EVERY, FLOATS, INTEGERS, REFERENCE, CollectivesContract
+from harness.forked import MARK, Forked
 from harness.history import SCRIPTS
 from harness.ranks import Died, Ranks
 
@@ -792,22 +795,22 @@ def ended(how: str) -> list[tuple[int, str]]:
     listener = listen("127.0.0.1")
     socket = listener.socket.fileno()  # rank 0 inherits it: nobody else can take the port
     programs = [
-        subprocess.Popen(
-            [sys.executable, str(ENDS), how, str(rank), str(listener.address.port), str(socket)],
-            pass_fds=[socket] if rank == 0 else [],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        Forked(
+            [sys.executable, str(ENDS), how, str(rank), str(listener.address.port), "3"],
+            folder=Path.cwd(),
+            env=clean_environment(),
+            mark=f"{MARK}={uuid.uuid4().hex}",
+            passed=[socket] if rank == 0 else [],
         )
         for rank in range(2)
     ]
     listener.close()
     try:
-        said = [program.communicate(timeout=ENDS_S)[0] for program in programs]
+        codes = [program.wait(ENDS_S) for program in programs]
     finally:
         for program in programs:
             program.kill()
-    return [(program.returncode, text) for program, text in zip(programs, said, strict=True)]
+    return [(code, program.printed()) for code, program in zip(codes, programs, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ def drivers(tmp_path):
 
     def start(**env: str) -> Job:
         told = {"ELASTIC_DIGESTS": "1", "STEPS": "30"} | env
-        started.append(Job(f"{HOSTS} {RETURN}", [*map(str, TRAINING)], folder=tmp_path, env=told))
+        command = [*map(str, TRAINING)]
+        flags = f"{HOSTS} {RETURN}"
+        started.append(Job(flags, command, folder=tmp_path, env=told, forked=True))
         return started[-1]
 
     yield start

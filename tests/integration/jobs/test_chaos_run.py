@@ -46,14 +46,17 @@ nft = pytest.mark.skipif(
 class Chaos(Program):
     """The command under test, with a job of `scripts/training.py`."""
 
-    def __init__(self, folder: Path, plan: str, flags: str, *words: str, **env: str) -> None:
+    def __init__(
+        self, folder: Path, plan: str, flags: str, *words: str, forked: bool, **env: str
+    ) -> None:
         self.folder = folder
         self.json = folder / "report.json"
         (folder / "plan.toml").write_text(plan)
         command = [sys.executable, "-m", "elastic.chaos", "run", "--plan", "plan.toml"]
         command += ["--json", str(self.json), *words, "--", elasticrun(), *flags.split()]
         command += ["--journal", "journal.jsonl", sys.executable, str(SCRIPTS / "training.py")]
-        super().__init__(command, folder=folder, env=clean_environment() | env, mark=MARK)
+        environ = clean_environment() | env
+        super().__init__(command, folder=folder, env=environ, mark=MARK, forked=forked)
 
     def report(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.json.read_text())
@@ -61,11 +64,13 @@ class Chaos(Program):
 
 
 @pytest.fixture
-def chaos(tmp_path):
+def chaos(tmp_path, request):
+    """Where a test is marked ``forked``, nobody waits for imports."""
+    forked = request.node.get_closest_marker("forked") is not None
     started: list[Chaos] = []
 
     def start(plan: str, flags: str, *words: str, **env: str) -> Chaos:
-        started.append(Chaos(tmp_path, plan, flags, *words, **env))
+        started.append(Chaos(tmp_path, plan, flags, *words, forked=forked, **env))
         return started[-1]
 
     yield start
@@ -73,6 +78,7 @@ def chaos(tmp_path):
     assert not left, f"these processes outlived their job: {left}"
 
 
+@pytest.mark.forked
 def test_a_kill_and_a_leave_by_plan(chaos):
     run = chaos(KILL_AND_LEAVE, f"-np 3 --min-np 1 {STAY_AWAY}", HOLD="5:size=1")
     assert run.wait() == 0, run.output
@@ -108,6 +114,7 @@ def test_the_exit_code_is_that_of_the_job(chaos):
     assert found["broken"] == []
 
 
+@pytest.mark.forked
 def test_a_short_freeze_and_a_slow_worker_lose_nobody(chaos):
     plan = """
         [[fault]]
@@ -134,6 +141,7 @@ def test_a_short_freeze_and_a_slow_worker_lose_nobody(chaos):
     assert found["recoveries"] == []
 
 
+@pytest.mark.forked
 def test_ctrl_c_ends_job_and_faults_and_still_reports(chaos):
     """As a terminal does it: the whole foreground process group gets the signal."""
     plan = '[[fault]]\nafter_commits = 3\nkind = "freeze"\nfor_s = 1.5\nvictim = "rank 1"\n'
@@ -154,6 +162,7 @@ def test_sigterm_for_the_tool_alone_ends_the_job_too(chaos):
     assert run.wait(30) == 143, run.output
 
 
+@pytest.mark.forked
 def test_a_job_that_ends_at_once_has_its_exit_code_and_what_was_not_due_is_said(chaos):
     plan = '[[fault]]\nat_s = 900\nkind = "kill"\n'
     run = chaos(plan, f"-np 2 --min-np 1 {STAY_AWAY}", STEPS="2")
@@ -227,6 +236,7 @@ def test_a_partition_ends_with_the_tool_however_that_ends(chaos):
     os.geteuid() != 0 or shutil.which("ss") is None,
     reason="closing others' connections needs root and ss; apt-get install iproute2",
 )
+@pytest.mark.forked
 def test_a_cut_makes_the_same_workers_form_a_new_ring(chaos):
     plan = '[[fault]]\nafter_commits = 5\nkind = "cut"\nvictim = "rank 1"\n'
     flags = f"-np 3 --min-np 1 {STAY_AWAY}"

@@ -116,7 +116,7 @@ def test_under_another_driver_old_and_new_members_write_one_checkpoint_together(
     first.unchecked = "its journal is gone on with"
     os.kill(first.driver.pid, signal.SIGKILL)
     first.driver.wait()
-    second = Job(flags, TRAINING, folder=first.folder)
+    second = Job(flags, TRAINING, folder=first.folder, forked=True)
     try:
         second.wait_for("goes on unchanged: reconnected")
         second.kill(rank=1)

@@ -96,6 +96,7 @@ def test_ctrl_c_twice_does_not_wait_for_anybody(job):
 
 
 @pytest.mark.etcd
+@pytest.mark.forked
 def test_ctrl_c_twice_does_not_wait_for_an_etcd_that_is_silent(job, tmp_path):
     """Its journal is there, and what it decides waits for that."""
     make_secret_file(str(tmp_path / "secret"))

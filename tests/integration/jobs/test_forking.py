@@ -8,12 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from harness.history import SCRIPTS, TRAINING, History
 from harness.job import Job
 
 OWN_PROCESS = SCRIPTS / "own_process.py"
+HOSTS = "-np 2 --min-np 1 -H localhost:1,127.0.0.2:1 --resume"
 
 
 def facts(folder: Path) -> list[dict[str, Any]]:
@@ -70,6 +72,16 @@ def test_its_exit_status_is_that_of_the_job(job):
     failing = job("-np 1", ["python", SCRIPTS / "plain.py", "0", "7"])
     assert failing.driver.poll() is None
     assert failing.wait() == 7 and failing.driver.poll() == 7
+
+
+@pytest.mark.forked
+def test_agents_are_forks_and_so_are_their_workers(job):
+    waiting = job(HOSTS, ["python", OWN_PROCESS, "wait"])
+    waiting.wait_for("wrote its facts", count=2)
+    workers = [event["pid"] for event in waiting.events("WorkerConnected")]
+    agents = {psutil.Process(pid).ppid() for pid in workers}
+    assert len(agents) == 2 and waiting.driver.pid not in agents
+    assert all(map(is_a_fork, [*workers, *agents]))
 
 
 @pytest.mark.forked

@@ -6,20 +6,21 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.chaos.harness.processes import marked
+from elastic.chaos.harness.processes import clean_environment, marked
+from harness.forked import Forked
+from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import MARK
 
-PROGRAM = [sys.executable, str(SCRIPTS / "reporting.py")]
+PROGRAM = str(SCRIPTS / "reporting.py")
 DEADLINE_S = 60.0
 
 
@@ -28,16 +29,10 @@ class Driver:
 
     def __init__(self, folder: Path, mark: str, *words: str) -> None:
         self._path = folder / f"printed{time.monotonic_ns()}"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "HOROVOD_"))}
-        with open(self._path, "w") as printed:
-            self.process = subprocess.Popen(
-                [*PROGRAM, *words],
-                cwd=folder,
-                env=clean | {MARK: mark, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        env = clean_environment() | {"OMP_NUM_THREADS": "1", SPARE_WORKERS: "2"}
+        with open(self._path, "wb") as printed:
+            self.process = Forked(
+                [PROGRAM, *words], folder=folder, env=env, mark=mark, output=printed
             )
 
     @property
@@ -65,7 +60,7 @@ class Driver:
 @pytest.fixture
 def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
-    mark = f"reports{os.getpid()}.{time.monotonic_ns()}"
+    mark = f"{MARK}={uuid.uuid4().hex}"
 
     def start(*words: str) -> Driver:
         started.append(Driver(tmp_path, mark, *words))
@@ -78,7 +73,7 @@ def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
             each.process.terminate()
             each.process.wait(DEADLINE_S)
     deadline = time.monotonic() + 10.0
-    while (left := list(marked(f"{MARK}={mark}"))) and time.monotonic() < deadline:
+    while (left := list(marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in left:
         os.kill(process.pid, signal.SIGKILL)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.network.secret import make_secret_file
 from harness.certificates import make_certificates
 from harness.etcd import one_etcd
+from harness.forking import SPARE_WORKERS
 from harness.history import RETURN, TRAINING, History, sizes
-from harness.job import Job, elasticrun
+from harness.job import MARK, Job, elasticrun
+from harness.program import Program
 
 pytestmark = pytest.mark.etcd
 
@@ -30,17 +31,14 @@ class Cluster:
             *("--etcd-ca", tls.ca, "--etcd-cert", tls.cert, "--etcd-key", tls.key),
             *("--tls-ca", tls.ca, "--tls-cert", tls.cert, "--tls-key", tls.key),
         ]
-        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self.agents: dict[str, Program] = {}
         self.drivers: list[Job] = []
 
     def agent(self, host: str) -> None:
         words = [elasticrun(), "agent", *self.common, "--host", host, "--slots", "1"]
-        env = os.environ | {"ELASTIC_DIGESTS": "1", "STEPS": "40", "HOLD": "30:file=go"}
-        path = f"{Path(elasticrun()).parent}{os.pathsep}{os.environ['PATH']}"
-        with open(self.folder / f"agent-{host}.log", "a") as log:
-            self.agents[host] = subprocess.Popen(
-                words, env=env | {"PATH": path}, cwd=self.folder, stderr=log, text=True
-            )
+        told = {"ELASTIC_DIGESTS": "1", "STEPS": "40", "HOLD": "30:file=go", SPARE_WORKERS: "2"}
+        env = clean_environment() | told
+        self.agents[host] = Program(words, folder=self.folder, env=env, mark=MARK, forked=True)
 
     def driver(self) -> Job:
         flags = ["-np", "2", "--min-np", "1", "--standby", *RETURN.split(), *self.common]
@@ -49,10 +47,11 @@ class Cluster:
 
     def end(self) -> None:
         for agent in self.agents.values():
-            agent.terminate()
+            agent.process.terminate()
         for agent in self.agents.values():
-            assert agent.wait(20) == 0
-        left = [process for driver in self.drivers for process in driver.end()]
+            assert agent.wait(20) == 0, agent.output
+        programs: list[Program] = [*self.drivers, *self.agents.values()]
+        left = [process for program in programs for process in program.end()]
         assert not left, f"these processes outlived their job: {left}"
 
 
@@ -64,7 +63,7 @@ class _Driver(Job):
         copy.mkdir()
         (copy / "history").symlink_to(folder / "history")
         env = {"OMP_NUM_THREADS": "1"}
-        super().__init__(flags, [*map(str, TRAINING)], folder=copy, env=env)
+        super().__init__(flags, [*map(str, TRAINING)], folder=copy, env=env, forked=True)
 
 
 @pytest.fixture

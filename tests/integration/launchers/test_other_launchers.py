@@ -9,10 +9,10 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +26,7 @@ from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.find_rank0 import Left, meet
 from elastic.rendezvous.launcher_env import Directly, Started, ThroughFile
 from elastic.rendezvous.store import listen
+from harness.forked import MARK, Forked
 from harness.history import SCRIPTS
 from harness.torchrun import torchrun
 
@@ -41,31 +42,27 @@ def clean(extra: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **extra}
 
 
-def launch(what: str, variables: Sequence[Mapping[str, str]]) -> list[subprocess.Popen[str]]:
+def launch(what: str, variables: Sequence[Mapping[str, str]]) -> list[Forked]:
     """One process for each rank."""
     return [
-        subprocess.Popen(
+        Forked(
             [sys.executable, str(SCRIPT), what],
+            folder=Path.cwd(),
             env=clean(each),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            mark=f"{MARK}={uuid.uuid4().hex}",
         )
         for each in variables
     ]
 
 
-def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
-    def end() -> None:
+def outputs(processes: list[Forked]) -> list[str]:
+    try:
+        for process in processes:
+            process.wait(LIMIT_S)
+    finally:
         for process in processes:
             process.kill()
-
-    deadline = threading.Timer(LIMIT_S, end)
-    deadline.start()
-    try:
-        return [process.communicate()[0] for process in processes]
-    finally:
-        deadline.cancel()
+    return [process.printed() for process in processes]
 
 
 def said(output: str) -> list[dict[str, Any]]:

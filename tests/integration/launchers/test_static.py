@@ -33,6 +33,7 @@ def test_every_rank_knows_its_place(job):
         assert not place["secret in arguments"]
 
 
+@pytest.mark.forked
 def test_places_on_two_hosts(job):
     # Under elasticrun nobody asks what another launcher has set.
     torchs = {"RANK": "8", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
