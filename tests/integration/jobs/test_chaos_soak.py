@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 
 import pytest
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.soak import resources
+from harness.forked import MARK
+from harness.program import Program
 
 
 def test_a_process_is_measured_from_outside():
@@ -43,16 +45,15 @@ def test_a_short_soak_measures_judges_and_leaves_nothing(tmp_path):
     flags = "--minutes 0.1 --fault-every 1 --workers 2 --faults kill,freeze --seed 3"
     words = ["soak", *shlex.split(flags)]
     words += ["--sample-every", "0.5", "--json", "soak.json", "--write-doc", "soak.md"]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "HOROVOD_"))}
-    done = subprocess.run(
+    soak = Program(
         [sys.executable, "-m", "elastic.chaos", *words],
-        cwd=tmp_path,
-        env=clean | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
+        folder=tmp_path,
+        env=clean_environment() | {"TMPDIR": str(tmp_path)},
+        mark=MARK,
+        forked=True,
     )
-    said = done.stdout + done.stderr
+    code, said = soak.wait(110), soak.output
+    assert soak.end() == []
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["report"]["code"] == 0, said
     assert found["report"]["steps"]["lost"] == 0
@@ -62,7 +63,7 @@ def test_a_short_soak_measures_judges_and_leaves_nothing(tmp_path):
     curves = {(curve["who"], curve["quantity"]["key"]) for curve in found["soak"]["curves"]}
     assert {("driver", "fds"), ("localhost:0#1", "rss_mb"), ("localhost:0#1", "shm")} <= curves
     assert set(found["growth"]) == {f"{who} {key}" for who, key in curves}
-    assert done.returncode == (0 if found["passed"] else 1)
+    assert code == (0 if found["passed"] else 1)
     assert found["passed"] == (not found["troubles"])
     page = (tmp_path / "soak.md").read_text()
     assert "python -m elastic.chaos soak --minutes=0.1" in page
