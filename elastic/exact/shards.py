@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic import context
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.context import Context
+from elastic.data import optimizer_steps
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import assignment, generators, given, probe, tree
@@ -71,9 +72,11 @@ class Shards:
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
         self._thread_count: int | None = None  # in which this process computed its last step
         self._done = 0  # this rank's shards that have begun
+        self._optimizer_steps = 0  # counted when the step began
         self._said: tuple[int, int] | None = None
         self._committed = False  # a state has asked for what is to be kept
         _all.add(self)
+        optimizer_steps.watch()
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -135,6 +138,7 @@ class Shards:
         self._begun_with = None if runtime is None else weakref.ref(runtime)
         self._say(step)
         self._present, self._done = step, 0
+        self._optimizer_steps = optimizer_steps.count()
         self.gradients = {}
         for listener in self._all():
             listener.step_begins(step)
@@ -178,6 +182,13 @@ class Shards:
     def _end_shard(self) -> None:
         if self._done:
             shard = self._under_way().merges[self._done - 1].shard
+            if optimizer_steps.count() != self._optimizer_steps:
+                raise Invalid(
+                    f"an optimizer has stepped within the loop over the shards of step {self.step}, in shard {shard}:"
+                    " the shards of a step are computed with the same weights, and on other workers it would have"
+                    " stepped at another; call step() after the loop, of the optimizer that DistributedOptimizer"
+                    " returned"
+                )
             for listener in self._all():
                 listener.shard_ends(shard)
 

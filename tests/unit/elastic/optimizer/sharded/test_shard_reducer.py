@@ -14,7 +14,7 @@ from elastic import context
 from elastic.api.compression import Compression, NoneCompressor
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
-from elastic.data import DataLoader
+from elastic.data import DataLoader, optimizer_steps
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import tree
 from elastic.exact.shards import Shards
@@ -43,6 +43,10 @@ def ranks(monkeypatch):
     monkeypatch.setattr(lifecycle, "position", position)
     # Threads have one generator together; tests of processes draw from it.
     monkeypatch.setattr("elastic.exact.generators.set_seed", lambda seed: None)
+    # They have one count of steps, too, and are not at the same place.
+    counted = create_autospec(optimizer_steps)
+    counted.count.return_value = 0
+    monkeypatch.setattr("elastic.exact.shards.optimizer_steps", counted)
     return run
 
 
@@ -468,6 +472,20 @@ def sparse(model, shards, optimizer):
 def test_a_mistake_in_the_loop_is_told(ranks, mistake, said):
     with pytest.raises(Invalid, match=said):
         ranks(1, lambda rank: mistake(*made()))
+
+
+def test_no_optimizer_steps_in_the_loop_not_even_one_that_was_not_wrapped():
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    shards = Shards(2)
+    for _ in range(2):
+        list(shards)
+        optimizer.step()
+    with pytest.raises(
+        Invalid, match="stepped within the loop over the shards of step 2, in shard"
+    ):
+        for _ in shards:
+            optimizer.step()
 
 
 def test_ranks_with_other_shards_are_told(ranks):
