@@ -97,6 +97,13 @@ class Disturbed:
             found += read(path)[0]
         return sorted(found, key=lambda s: s.at)
 
+    def replicas(self) -> str:
+        """Of a job that has ended: whether all workers of its last world have the same weights."""
+        digests = [path.read_text() for path in self.directory.glob("*.weights")]
+        if len(digests) != self.workers:
+            return f"only {len(digests)} of {self.workers} workers came to their end"
+        return "replicas equal" if len(set(digests)) == 1 else "replicas DIFFER"
+
     def records(self) -> list[dict[str, Any]]:
         """The journal so far."""
         if not self.journal.exists():

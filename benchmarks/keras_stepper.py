@@ -25,11 +25,11 @@ BATCH, BATCHES = 16, 1000  # samples; batches, over and over
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]
     """Writes down each step, and ends the training at the one whose number stands in ``stop``."""
 
-    def __init__(self, directory: str, state: Any) -> None:
+    def __init__(self, directory: str, state: Any, log: StepLog) -> None:
         super().__init__()
         self._state = state
         self._stop = Path(directory, "stop")
-        self._log = StepLog(directory)
+        self._log = log
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         step = self._state.batch
@@ -51,6 +51,7 @@ def main(directory: str, steps: int, width: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
     model.compile(optimizer, "sparse_categorical_crossentropy")
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    log = StepLog(directory)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
@@ -60,13 +61,14 @@ def main(directory: str, steps: int, width: int) -> None:
             callbacks=[
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),
-                Steps(directory, state),
+                Steps(directory, state, log),
                 hvd.elastic.CommitStateCallback(state),
             ],
             verbose=0,
         )
 
     train(state)
+    log.ended(model.get_weights())
 
 
 if __name__ == "__main__":

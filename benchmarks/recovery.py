@@ -111,7 +111,7 @@ def main() -> None:
             times.append(strike.lasted_ms)
             ranks.append(strike.victim.rank)
         code = job.finish()
-        lost = committed_lost(job.steps())
+        lost, replicas = committed_lost(job.steps()), job.replicas()
         phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
 
     title = f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
@@ -120,13 +120,19 @@ def main() -> None:
     ratio = statistics.median(times) / statistics.median(bare)
     console.print(
         f"ratio of medians {ratio:.2f}; victims by rank {sorted(ranks)};"
-        f" committed steps lost {lost}; exit code {code}"
+        f" committed steps lost {lost}; {replicas}; exit code {code}"
     )
     if phases:
         names = sorted({n for p in phases for n in p["phases_ms"]})
         means = {n: statistics.median([p["phases_ms"].get(n, 0.0) for p in phases]) for n in names}
         console.print("median ms by phase (slowest worker of each):", means)
-    figures = {"hvd_elastic_ms": times, "bare_gloo_ms": bare, "lost": lost, "ranks": ranks}
+    figures = {
+        "hvd_elastic_ms": times,
+        "bare_gloo_ms": bare,
+        "lost": lost,
+        "ranks": ranks,
+        "replicas": replicas,
+    }
     shown.write_json(options.json, figures)
 
 

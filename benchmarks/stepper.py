@@ -3,14 +3,18 @@ per step. It ends at the step whose number stands in ``DIR/stop``, which all ran
 
 Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its
 training function is called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
+At the end it writes a digest of its weights to ``DIR/<pid>.weights``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +26,7 @@ class StepLog:
     """Of this process."""
 
     def __init__(self, directory: str) -> None:
+        self._weights = Path(directory, f"{os.getpid()}.weights")
         self._steps, self._entries = (
             os.open(f"{directory}/{os.getpid()}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for kind in ("steps", "entries")
@@ -32,6 +37,13 @@ class StepLog:
 
     def made(self, step: int) -> None:
         self._write(self._steps, step)
+
+    def ended(self, weights: Iterable[Any]) -> None:
+        """``weights``: as arrays of numpy."""
+        found = hashlib.sha256()
+        for each in weights:
+            found.update(each.tobytes())
+        self._weights.write_text(found.hexdigest())
 
     def _write(self, file: int, step: int) -> None:
         rt = lifecycle.current()
@@ -76,6 +88,7 @@ def main(directory: str, steps: int, width: int, ddp: bool) -> None:
             state.commit()
 
     train(state)
+    log.ended(parameter.detach().numpy() for parameter in model.parameters())
 
 
 if __name__ == "__main__":
