@@ -246,7 +246,7 @@ def make_job(
     if elastic:
         env["ELASTIC_MIN_WORKERS"] = str(workers_min)
     env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
-    notes = _notes(options, elastic=elastic) + checkpoints.notes
+    notes = _notes(options, environ, elastic=elastic) + checkpoints.notes
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         workers = min(workers_max + standbys, sum(hosts.values()))
@@ -526,12 +526,20 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
     return hosts
 
 
-def _notes(options: Options, *, elastic: bool) -> list[tuple[str, str]]:
+def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> list[tuple[str, str]]:
     """What must not be accepted in silence."""
     notes: list[tuple[str, str]] = []
     other = check_build.other_horovod()
     if other is not None:
         notes.append(("warning", other))
+    for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
+        value = environ.get(name, "")
+        if value.lower() not in (
+            "",
+            "gloo",
+        ):  # what workers get from us, also of a job within a job
+            why = "workers are started directly and talk over shared memory, Gloo or NCCL"
+            notes.append(("warning", f"{name}={value} has no meaning here: {why}"))
     without: dict[str, list[str]] = {}
     for flag, on in options.without_meaning.items():
         if on:

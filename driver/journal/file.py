@@ -86,7 +86,9 @@ class FileArchive:
                 f"cannot read the journal {str(self.path)!r}: {error.strerror}"
             ) from error
         except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
-            raise Invalid(f"the journal {str(self.path)!r} can't be resumed: {error}") from error
+            raise Invalid(
+                f"the journal {str(self.path)!r} can't be resumed: {error}; give --journal another file to begin anew"
+            ) from error
 
     async def begin(self, header: Header, upkeep: Upkeep | None = None) -> FileJournal:
         return FileJournal(self, header, 0, upkeep)

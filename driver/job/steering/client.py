@@ -54,16 +54,18 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     Raises Invalid with those that there are.
     """
     found = records(environ)
+    hint = ""
     if journal is not None or (wanted and os.path.isfile(wanted)):
         path = os.path.abspath(journal or wanted)
         found = [record for record in found if record.journal == path]
         wanted = f"whose journal is {path}"
+        hint = f" (if it has ended, elasticrun explain {path} says how)"
     elif wanted:
         found = [each for each in found if wanted in (each.name, str(each.pid))]
         wanted = f"{wanted!r}"
     if not found:
         which = f"job {wanted}" if wanted else "job"
-        raise Invalid(f"no {which} runs here; {_others(records(environ))}")
+        raise Invalid(f"no {which} runs here{hint}; {_others(records(environ))}")
     if len(found) > 1:
         raise Invalid(f"{len(found)} jobs run here, so say which: {_listed(found)}")
     [record] = found

@@ -248,4 +248,5 @@ class OperatorDesk:
 
     def _unknown(self, name: str) -> str:
         size = len(self._page.members())
-        return f"{name} is not a worker of this job; give a rank, 0 to {size - 1}, or host:slot"
+        rank = f"a rank, 0 to {size - 1}, or " if size else ""  # nobody trains yet
+        return f"{name} is not a worker of this job; give {rank}host:slot"

@@ -573,6 +573,8 @@ def test_flags_without_meaning_are_named_with_the_reason():
     assert told.startswith("--autotune has no meaning here: nothing is tuned while training")
     [told] = warnings(job("-np 2 --num-nccl-streams 2"))
     assert "each group of ranks has a communicator and a stream of its own" in told
+    [told] = warnings(job("-np 2", HOROVOD_CONTROLLER="mpi", HOROVOD_CPU_OPERATIONS="gloo"))
+    assert told.startswith("HOROVOD_CONTROLLER=mpi has no meaning here: workers are started")
 
 
 def test_flags_of_elastic_mode_are_named_in_a_static_job():

@@ -165,7 +165,10 @@ async def test_there_are_no_lines_of_who_was_never_there(tmp_path):
     async with running(tmp_path) as job:
         told = await job.ask(messages.AskLogs, "9")
         assert not told.done and "9 is not a worker of this job" in told.text
+        assert "give a rank, 0 to 1, or host:slot" in told.text
         assert (await job.ask(messages.AskLogs, "1")).done
+        job.page.model.state.tables["workers"].clear()  # as before the first world
+        assert "this job; give host:slot" in (await job.ask(messages.AskLogs, "0")).text
 
 
 @pytest.mark.parametrize("name", ["2", "-1", "h:7", "h:0#2", "", "x"])
@@ -298,6 +301,10 @@ def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
     second.close()
     assert find_job(str(os.getpid()), environ).name == "bert"
     first.close()
+    with pytest.raises(
+        Invalid, match=rf"runs here .if it has ended, elasticrun explain {journal} says"
+    ):
+        find_job(str(journal), environ)
     assert records(environ) == []
 
 
