@@ -5,6 +5,7 @@ job, and which few cover all pairs. Pure.
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -323,24 +324,33 @@ def covering(cells: Iterable[Cell], together: int) -> list[Cell]:
     """A few of the cells: whichever values of victim, fault and phase occur in one, so many of them ``together``, occur
     together in one of these. Greedy, and always the same; of two that cover as much, the cheaper one.
     """
-    left = sorted(cells, key=lambda cell: (cost(cell), cell))
-    missing = {values for cell in left for values in _values(cell, together)}
+    costs = {cell: cost(cell) for cell in cells}
+    left = sorted(costs, key=lambda cell: (costs[cell], cell))
+    values = {cell: _values(cell, together) for cell in left}
+    missing = {each for cell in left for each in values[cell]}
+
+    def gain(cell: Cell) -> float:
+        return sum(each in missing for each in values[cell]) / math.sqrt(costs[cell])
+
+    # What a cell gains only becomes less. So the one that gained most is the best, if it still gains as much.
+    most = [(-gain(cell), place) for place, cell in enumerate(left)]
+    heapq.heapify(most)
     chosen: list[Cell] = []
     while missing:
-        best = max(left, key=lambda cell: _gain(cell, missing, together))
-        missing.difference_update(_values(best, together))
-        left.remove(best)
-        chosen.append(best)
+        was, place = most[0]
+        now = -gain(left[place])
+        if now > was:
+            heapq.heapreplace(most, (now, place))
+            continue
+        heapq.heappop(most)
+        missing.difference_update(values[left[place]])
+        chosen.append(left[place])
     order = {cell: n for n, cell in enumerate(faults.all_cells())}
     return sorted(chosen, key=order.__getitem__)
 
 
 def _values(cell: Cell, together: int) -> list[tuple[str, ...]]:
     return list(itertools.combinations((cell.victim, cell.fault, cell.phase), together))
-
-
-def _gain(cell: Cell, missing: set[tuple[str, ...]], together: int) -> float:
-    return sum(each in missing for each in _values(cell, together)) / math.sqrt(cost(cell))
 
 
 def cost(cell: Cell) -> float:
