@@ -58,6 +58,8 @@ class Failures(Part):
         if standing is None or event.generation != self.worlds.generation:
             return
         verdict = because(Why.LOST_PEER_OUTSIDE, who=self.worlds.named(standing), text=event.reason)
+        if self.settings.elastic and standing.stage is Stage.DISMISSED:
+            return  # it is on its way out
         if not self.settings.elastic:
             who, text = self.worlds.named(standing), event.reason
             self._complain(standing, because(Why.LOST_PEER, who=who, text=text))
@@ -66,6 +68,9 @@ class Failures(Part):
             self.staff.dismiss(standing, because(Why.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(standing, because(Why.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.somebody_lost:
+            if self._nothing_to_lose():
+                self._begin_anew(verdict)
+                return
             self.worlds.end(1, because(Why.SEVERAL, causes=[self.worlds.gathering.reason, verdict]))
         else:
             self._complain(standing, verdict)
@@ -138,6 +143,13 @@ class Failures(Part):
         elif event.code == 0 and self._ran_to_its_end(standing):
             self.staff.slots.complete(standing.slot)
             self.worlds.completed.append(self.worlds.named(standing))
+        elif self._explains_a_complaint(standing, event):
+            assert self.worlds.inquest is not None
+            verdict, self.worlds.inquest = self.worlds.inquest.verdict, None
+            self.staff.slots.ended(standing.slot, -1)
+            self.staff.punish(standing, ended)
+            self.worlds.lose(standing, lost)
+            self._begin_anew(verdict or lost)
         elif not self.settings.elastic or self.worlds.inquest is not None:
             self._exit_ends_the_job(standing, event, exit_text)
         elif standing.leaving and standing.stage is Stage.DISMISSED:
@@ -147,6 +159,36 @@ class Failures(Part):
             self.staff.punish(standing, ended)
             if standing.stage is not Stage.DISMISSED:
                 self.worlds.lose(standing, lost)
+
+    # ---- all begin anew ----------------------------------------------------------------------------------------------
+
+    def _nothing_to_lose(self) -> bool:
+        """Whether all may begin anew: --reset-limit says how often, nobody has come as far as elastic.run, and no
+        worker's script has failed, which it would do again.
+        """
+        if self.settings.reset_limit is None:
+            return False  # a script without elastic.run is not started again unasked
+        failed = self.staff.slots.any_failed() or self.roster.any_at(Stage.DISMISSED)
+        return not (self.worlds.trained or self.worlds.completed or failed)
+
+    def _explains_a_complaint(self, standing: Standing, event: WorkerExited) -> bool:
+        """In an elastic job: a member was killed, and others had noticed first."""
+        inquest, killed = self.worlds.inquest, event.code < 0 or standing.killed_for is not None
+        if inquest is None or not self.settings.elastic or not inquest.settles(event.worker):
+            return False
+        member = standing.worker in self.worlds.world.places and not standing.leaving
+        return killed and member and self._nothing_to_lose()
+
+    def _begin_anew(self, why: Reason) -> None:
+        """Nobody was in elastic.run, and who waits for a lost peer can't go on: the next world is a first one."""
+        text = "no worker had come to elastic.run, so all start from the beginning"
+        self.orders.say("warning", f"{why}; {text}")
+        stranded = because(Why.STRANDED)
+        for standing in [*self.roster.in_plans()]:
+            if standing.stage is not Stage.STARTING:
+                standing.leaving = stranded
+                self.staff.dismiss(standing, stranded, self.settings.disconnect_s)
+                self.staff.kill(standing, stranded)
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ class Slots:
         everywhere = len(self._failures) == len(self._incarnations)
         return everywhere and sum(self._failures.values()) > 1
 
+    def any_failed(self) -> bool:
+        """Whether some slot's last worker has ended with an exit code."""
+        return bool(self._failures)
+
     def start(self, slot: Slot) -> Worker:
         """The slot's next incarnation."""
         self._left.discard(slot)

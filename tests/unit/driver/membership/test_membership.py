@@ -263,6 +263,32 @@ def test_the_same_when_the_exit_is_known_first():
     )
 
 
+@pytest.mark.parametrize("noticed_first", [False, True])
+def test_where_one_is_killed_before_elastic_run_all_begin_anew_as_often_as_the_limit_says(
+    noticed_first,
+):
+    talk = started(3, reset_limit=1)
+    both = [exited("h:1"), stranded("h:0", 1)]
+    actions = talk.tell(*(reversed(both) if noticed_first else both))
+    assert names(actions, KillWorker) == ["h:0#1", "h:2#1"]
+    assert talk.tell(stranded("h:2", 1)) == []
+    restarted = names(talk.tell(exited("h:0", 1), exited("h:2"))) + names(talk.wait(1.5))
+    everybody = ["h:0#2", "h:1#2", "h:2#2"]
+    assert sorted(restarted) == everybody
+    greeted = talk.tell(*(connected(name) for name in everybody))
+    assert not any(each.newcomer for each in greeted if isinstance(each, WelcomeWorker))
+    world = the(PublishWorld, talk.ready(*everybody, generation=0, running=False))
+    assert (world.generation, order(world)) == (2, everybody)
+    end = the(EndJob, talk.tell(exited("h:1#2"), stranded("h:0#2", 2)))
+    assert "--reset-limit 1 is reached" in str(end.reason)
+
+
+def test_what_a_script_does_before_elastic_run_is_not_tried_again():
+    for events in ([exited("h:1", 3), stranded("h:0", 1)], [stranded("h:0", 1), exited("h:1", 3)]):
+        talk = started(3, reset_limit=5)
+        assert "exit code 3" in str(the(EndJob, talk.tell(*events)).reason)
+
+
 def test_who_is_stranded_while_others_are_inside_starts_anew():
     talk = started(3)
     talk.ready("h:0")
