@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
+import importlib
 import importlib.util
 import re
 import sys
@@ -14,6 +16,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from elastic.chaos import __main__ as chaos
 from elastic.driver.commandline import cli
 from harness.sources import ROOT
 
@@ -35,6 +38,7 @@ _FENCE = re.compile(r"^\s*(```|~~~)")
 _COMMAND = re.compile(r"(?:^|[\s`(])((?:elasticrun|horovodrun)(?: [a-z0-9]+)?)((?: +[^`|\n#]*)?)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 _MODULE = re.compile(r"python3? (?:-u )?-m (elastic[\w.]*|tests\.gpu)")
+_CHAOS = re.compile(r"python3? -m elastic\.chaos ([a-z]+)([^`|#\n]*)")
 _SCRIPT = re.compile(r"python3? (?:-u )?((?:examples|benchmarks|tests|docs)/[\w/]+\.py)")
 _MAKE = re.compile(r"`make ([a-z][\w-]*)[^`\n]*`|^make ([a-z][\w-]*) *(?:#.*)?$", re.MULTILINE)
 
@@ -122,6 +126,18 @@ def test_every_flag_in_a_quoted_command_is_there():
     for where, name, rest in lines:
         for flag in _FLAG.findall(rest):
             assert flag in known[name], f"{where}: {name} has no flag {flag}"
+
+
+def test_every_flag_in_a_quoted_command_of_the_chaos_tool_is_there():
+    seen = [(p.name, *each) for p in PAGES for each in _CHAOS.findall(p.read_text())]
+    assert len(seen) > 15, "they are found"
+    for page, name, rest in seen:
+        module = importlib.import_module(f"elastic.chaos.{chaos.MODULES[name]}")
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        known = _FLAG.findall(parser.format_help())
+        for flag in _FLAG.findall(rest.split(" -- ")[0]):
+            assert flag in known, f"{page}: {name} has no flag {flag}"
 
 
 def test_every_program_that_is_named_is_there():
