@@ -25,6 +25,7 @@ from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.checkpoints.storage import Storage
 from elastic.errors import DeviceLost
+from elastic.optimizer.gradients import not_finite
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit, Message, Place
 from elastic.state.held import Held
@@ -36,6 +37,7 @@ LOOK_S = 0.1  # between two looks at whether the world is over
 NICE = 19  # of the thread that writes
 REPEAT_S = 5.0  # between two times that the driver is told something that it has not answered
 NAMED = 3  # parameters in a message
+SPOILT = "model before the gradients became infinite or NaN"  # compared as a part of the state is
 CLOSE_S = 2.0  # for what is being written to notice that nobody wants it any more
 
 
@@ -60,6 +62,7 @@ class _Attempt:
     rank: int
     size: int
     began_at: float
+    spoilt: int | None  # a digest of the parameters when gradients became infinite or NaN
     off: threading.Event = field(default_factory=threading.Event)
     sealing: bool = False
 
@@ -99,6 +102,7 @@ class Writer:
         self._odd: set[str] | None = (
             None  # parameters that were not finite when it was looked first
         )
+        not_finite.first.wanted = not alone
         self.newest: Commit | None = None  # that is durable, as far as this rank has heard
 
     # ---- training thread -----------------------------------------------------------------------------------------
@@ -131,7 +135,8 @@ class Writer:
 
     def _hold(self, state: ObjectState, commit: Commit, number: int, place: Place) -> None:
         name = Name(self.run, commit.generation, commit.number)
-        attempt = _Attempt(number, name, hold(state), place.rank, place.size, monotonic())
+        spoilt = not_finite.first.digest(commit.generation)
+        attempt = _Attempt(number, name, hold(state), place.rank, place.size, monotonic(), spoilt)
         self._attempt = attempt
         with self._changed:
             self._latest, self._settled = (commit.generation, number), False
@@ -196,6 +201,7 @@ class Writer:
 
     def close(self) -> None:
         """At exit. What is under way stays torn, and is passed over later."""
+        not_finite.first.wanted = False
         if self._attempt is not None:
             self._attempt.off.set()
         if self._thread is not None:
@@ -290,6 +296,8 @@ class Writer:
                 self._odd = writing.not_finite(attempt.held)
             if not self._alone:
                 digests.update(writing.replica_digests(attempt.held))
+                if attempt.spoilt is not None:
+                    digests[SPOILT] = attempt.spoilt
             writing.write_share(
                 self._storage, attempt.name, attempt.held, attempt.rank, attempt.size, attempt.alive
             )

@@ -20,6 +20,7 @@ import torch
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, host_copy
 from elastic.optimizer.gradients.gradient_mark import MarkOnHost
+from elastic.optimizer.gradients.not_finite import SAMPLE
 from elastic.optimizer.plan_agreement import BucketSpec, StepFlag, mark_value
 
 SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
@@ -112,6 +113,8 @@ class FlatBucket:
         # Zeros, because the gaps between gradients travel too.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
+        # After `finish`, the first of the reduced gradients.
+        self.sample = self._wire[: min(elements, SAMPLE)]
         self._flat, self._views = self._wire, self._wires
         self._in_place = wire_dtype == dtype
         if not self._in_place:

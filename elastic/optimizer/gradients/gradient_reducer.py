@@ -40,8 +40,9 @@ from elastic.optimizer import (
     plan_agreement,
     plan_difference,
 )
-from elastic.optimizer.flat_buckets import Compressor, GradientBucket
+from elastic.optimizer.flat_buckets import Compressor, FlatBucket, GradientBucket
 from elastic.optimizer.gradient_options import Options, digest_of
+from elastic.optimizer.gradients import not_finite
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters, tell_end
 from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.plan_agreement import StepFlag
@@ -440,6 +441,8 @@ class GradientReducer:
                 position = bucket.finish()
             if position is not None:
                 changed = (bucket, position)
+        if not_finite.first.wanted and self._members is None and plan.slots:
+            _look(world.generation, self._twin, plan)
         if changed is None:
             return None
         return next(slot for slot in plan.slots if (slot.bucket, slot.position) == changed)
@@ -628,6 +631,18 @@ class GradientReducer:
     def _twins(self) -> tuple[int, int]:
         """How many this process made before for parameters of equal shapes, and how many of all these are left."""
         return self._twin, sum(other._kind == self._kind for other in list(reducers))
+
+
+def _look(generation: int, twin: int, plan: GradientPlan) -> None:
+    """At the first elements of each bucket on the CPU: what it costs does not grow with them."""
+    samples = [
+        each.sample
+        for each in plan.buckets
+        if isinstance(each, FlatBucket) and each.device.type == "cpu"
+    ]
+    parameters = ((slot.name, slot.parameter) for slot in plan.slots)
+    of = f"{twin} {len(plan.slots)} {plan.slots[0].name}"
+    not_finite.first.look(generation, of, samples, parameters)
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:

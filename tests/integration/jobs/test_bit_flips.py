@@ -16,6 +16,7 @@ import pytest
 
 from elastic.chaos.inject.bit_flips import PLACES, BitFlips
 from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.writer import SPOILT
 from elastic.protocol.messages import Worker
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
@@ -87,6 +88,8 @@ class FlippedJob:
                 for event in self.job.events("WorkerDiffers")
                 if tuple(event["commit"]) > before
             ]
+            if differs == [victim] and SPOILT in self.job.output:
+                return "spoilt all, and found"  # by what its parameters were before
             if differs:
                 return "found" if differs == [victim] else f"{differs[0]} was named"
             if "became infinite or NaN" in self.job.output:
@@ -138,6 +141,5 @@ def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
             print(f"\n{verdicts.total()} flips of seed {SEED}: {found}")
     bad = {v: n for v, n in verdicts.items() if not v.endswith(("found", "left no trace"))}
     assert not any(verdict.endswith("made durable") for verdict in bad), bad
-    # A sign or an exponent may spoil the next gradients, and through these all replicas, before they are compared: more
-    # than this is a known gap; docs/checkpoints.md has their share.
+    # 99 % is the mark: what spoils all may not show in the part of the gradients that is looked at.
     assert sum(bad.values()) <= FLIPS // 100, bad

@@ -11,7 +11,9 @@ import torch
 from elastic.checkpoints import catalog, manifest, writing
 from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.writer import SPOILT
 from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged
+from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol.messages import Commit, ShareWritten, Worker
 from elastic.state.snapshots.digest import WHOLE, digest
 from elastic.state.state import hold
@@ -75,6 +77,65 @@ def test_of_many_flips_in_one_replica_of_three_each_is_found_and_the_culprit_nam
         assert (named.worker, named.parts, named.equal) == (culprit, [part], 2), f"flip {number}"
         found += 1
     assert found == FLIPS
+
+
+def trained_to_nan(*, flipped: int | None, bad_batch: int | None) -> list[object]:
+    """What the driver makes of replicas that are compared only when their gradients are NaN."""
+    nets = [torch.nn.Linear(4, 1) for _ in WORKERS]
+    firsts = [FirstNotFinite() for _ in WORKERS]
+    for net in nets:
+        net.load_state_dict(nets[0].state_dict())
+    if flipped is not None:  # the highest bit of an exponent
+        nets[flipped].weight.data.view(torch.int32)[0, 1] = 0x7F000000
+    for _ in range(3):
+        found = []
+        for rank, net in enumerate(nets):
+            batch = torch.full((2, 4), torch.inf if rank == bad_batch else 1.0 + rank)
+            loss = net(batch).square().sum()
+            found.append(torch.autograd.grad(loss, [*net.parameters()]))
+        means = [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
+        for net, first in zip(nets, firsts, strict=True):
+            first.look(1, "0", means, net.named_parameters())
+            with torch.no_grad():
+                for parameter, mean in zip(net.parameters(), means, strict=True):
+                    parameter.sub_(mean, alpha=0.01)
+                    parameter.nan_to_num_(torch.nan, torch.nan, torch.nan)  # all are spoilt alike
+    shares = CheckpointShares()
+    shares.world(1, WORKERS)
+    actions: list[object] = []
+    for number, before in ((1, False), (2, True)):
+        for worker, net, first in zip(WORKERS, nets, firsts, strict=True):
+            said = {"model": digest(net.state_dict().items()) if before else 7}
+            if before:
+                spoilt = first.digest(1)
+                assert spoilt is not None
+                said[SPOILT] = spoilt
+            message = ShareWritten(1, number, Commit(1, number), said)
+            actions += shares.handle(worker, message) or []
+    return actions
+
+
+def test_a_flip_that_has_spoilt_all_replicas_since_is_still_known_by_the_step_before():
+    actions = trained_to_nan(flipped=1, bad_batch=None)
+    [named] = [each for each in actions if isinstance(each, Damaged)]
+    assert (named.worker, named.parts, named.equal) == (WORKERS[1], [SPOILT], 2)
+
+
+def test_nobody_is_blamed_for_a_batch_that_made_all_replicas_nan():
+    actions = trained_to_nan(flipped=None, bad_batch=1)
+    assert not any(isinstance(each, Damaged) for each in actions)
+
+
+def test_gradients_that_are_finite_again_and_those_of_another_world_are_forgotten():
+    first = FirstNotFinite()
+    good, bad = torch.ones(3), torch.tensor([1.0, -torch.inf, 1.0])
+    first.look(1, "0", [good, bad], [("w", torch.zeros(2))])
+    found = first.digest(1)
+    first.look(1, "0", [good, bad], [("w", torch.ones(2))])
+    assert found is not None and first.digest(1) == found  # the first one counts
+    assert first.digest(2) is None
+    first.look(1, "0", [good, good], [("w", torch.ones(2))])
+    assert first.digest(1) is None
 
 
 @pytest.fixture

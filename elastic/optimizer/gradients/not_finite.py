@@ -1,0 +1,65 @@
+"""What the parameters were when reduced gradients first became infinite or NaN: the last moment at which one can tell
+whose were damaged.
+
+A step later all replicas are spoilt alike, by the same gradients. But before the optimizer steps the parameters are
+still what they were, and those of a rank whose memory has changed a bit differ from all others. Where it was a batch,
+or a model that diverges, they are equal everywhere, and nobody is blamed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterable
+
+import torch
+
+from elastic.state.snapshots.digest import digest
+
+SAMPLE = 4096  # elements of a bucket that are looked at: what is not finite spreads to nearly all gradients
+
+
+def finite(sample: torch.Tensor) -> bool:
+    """Whether all elements of a tensor on the CPU are; true of dtypes that torch does not compare."""
+    if not sample.numel() or not sample.is_floating_point() or sample.itemsize == 1:
+        return True
+    low, high = torch.aminmax(sample)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+class FirstNotFinite:
+    """Of one process. Every rank that takes part sees the same reduced gradients, so all note the same step."""
+
+    def __init__(self) -> None:
+        self.wanted = False  # by somebody who compares replicas
+        self._generation = -1
+        self._found: dict[str, int] = {}  # digests of parameters, by what they are of
+
+    def look(
+        self,
+        generation: int,
+        of: str,
+        samples: Iterable[torch.Tensor],
+        parameters: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        """After gradients were reduced, before the optimizer steps. ``samples``: parts of these gradients.
+
+        What was found first stays until they are finite again, or the world is another one.
+        """
+        if generation != self._generation:
+            self._generation = generation
+            self._found.clear()
+        if all(map(finite, samples)):
+            self._found.pop(of, None)
+        elif of not in self._found:
+            self._found[of] = digest((f"{of} {name}", each.detach()) for name, each in parameters)
+
+    def digest(self, generation: int) -> int | None:
+        """Of all that was found, equal on ranks whose parameters were; None: gradients of this world are finite."""
+        if generation != self._generation or not self._found:
+            return None
+        return functools.reduce(operator.xor, self._found.values())
+
+
+first = FirstNotFinite()  # of this process
