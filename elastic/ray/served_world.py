@@ -112,7 +112,7 @@ class ServedRuntime(Runtime):
         with session.lock:
             regroupings.meet()
         session.given_up = ""
-        largest = torch.tensor([regroupings.number])
+        largest = torch.tensor([regroupings.number], dtype=torch.int64, device="cpu")
         try:
             super().first_world()
             with self.guard("meeting the other ranks"):
