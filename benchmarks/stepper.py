@@ -8,7 +8,6 @@ At the end it writes a digest of its weights to ``DIR/<pid>.weights``.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 
 import elastic
 from elastic.runtime import lifecycle
+from elastic.state.snapshots.digest import digest
 
 
 class StepLog:
@@ -39,11 +39,9 @@ class StepLog:
         self._write(self._steps, step)
 
     def ended(self, weights: Iterable[Any]) -> None:
-        """``weights``: as arrays of numpy."""
-        found = hashlib.sha256()
-        for each in weights:
-            found.update(each.tobytes())
-        self._weights.write_text(found.hexdigest())
+        """``weights``: tensors, or arrays of NumPy."""
+        tensors = (torch.as_tensor(each).detach() for each in weights)
+        self._weights.write_text(str(digest((str(n), each) for n, each in enumerate(tensors))))
 
     def _write(self, file: int, step: int) -> None:
         rt = lifecycle.current()
@@ -88,7 +86,7 @@ def main(directory: str, steps: int, width: int, ddp: bool) -> None:
             state.commit()
 
     train(state)
-    log.ended(parameter.detach().numpy() for parameter in model.parameters())
+    log.ended(model.parameters())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from elastic.checkpoints.plain_data import NotPlain
 from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.values import to_plain
 from elastic.failpoints import failpoint
+from elastic.optimizer.gradients.not_finite import finite
 from elastic.state.handlers.python_values import ATOMS, dumps
 from elastic.state.held import Held
 from elastic.state.snapshots.digest import digest
@@ -125,11 +126,8 @@ def not_finite(held: Held) -> set[str]:
     for item in contents(held).items:
         part = held.parts[item.part]
         parameters = part.part.equal_everywhere(part.structure)
-        tensor = item.tensor
-        if parameters and item.key in parameters and tensor.is_floating_point():
-            numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no float8
-            if numbers.numel() and not all(map(torch.isfinite, torch.aminmax(numbers))):
-                found.add(f"{item.part}.{item.key}")
+        if parameters and item.key in parameters and not finite(item.tensor):
+            found.add(f"{item.part}.{item.key}")
     return found
 
 

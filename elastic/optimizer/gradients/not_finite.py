@@ -20,12 +20,12 @@ from elastic.state.snapshots.digest import digest
 SAMPLE = 4096  # elements of a bucket that are looked at: what is not finite spreads to nearly all gradients
 
 
-def finite(sample: torch.Tensor) -> bool:
-    """Whether all elements of a tensor on the CPU are; true of dtypes that torch does not compare."""
-    if not sample.numel() or not sample.is_floating_point() or sample.itemsize == 1:
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether all its elements are; one of integers always is."""
+    if not tensor.numel() or not tensor.is_floating_point():
         return True
-    low, high = torch.aminmax(sample)
-    return math.isfinite(low) and math.isfinite(high)
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no float8
+    return all(map(math.isfinite, torch.aminmax(numbers)))
 
 
 class FirstNotFinite:
