@@ -25,7 +25,7 @@ help:
 	@echo "make install   create .venv with everything that tests, examples and benchmarks need"
 	@echo "make native    build the C++ library of native/ again, with warnings as errors; make install builds it too"
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
+	@echo "make train     three to six minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make train-keras the same with Keras on TensorFlow: workers are killed and come back; KERAS_BACKEND=torch, jax"
 	@echo "make test      install, TensorFlow too, then every test"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
