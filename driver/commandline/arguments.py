@@ -200,15 +200,20 @@ def number(text: str) -> float:
     return value
 
 
-def seconds(text: str) -> float:
+def positive(text: str, what: str = "a number") -> float:
     """A positive, finite number."""
     try:
         value = number(text)
     except argparse.ArgumentTypeError:
         value = 0.0
     if value == 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}, more than 0")
     return value
+
+
+def seconds(text: str) -> float:
+    """The same, of time."""
+    return positive(text, "a number of seconds")
 
 
 def cores(text: str) -> str:

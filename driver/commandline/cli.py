@@ -29,6 +29,7 @@ from elastic.driver.discovery.script import find_script
 from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
+from elastic.driver.launch import variables
 from elastic.driver.launch.environment import threads_per_worker
 from elastic.driver.network.hosts import ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, free_port, worker_network
@@ -540,6 +541,9 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         ):  # what workers get from us, also of a job within a job
             why = "workers are started directly and talk over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no meaning here: {why}"))
+    parser = flags.parser()
+    of_flags = {*parser.variables, *parser.switches}
+    notes += [("warning", told) for told in variables.unread(environ, of_flags)]
     without: dict[str, list[str]] = {}
     for flag, on in options.without_meaning.items():
         if on:

@@ -178,11 +178,18 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty()
 
 
-def _plain(line: str) -> str:
-    """Nothing that a terminal obeys: parts of a line may be words of a worker, or of a stranger."""
+def _printable(line: str) -> str:
+    """A line without what a terminal obeys: parts of it may be words of a worker, or of a stranger."""
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
+
+
+def shown(text: str) -> str:
+    """Lines as stdout may have them: scripts have written some, with what a terminal obeys, or does not know."""
+    encoding = sys.stdout.encoding or "utf-8"
+    lines = "\n".join(map(_printable, text.split("\n")))
+    return lines.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 class Console:
@@ -212,7 +219,7 @@ class Console:
         if LEVELS[level] < self._least:
             return
         mark = "" if level in ("debug", "info") else f"{level}: "
-        first, *more = [_plain(line) for line in text.splitlines()] or [""]
+        first, *more = [_printable(line) for line in text.splitlines()] or [""]
         at = f"{self._clock()} | " if self._timestamps else ""
         lines = [f"elastic | {at}{mark}{first}", *(f"elastic |   {m}" for m in more)]
         if self._colour and (code := COLOURS[level]):

@@ -18,6 +18,7 @@ from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.run_report import write_page
 from elastic.driver.monitoring.explain.sentences import HEADINGS, sections
 from elastic.driver.monitoring.time_spent import summary
+from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\
 Says what happened in a job: who was lost and why, what the others did, what it cost, what to change.
@@ -63,18 +64,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.json:
             print(as_json(reading))
         elif options.html is None:
-            print("\n".join(map(_printable, as_text(reading))))
+            print(shown("\n".join(as_text(reading))))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _printable(line: str) -> str:
-    """What a script has said may hold what moves a terminal's cursor, or a character that it does not have."""
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = "".join(c if c == "\t" or c.isprintable() else ascii(c)[1:-1] for c in line)
-    return shown.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 def as_text(reading: JournalReading) -> list[str]:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.driver.commandline.arguments import Parser, add_declared, flag, number, seconds, whole
+from elastic.driver.commandline.arguments import (
+    Parser,
+    add_declared,
+    flag,
+    number,
+    positive,
+    seconds,
+    whole,
+)
 from elastic.driver.events import Report
 from elastic.driver.journal.entries import Entry
 from elastic.driver.monitoring.dashboard import page_server
@@ -43,7 +51,7 @@ class ReplayOptions:
         "--speed",
         "X",
         "Play X seconds of the job in one second (default: 10).",
-        seconds,
+        positive,
         default=10.0,
     )
     begin: float = flag(

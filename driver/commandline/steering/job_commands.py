@@ -25,6 +25,7 @@ from elastic.driver.job.steering.client import (
 )
 from elastic.driver.job.steering.runtime_folder import records
 from elastic.driver.network.secret import read_secret
+from elastic.driver.processes.console import shown
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -214,7 +215,7 @@ def _jobs(options: CommandOptions, environ: Mapping[str, str]) -> int:
     if options.json:
         print(json.dumps(rows))
     else:
-        print("\n".join(job_tables.jobs(rows, time.time())))
+        print(shown("\n".join(job_tables.jobs(rows, time.time()))))
     return 0
 
 
@@ -230,7 +231,7 @@ def _status(client: JobClient, words: Sequence[str], options: CommandOptions) ->
                 return 0
             time.sleep(WATCH_S)
     if not options.watch:
-        print("\n".join(job_tables.status(state())))
+        print(shown("\n".join(job_tables.status(state()))))
         return 0
     from rich.console import Console
     from rich.live import Live
@@ -240,7 +241,7 @@ def _status(client: JobClient, words: Sequence[str], options: CommandOptions) ->
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
             lines = job_tables.status(state(), most=max(8, console.height - 6))
-            live.update(Text("\n".join(lines)), refresh=True)
+            live.update(Text(shown("\n".join(lines))), refresh=True)
             time.sleep(WATCH_S)
 
 
@@ -275,7 +276,7 @@ def _stacks(client: JobClient, words: Sequence[str], options: CommandOptions) ->
         return 0 if told.done else 1
     for worker, text in stacks.items():
         if text:
-            print(f"---- {worker}\n{text}")
+            print(shown(f"---- {worker}\n{text}"))
     return _told(client, told, prefix="stacks " if told.done else "")
 
 
@@ -294,7 +295,7 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
         after, lines = json.loads(told.data)
         for line in lines[-most:]:
             print(
-                json.dumps(line) if options.json else job_tables.log_line(line),
+                json.dumps(line) if options.json else shown(job_tables.log_line(line)),
                 flush=options.follow,
             )
         if not options.follow:
@@ -305,7 +306,7 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
 
 def _told(client: JobClient, told: messages.Told, prefix: str = "") -> int:
     """Said to the operator; what was refused is an error."""
-    said = f"job {client.job.name}: {prefix}{told.text}"
+    said = shown(f"job {client.job.name}: {prefix}{told.text}")
     print(
         said if told.done else f"elasticrun: {said}", file=sys.stdout if told.done else sys.stderr
     )

@@ -353,7 +353,9 @@ class PageModel:
             "workers": total,
             "job": self.spent.stretches(),
             "counts": dict(self.spent.count),
-            "ratio": total["training"] / worked if worked else None,
+            "ratio": total["training"] / worked
+            if worked and values["job"]["phase"] != "starting"
+            else None,
         }
         if goodput != values["goodput"]:
             self.state.set("goodput", goodput)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from elastic.driver.commandline import check_build, cli
-from elastic.driver.commandline.flags import Options, parse
+from elastic.driver.commandline.flags import Options, parse, parser
 from elastic.driver.job.job import Job
+from elastic.driver.launch import variables
 from elastic.driver.network.hosts import ThisHost
 from elastic.driver.settings import UNBOUNDED
 from elastic.errors import Invalid
@@ -575,6 +577,38 @@ def test_flags_without_meaning_are_named_with_the_reason():
     assert "each group of ranks has a communicator and a stream of its own" in told
     [told] = warnings(job("-np 2", HOROVOD_CONTROLLER="mpi", HOROVOD_CPU_OPERATIONS="gloo"))
     assert told.startswith("HOROVOD_CONTROLLER=mpi has no meaning here: workers are started")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "HOROVOD_CYCEL_TIME",
+            ["HOROVOD_CYCEL_TIME has no meaning here; is HOROVOD_CYCLE_TIME meant?"],
+        ),
+        ("HOROVOD_BOGUS", ["HOROVOD_BOGUS has no meaning here: nobody reads it"]),
+        ("ELASTIC_STANDBY", ["ELASTIC_STANDBY has no meaning here; is ELASTIC_STANDBYS meant?"]),
+        ("ELASTIC_APM_SERVICE_NAME", []),  # of another product
+        ("HOROVOD_WITH_PYTORCH", []),  # of images that were made for Horovod
+        ("HOROVOD_LOCAL_RANK", []),  # of the job that starts this one
+    ],
+)
+def test_a_mistyped_variable_is_told(name, told):
+    environ: dict[str, Any] = {name: "1"}
+    assert warnings(job("-np 2", **environ)) == told
+
+
+def test_every_variable_that_the_code_names_is_known():
+    sources = [
+        path.read_text()
+        for folder in ("driver", "elastic", "horovod")
+        for path in (Path(cli.__file__).parents[2] / folder).rglob("*.py")
+    ]
+    named = set(
+        re.findall(r"""["'`]((?:HOROVOD|ELASTIC)_[A-Z0-9_]*[A-Z0-9])\b""", "\n".join(sources))
+    )
+    of_flags = {*parser().variables, *parser().switches}
+    assert len(named) > 60 and named <= of_flags | variables.OF_USERS | variables.OURS
 
 
 def test_flags_of_elastic_mode_are_named_in_a_static_job():

@@ -49,7 +49,7 @@ def test_a_film_is_written_and_its_size_said(tmp_path, capsys):
     ("flags", "told"),
     [
         ([], "give one journal"),
-        (["--speed", "0", "FILE"], "--speed"),
+        (["--speed", "-1", "FILE"], "--speed: '-1' must be a number, more than 0"),
         (["--svg", "no/such/film.svg", "FILE"], "cannot write"),
         (["nothing"], "No such file"),
     ],

@@ -213,6 +213,17 @@ async def test_status_and_logs(tmp_path):
         assert json.loads((await job.ask(messages.AskLogs, "", last)).data) == [4, []]
 
 
+async def test_a_terminal_obeys_nobody_who_prints_or_chooses_names(tmp_path, capsys):
+    async with running(tmp_path) as job:
+        job.page.model.line("info", "1", "\x1b]0;owned\x07\x1b[2Jloss\t0.5", 20.0)
+        job.page.model.report(0, {"\x1b[31mloss": 0.5}, 20.0)
+        for name in ("logs", "status"):
+            assert await asyncio.to_thread(job_commands.main, name, [], job.environ) == 0
+        said = capsys.readouterr().out
+        assert "\\x1b]0;owned\\x07\\x1b[2Jloss\t0.5" in said and "\\x1b[31mloss 0.5" in said
+        assert "\x1b" not in said
+
+
 async def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "QUIET_S", 0.0)
     monkeypatch.setattr(steering, "STACKS_S", 0.2)

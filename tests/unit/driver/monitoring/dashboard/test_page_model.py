@@ -215,6 +215,15 @@ def test_reported_numbers_are_those_of_the_lowest_rank():
     json.dumps(page.full(23.0), allow_nan=False)
 
 
+def test_there_is_no_goodput_before_the_first_world():
+    page = model()
+    page.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, in_words("x"))], 10.0)
+    page.note(WorkerConnected(A, 7), [], 15.0)
+    assert page.patch(20.0)["set"]["goodput"]["ratio"] is None
+    page.note(WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
+    assert page.patch(30.0)["set"]["goodput"]["ratio"] == pytest.approx(0.5)
+
+
 def test_a_recovery_and_the_end():
     page = training(A, B)
     report = ReportRecovery(2, "recovery", in_words("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0)

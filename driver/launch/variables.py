@@ -1,0 +1,54 @@
+"""Which variables of the environment anybody reads, so that a mistyped one does not pass in silence. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+
+# Those that are no flag's. What users set:
+_OF_USERS = """
+    ELASTIC_COLLECTIVE_TIMEOUT ELASTIC_DIGESTS ELASTIC_ETCD_PASSWORD ELASTIC_FAILPOINTS
+    ELASTIC_JOB_SECRET ELASTIC_NATIVE ELASTIC_SECRET_FILE HOROVOD_CONTROLLER
+    HOROVOD_CPU_OPERATIONS HOROVOD_DISABLE_GROUP_FUSION HOROVOD_DYNAMIC_PROCESS_SETS
+    HOROVOD_FUSION_THRESHOLD HOROVOD_GLOO_IFACE
+"""
+# What we tell workers, agents and each other; a worker may start a job of its own.
+_OURS = """
+    ELASTIC_ALLOW_INEXACT ELASTIC_AZURE_METADATA_ENDPOINT ELASTIC_BIND ELASTIC_CALL
+    ELASTIC_CALLS ELASTIC_CHECKPOINT_FLOOR ELASTIC_CHECKPOINT_FROM ELASTIC_CHECKPOINT_RUN
+    ELASTIC_DRIVER ELASTIC_ETCD_PASSWORD_FILE ELASTIC_GRACE_SECONDS ELASTIC_HOST ELASTIC_KERNELS
+    ELASTIC_MASTER_PORT ELASTIC_MIN_WORKERS ELASTIC_PREPARED ELASTIC_READY_FILE ELASTIC_SECRET
+    ELASTIC_TLS_CA ELASTIC_TLS_CERT ELASTIC_TLS_KEY ELASTIC_WAIT_TIMEOUT ELASTIC_WORKER
+    HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE HOROVOD_ELASTIC HOROVOD_GLOO_RENDEZVOUS_ADDR
+    HOROVOD_GLOO_RENDEZVOUS_PORT HOROVOD_HOSTNAME HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE
+    HOROVOD_RANK HOROVOD_SECRET_KEY HOROVOD_SIZE
+"""
+OF_USERS, OURS = frozenset(_OF_USERS.split()), frozenset(_OURS.split())
+# Horovod's own native code and its build: images made for Horovod set them, and they harm nothing.
+_HOROVODS = re.compile(
+    r"HOROVOD_(BATCH_D2D_MEMCOPIES|ENABLE_\w+|DISABLE_NVTX_RANGES|ADASUM_MPI_CHUNK_SIZE|CCL_\w+|WITH(OUT)?_\w+|BUILD_\w+"
+    r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK))"
+)
+_ALIKE = 0.8  # of 1: a letter or two
+
+
+def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
+    """A sentence for each variable that looks like ours and is read by nobody.
+
+    ``flags``: the variables that stand for flags. Of ``ELASTIC_`` only what is nearly one of ours: others use it too.
+    """
+    told = []
+    offered = OF_USERS.union(flags)
+    names = {each.partition("_")[2]: each for each in sorted(offered)}
+    known = offered | OURS
+    for name in sorted(environ.keys() - known):
+        prefix, _, rest = name.partition("_")
+        if prefix not in ("HOROVOD", "ELASTIC") or _HOROVODS.fullmatch(name):
+            continue
+        near = difflib.get_close_matches(rest, names, 1, _ALIKE)
+        if near:
+            told.append(f"{name} has no meaning here; is {names[near[0]]} meant?")
+        elif prefix == "HOROVOD":
+            told.append(f"{name} has no meaning here: nobody reads it")
+    return told
