@@ -33,7 +33,7 @@ help:
 	@echo "make mxnet     tests of horovod.mxnet, in an environment of their own: Python 3.11 or older"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make kubernetes  the chart in a real control plane, built once from Debian's source: needs root, and minutes"
-	@echo "make images    the image, built of Debian's packages, and containers of it: needs root, buildah, debootstrap, podman and netavark"
+	@echo "make images    the image, built of Debian's packages, and containers of it: needs root, buildah, debootstrap, podman, netavark and iptables"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, the quick ones of the unit and simulation tests: a minute on 2 cores"

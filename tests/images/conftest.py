@@ -20,8 +20,8 @@ from harness.program import Program
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "images"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd-elastic" / "images"
-PROGRAMS = ("podman", "buildah", "debootstrap", "runc", "netavark", "aardvark-dns")
-# The last two are podman's network, which Debian only recommends beside it, and stand in a folder of their own.
+PROGRAMS = ("podman", "buildah", "debootstrap", "runc", "netavark", "aardvark-dns", "iptables")
+# The last three are podman's network, which Debian only recommends beside it; two stand in a folder of their own.
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/lib/podman"])
 BUILD_S = 1800
 # What works without rights that containers in containers lack, too.
