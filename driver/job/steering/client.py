@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import itertools
 import os
+import pwd
 import secrets
 import socket
 import ssl
@@ -54,22 +55,37 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     Raises Invalid with those that there are.
     """
     found = records(environ)
-    hint = ""
+    which, whose, path, hint = "job of this user", "", "", ""
     if journal is not None or (wanted and os.path.isfile(wanted)):
         path = os.path.abspath(journal or wanted)
         found = [record for record in found if record.journal == path]
-        wanted = f"whose journal is {path}"
+        which, whose = f"job of this user whose journal is {path}", path
         hint = f" (if it has ended, elasticrun explain {path} says how)"
     elif wanted:
         found = [each for each in found if wanted in (each.name, str(each.pid))]
-        wanted = f"{wanted!r}"
+        which = f"job {wanted!r} of this user"
+        if wanted.isdecimal():
+            whose, path = f"process {wanted}", f"/proc/{wanted}"
     if not found:
-        which = f"job {wanted}" if wanted else "job"
+        if other := _other_owner(path):
+            raise Invalid(
+                f"{whose} belongs to user {other}, and a job answers only the user that"
+                f" started it: ask as {other}"
+            )
         raise Invalid(f"no {which} runs here{hint}; {_others(records(environ))}")
     if len(found) > 1:
         raise Invalid(f"{len(found)} jobs run here, so say which: {_listed(found)}")
     [record] = found
     return JobAddress(record.name, record.address, bytes.fromhex(record.key))
+
+
+def _other_owner(path: str) -> str:
+    """Empty where it is our own, or there is none."""
+    try:
+        uid = os.stat(path).st_uid
+    except OSError:
+        return ""
+    return "" if uid == os.geteuid() else _name_of(uid)
 
 
 def key_of(secret: bytes) -> bytes:
@@ -155,8 +171,15 @@ class JobClient:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container may have no name for it
+    except (KeyError, OSError):
         return str(os.getuid())
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # a container may have no name for it
+        return str(uid)
 
 
 __all__ = ["JobAddress", "JobClient", "JobUnreachable", "find_job", "key_of", "messages"]

@@ -80,8 +80,13 @@ def checked_folder(folder: Path) -> Path:
 def records(environ: Mapping[str, str]) -> list[JobRecord]:
     """Of the jobs that run here, the oldest first. What killed drivers have left is removed. Raises Invalid."""
     folder = runtime_folder(environ)
-    if not folder.exists():
-        return []
+    try:
+        if not folder.exists():
+            return []
+    except PermissionError:  # XDG_RUNTIME_DIR is another user's, as after su
+        raise Invalid(
+            f"{folder.parent} is not yours to enter: set XDG_RUNTIME_DIR to a folder of yours, or unset it"
+        ) from None
     found = [_read(path) for path in checked_folder(folder).glob("*.json")]
     return sorted((each for each in found if each is not None), key=lambda each: each.began)
 

@@ -209,7 +209,7 @@ def test_a_job_with_agents_and_etcd_is_steered_from_anywhere(runtime, tmp_path):
             training.wait_for_world(3)
             assert "drained" in command("status", *common)
             assert (
-                "no job runs here"
+                "no job of this user runs here"
                 in subprocess.run(
                     [elasticrun(), "status"], capture_output=True, text=True, timeout=60
                 ).stderr

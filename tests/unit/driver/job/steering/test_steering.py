@@ -282,7 +282,7 @@ async def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
         await job.desk.close()
         with pytest.raises(JobUnreachable, match="does not answer"):
             await asyncio.to_thread(JobClient, there)
-        with pytest.raises(Invalid, match="no job 'bert' runs here"):
+        with pytest.raises(Invalid, match="no job 'bert' of this user runs here"):
             find_job("bert", job.environ)
         job.desk = OperatorDesk(job.desk.job, job.page, print)  # closed once more at the end
 
@@ -296,7 +296,7 @@ def record(name: str, port: int, journal: str = "") -> JobRecord:
 
 def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    with pytest.raises(Invalid, match="no job runs here"):
+    with pytest.raises(Invalid, match="no job of this user runs here"):
         find_job("", environ)
     journal = tmp_path / "j"
     journal.touch()
@@ -305,7 +305,7 @@ def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
     second = LeftRecord(environ, record("gpt", 2))
     with pytest.raises(Invalid, match="2 jobs run here, so say which: bert"):
         find_job("", environ)
-    with pytest.raises(Invalid, match="no job 'x' runs here; those that do: bert"):
+    with pytest.raises(Invalid, match="no job 'x' of this user runs here; those that do: bert"):
         find_job("x", environ)
     assert find_job("gpt", environ).address == "127.0.0.1:2"
     assert find_job(str(journal), environ).name == find_job("", environ, journal=str(journal)).name
@@ -339,6 +339,27 @@ def test_a_folder_that_others_may_enter_is_not_used(tmp_path):
     runtime_folder(environ).symlink_to(tmp_path)
     with pytest.raises(Invalid, match="0700"):
         records(environ)
+
+
+def test_the_journal_of_another_user_names_who_may_ask(tmp_path):
+    theirs = tmp_path / "j"
+    theirs.touch()
+    if os.geteuid() == 0:
+        os.chown(theirs, 1, 1)
+    else:
+        theirs = Path("/etc/passwd")
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with pytest.raises(
+        Invalid, match=r"belongs to user \w+, and a job answers only .* ask as \w+$"
+    ):
+        find_job(str(theirs), environ)
+
+
+def test_a_folder_that_is_not_ours_to_enter_is_named(tmp_path, monkeypatch):
+    refused = create_autospec(Path.exists, side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(Invalid, match=rf"{tmp_path} is not yours to enter: set XDG_RUNTIME_DIR"):
+        records({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 async def test_a_job_without_a_folder_goes_on(tmp_path):
