@@ -332,6 +332,15 @@ class WorkerDiffers(Event):
     equal: int
 
 
+class ReplicasSpoilt(Event):
+    """Gradients that were infinite or NaN have made all replicas worthless, ``commit`` and others in memory with them:
+    the memory of one worker was damaged.
+    """
+
+    generation: int
+    commit: Commit
+
+
 class TimePassed(Event):
     """A deadline that ``next_deadline()`` named was reached."""
 

@@ -41,6 +41,7 @@ class Why(enum.Enum):
     GPU_BEHIND = "gpu behind"
     OTHER_DIGEST = "other digest"
     DAMAGED = "damaged"
+    SPOILT = "spoilt"
     NO_INIT = "no init"
     NOT_READY = "not ready"
     # It is let go, or killed because it did not go.
@@ -316,6 +317,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.OTHER_DIGEST: "its parameters differ from {right}'s under commit {commit}",
     Why.DAMAGED: "its {parts} under commit {commit} differs from that of {equal} others, and did not before: its memory"
     " or its processor has changed bits, so have its host tested",
+    Why.SPOILT: "infinite or NaN gradients from damaged memory have spoilt all replicas, commit {commit} with them",
     Why.NO_INIT: "it did not call init() within {within_s:g} s",
     Why.NOT_READY: "it did not become ready within {within_s:g} s",
     Why.HOST_NOT_LISTED: "{host} left the list of hosts",

@@ -42,9 +42,10 @@ class BitFlips:
         """For the job."""
         return {RULES: f"@{self._rules}"}
 
-    def arm(self, what: str, worker: Worker) -> None:
-        """The worker does it to itself when it comes to that place."""
-        rule = f"{PLACES[what]} flip={what}:{self._dice.randrange(2**31)} worker={worker}"
+    def arm(self, what: str, worker: Worker, seed: int | None = None) -> None:
+        """The worker does it to itself when it comes to that place. ``seed``: of which bit; None: any."""
+        seed = self._dice.randrange(2**31) if seed is None else seed
+        rule = f"{PLACES[what]} flip={what}:{seed} worker={worker}"
         self._armed.append(f"{rule} id=flip-{len(self._armed)}\n")
         self._write()
 

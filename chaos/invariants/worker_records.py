@@ -15,6 +15,7 @@ from elastic.driver.events import (
     HostsChanged,
     HostStaying,
     Notice,
+    ReplicasSpoilt,
     WorkerChecked,
     WorkerConnected,
     WorkerDigested,
@@ -67,6 +68,11 @@ class WorkerRecords:
                 self._restarted()
             case CheckpointMade(commit):
                 self.job.durable = commit
+            case ReplicasSpoilt(generation) if generation == self.job.generation:
+                for worker, known in self.job.here():
+                    if not known.finished:
+                        self.job.goes(worker, known, "holds what is spoilt")
+                        known.dismissed = True
             case WorkerExited(worker, code):
                 self._was_started(worker)
                 gone = self.job.workers.get(worker)

@@ -15,7 +15,15 @@ from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker, newest
-from elastic.driver.events import DrainRequested, Notice, RemoveRequested, ScaleRequested
+from elastic.driver.events import (
+    DrainRequested,
+    Notice,
+    RemoveRequested,
+    ReplicasSpoilt,
+    ScaleRequested,
+    WorkerDiffers,
+)
+from elastic.protocol.messages import SPOILT
 
 Fault = Callable[[SimulatedJob], None]
 
@@ -166,6 +174,27 @@ def hang_the_network(sim: SimulatedJob) -> None:
         generation = max(sim.training.worlds)
         sim.note(f"NCCL hangs in generation {generation}")
         sim.training.hung.add(generation)
+
+
+def spoil_all(sim: SimulatedJob) -> None:
+    """A bit has flipped in the memory of one, its gradients were NaN for all, and a checkpoint has found that."""
+    driver = sim.driver
+    if not driver.up or driver.paused:
+        return
+    generation = driver.membership.generation
+    members = [p for p in sim.processes.values() if p.recovery.generation == generation]
+    committed = [p for p in members if p.trains(generation) and newest(p) is not None]
+    if not committed:
+        return
+    process = sim.clock.random.choice(committed)
+    sim.note(f"a bit flips in the memory of {process.worker}, and has spoilt all")
+    commit = process.recovery.newest
+    driver.hear(WorkerDiffers(process.worker, generation, commit, [SPOILT], 2))
+    spoilt = ReplicasSpoilt(generation, commit)
+    driver.hear(spoilt)
+    if driver.entries[-1].event == spoilt:  # it did not die of the one before
+        for each in members:
+            sim.training.spoils(each)
 
 
 # ---- hosts and their agents ------------------------------------------------------------------------------------------
@@ -380,6 +409,7 @@ EVERY: list[Fault] = [*MILD, kill_many, raise_in_user_code]
 STEERED: list[Fault] = [scale, scale, drain, remove, kill_one, lose_host, crash_driver]
 FROZEN: list[Fault] = [freeze_machine, freeze_machine, kill_one, freeze_agent, leave, crash_driver]
 WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections, crash_driver]
+DAMAGED: list[Fault] = [spoil_all, spoil_all, leave, change_hosts, crash_driver]
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 
 

@@ -104,6 +104,7 @@ class Training:
         ] = {}  # history: the one before, and its samples
         self.on_gpus = False
         self.hung: set[int] = set()  # generations in which NCCL hangs
+        self._spoilt: set[int] = set()  # histories that nobody may go on from
         self._losing: dict[int, set[Worker]] = {}  # by generation: who hears of a closed socket
 
     def published(self, world: PublishWorld) -> None:
@@ -215,6 +216,17 @@ class Training:
         done = launched - (process.recovery.place.rank not in collective.done)
         return [Launches(GRADIENTS, len(collective.ranks), launched, arrived, done)]
 
+    # ---- memory that is damaged ------------------------------------------------------------------------------------
+
+    def spoils(self, process: Process) -> None:
+        """Its gradients were NaN: whatever comes of what it holds is worthless."""
+        self._spoilt |= {process.state.history, process.saved.history}
+
+    def _is_spoilt(self, history: int) -> bool:
+        while history not in self._spoilt and history in self._made:
+            history = self._made[history][0]
+        return history in self._spoilt
+
     # ---- peers that are gone ---------------------------------------------------------------------------------------
 
     def peers_lose(self, process: Process, generation: int) -> None:
@@ -258,8 +270,9 @@ class Training:
     def completed(self, process: Process, steps: int) -> None:
         """It has returned: its history has every sample once."""
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
-        seen: list[int] = []
         history = process.state.history
+        assert not self._is_spoilt(history), f"{process.worker} has finished with what was spoilt"
+        seen: list[int] = []
         while history in self._made:
             history, samples = self._made[history]
             seen += samples

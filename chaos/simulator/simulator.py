@@ -58,6 +58,7 @@ def settings_for(
     *,
     silence_s: float = Settings.lease_s,
     starting_max: int | None = None,
+    restarts: int | None = None,
 ) -> Settings:
     """Short enough for what is stuck to be found while a run lasts."""
     return Settings(
@@ -71,6 +72,7 @@ def settings_for(
         elastic_timeout_s=60.0,
         cooldown_max_s=8.0,
         leave_s=10.0,
+        restarts=restarts,
         silence_s=silence_s,
         idle_s=9.0,
         busy_warning_s=6.0,
@@ -99,6 +101,7 @@ class Simulation:
         keep_journal: bool = True,
         silence_s: float = Settings.lease_s,
         starting_max: int | None = None,
+        restarts: int | None = None,
     ) -> None:
         self.seed = seed
         self.workers = workers
@@ -111,7 +114,11 @@ class Simulation:
         # The one report that is not repeated on a new connection.
         self.reports_samples = not self.weather.loses_messages
         self.settings = settings_for(
-            workers, standbys, silence_s=silence_s, starting_max=starting_max
+            workers,
+            standbys,
+            silence_s=silence_s,
+            starting_max=starting_max,
+            restarts=restarts,
         )
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)

@@ -3,7 +3,7 @@
     CheckpointDue from rank 0 --> MakeDurable to all
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
     ShareDropped from one     --> DropCheckpoint to all
-    replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual
+    replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual, Spoilt
 
 It lives as long as one world: whatever that has not completed stays undone. Nothing here has to survive the driver.
 Ranks say what has had no answer again and again, so that another one hears it too.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.protocol.messages import (
+    SPOILT,
     CheckpointDone,
     CheckpointDue,
     CheckpointWritten,
@@ -80,7 +81,15 @@ class NotEqual:
     ever_equal: bool
 
 
-Action = TellRanks | Made | Failed | Damaged | NotEqual
+@dataclass(frozen=True)
+class Spoilt:
+    """Damaged memory of one has reached all replicas, by gradients: none of them is right any more."""
+
+    generation: int
+    commit: Commit
+
+
+Action = TellRanks | Made | Failed | Damaged | NotEqual | Spoilt
 
 
 @dataclass
@@ -142,6 +151,12 @@ class CheckpointShares:
         self, number: int, commit: Commit, written: dict[Worker, dict[str, int]]
     ) -> list[Action]:
         """All have written. What differs between replicas is never made durable."""
+        if not all(SPOILT in said for said in written.values()):
+            # A rank that had joined has seen no gradients of the last step.
+            written = {
+                worker: {part: value for part, value in said.items() if part != SPOILT}
+                for worker, said in written.items()
+            }
         groups: dict[tuple[tuple[str, int], ...], list[Worker]] = {}
         for worker in self._members:
             groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
@@ -160,11 +175,15 @@ class CheckpointShares:
                 if written[each[0]].get(part) != right[part]
             ]
             parts = [*dict.fromkeys(wrong)]
+            if self._ever_equal and SPOILT in parts:
+                return [drop, Spoilt(self._generation, commit)]
             return [drop, NotEqual(commit, [most, *others], parts, self._ever_equal)]
         damaged: list[Action] = []
         for worker in (worker for each in others for worker in each):
             parts = [part for part, value in right.items() if written[worker].get(part) != value]
             damaged.append(Damaged(worker, self._generation, commit, parts, len(most)))
+        if any(written[each[0]].get(SPOILT) != right.get(SPOILT) for each in others):
+            damaged.append(Spoilt(self._generation, commit))
         return [drop, *damaged]
 
     def _drop(self, number: int, *, again: bool) -> TellRanks:

@@ -186,9 +186,7 @@ class Failures(Part):
         stranded = because(Why.STRANDED)
         for standing in [*self.roster.in_plans()]:
             if standing.stage is not Stage.STARTING:
-                standing.leaving = stranded
-                self.staff.dismiss(standing, stranded, self.settings.disconnect_s)
-                self.staff.kill(standing, stranded)
+                self.staff.discard(standing, stranded)
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 

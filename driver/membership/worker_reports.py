@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from elastic.driver.events import (
     Event,
+    ReplicasSpoilt,
     WorkerChecked,
     WorkerConnected,
     WorkerDiffers,
@@ -20,7 +21,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -55,6 +56,8 @@ class WorkerReports(Part):
                 self.digested(event)
             case WorkerDiffers():
                 self.differs(event)
+            case ReplicasSpoilt():
+                self.spoilt(event)
             case WorkerReturned():
                 self.returned(event)
             case WorkerDisconnected():
@@ -171,6 +174,21 @@ class WorkerReports(Part):
             equal=event.equal,
         )
         self.staff.fence(standing, damaged)
+
+    def spoilt(self, event: ReplicasSpoilt) -> None:
+        """All are started anew, from the newest checkpoint. Not only their commits may be spoilt, but whatever they
+        hold.
+        """
+        here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
+        if event.generation != self.worlds.generation or not here:
+            return
+        reason = because(Why.SPOILT, commit=str(event.commit))
+        for standing in here:
+            if standing.killed_for:
+                standing.stage = Stage.DISMISSED  # it is to blame, and that was said
+            else:
+                self.staff.discard(standing, reason)
+        self.worlds.lose(here[0], reason)
 
     def returned(self, event: WorkerReturned) -> None:
         standing = self.roster.get(event.worker)

@@ -27,7 +27,7 @@ from elastic.checkpoints.storage import Storage
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients import not_finite
 from elastic.protocol import messages
-from elastic.protocol.messages import Commit, Message, Place
+from elastic.protocol.messages import SPOILT, Commit, Message, Place
 from elastic.state.held import Held
 from elastic.state.state import ObjectState, hold, prepare_hold
 
@@ -37,7 +37,6 @@ LOOK_S = 0.1  # between two looks at whether the world is over
 NICE = 19  # of the thread that writes
 REPEAT_S = 5.0  # between two times that the driver is told something that it has not answered
 NAMED = 3  # parameters in a message
-SPOILT = "model before the gradients became infinite or NaN"  # compared as a part of the state is
 CLOSE_S = 2.0  # for what is being written to notice that nobody wants it any more
 
 

@@ -400,9 +400,13 @@ class CheckpointDue(Message):
     number: int
 
 
+# Beside the parts of the state: how it was before the first step with gradients that were infinite or NaN.
+SPOILT = "model before the gradients became infinite or NaN"
+
+
 class ShareWritten(Message):
     """This rank's part of the checkpoint that was asked for as ``number`` is in the storage. ``digests``: of what must
-    be equal on all ranks, by the name of the part; see `elastic.state.snapshots.digest`.
+    be equal on all ranks, by the name of the part, or SPOILT; see `elastic.state.snapshots.digest`.
     """
 
     generation: int

@@ -52,6 +52,7 @@ class Bug:
     bug: Callable[[Any], Any]
     changing: bool = False  # found where hosts and workers come and go all the time
     announced: bool = False  # found where machines say that they go
+    damaged: bool = False  # found where memory is damaged, and spoils all
     standbys: int = 0  # found where so many stand by
 
     def plant(self, setattr: Callable[[Any, str, Any], None]) -> None:
@@ -405,6 +406,7 @@ SIMULATED = {
     "a commit is one check too early": Bug(Recovery, "committed", torn_commit_kept),
     "each stops where it is": Bug(Recovery, "receive", stop_at_own_check, changing=True),
     "nobody is held for an answer": Bug(Recovery, "_prepare", hold_forgotten, changing=True),
+    "what is spoilt is gone on from": Bug(WorkerReports, "spoilt", does_nothing, damaged=True),
     "what was copied is not a commit": Bug(Recovery, "adopt", old_label),
     "the re-sync is skipped": Bug(Recovery, "_take_place", resync_skipped),
 }

@@ -48,6 +48,8 @@ def run(seed: int, bug: Bug) -> None:
     weather = None
     if bug.announced:
         weather = Weather([*faults.WITH_NOTICE])
+    if bug.damaged:
+        weather = Weather([*faults.DAMAGED])
     if bug.changing:
         kinds: list[Fault] = [
             faults.leave,
@@ -66,6 +68,7 @@ def run(seed: int, bug: Bug) -> None:
         mild=mild,
         weather=weather,
         standbys=bug.standbys,
+        restarts=20 if bug.damaged else None,
     )
     outcome = sim.run()
     assert not (mild and outcome.code), f"the job failed, though a holder lived: {outcome.reason}"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.chaos.simulator.simulated_faults import (
+    DAMAGED,
     EVERY,
     FROZEN,
     MILD,
@@ -21,6 +22,7 @@ from elastic.chaos.simulator.simulated_faults import (
     Weather,
     hang_the_network,
     kill_one,
+    spoil_all,
 )
 from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
@@ -289,6 +291,36 @@ def succeed_under(faults: list[Fault], first: int) -> None:
 def test_machines_that_announce_their_end_never_cost_the_job(first):
     """They go, stay, or nothing happens, while others die and drivers are replaced; nobody is started on them."""
     succeed_under(WITH_NOTICE, first)
+
+
+@pytest.mark.parametrize("first", some(range(0, 200, 5), 2))
+def test_where_memory_has_spoilt_all_replicas_nobody_goes_on_from_what_they_held(first):
+    """While others die and drivers are replaced. What is trained to its end comes from nothing that was spoilt."""
+    restarts = 0
+    for seed in range(first, first + 5):
+        sim = Simulation(
+            seed,
+            workers=2 + seed % 5,
+            steps=150,
+            faults=8,
+            mild=True,
+            standbys=seed % 2,
+            weather=Weather(faults=[*DAMAGED, kill_one]),
+            restarts=8,
+        )
+        outcome = sim.run()
+        assert outcome.code == 0, f"seed {seed}: {outcome}"
+        restarts += sim.story().count("training goes on from the newest checkpoint")
+    assert restarts
+
+
+@pytest.mark.parametrize(("restarts", "end"), [(None, Why.ALL_LOST), (0, Why.ALL_LOST)])
+def test_without_a_checkpoint_to_go_on_from_a_job_that_is_spoilt_ends(restarts, end):
+    sim = quiet_job(restarts=restarts)
+    sim.clock.at(4.0, spoil_all, sim)
+    outcome = sim.run()
+    assert (outcome.code, outcome.reason.kind) == (1, end)
+    assert "have spoilt all replicas" in str(outcome.reason)
 
 
 def test_a_machine_that_stands_still_costs_the_others_a_lease():

@@ -186,6 +186,12 @@ class Workforce:
         standing.exit_by = self.orders.now + within_s
         standing.exit_why = why
 
+    def discard(self, standing: Standing, reason: Reason) -> None:
+        """It can't go on, through no fault of its own: another may be started in its slot once it is dead."""
+        standing.leaving = reason
+        self.dismiss(standing, reason, self.settings.disconnect_s)
+        self.kill(standing, reason)
+
     def disconnected(self, standing: Standing, *, silent: bool) -> None:
         """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
         if standing.in_plans and silent and not standing.killed_for:

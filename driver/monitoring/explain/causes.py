@@ -77,6 +77,7 @@ FENCES = {
     Why.NOT_BACK: Cause.DISCONNECTED,
     Why.REJECTED: Cause.STATE_MISMATCH,
     Why.STRANDED: Cause.LOST_PEER,
+    Why.SPOILT: Cause.LOST_PEER,
 }
 
 

@@ -1,5 +1,6 @@
 """One bit of one of three replicas becomes another one, in a job that runs, again and again: found, and the culprit
-named, before anything of it is durable. Against an account of each commit that the script keeps itself.
+named, before anything of it is durable. Against an account of each commit that the script keeps itself. The first of
+each job makes the next gradients of all infinite: then all go on from the newest checkpoint.
 
 `FLIPS` says how many, `SEED` which.
 """
@@ -13,18 +14,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic.chaos.inject.bit_flips import PLACES, BitFlips
 from elastic.checkpoints.storage import Storage
-from elastic.checkpoints.writer import SPOILT
-from elastic.protocol.messages import Worker
+from elastic.protocol.messages import SPOILT, Commit, Worker
+from elastic.state import TorchState, bit_flips
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import Job
 
 FLIPS = int(os.environ.get("FLIPS", "60"))
 SEED = int(os.environ.get("SEED", "11"))
-WORN = 50  # flips in one job, each of which takes a worker
+WORN = 50  # flips in one job, each of which takes a worker, or all three
 FLAGS = (
     "-np 3 --min-np 1 --blacklist-cooldown-range 0.05 0.1 --slot-attempts 100000"
     " --checkpoint-every 5commits"
@@ -41,7 +43,7 @@ class FlippedJob:
         folder.mkdir()
         self.folder = folder
         self.flips = BitFlips(folder / "rules", Storage(str(folder / "checkpoints")), dice)
-        env = {"FOLDER": str(folder), SPARE_WORKERS: str(WORN), **self.flips.environ}
+        env = {"FOLDER": str(folder), SPARE_WORKERS: str(WORN + 10), **self.flips.environ}
         flags = f"{FLAGS} --checkpoint-dir {folder / 'checkpoints'}"
         self.job: Job = start(flags, ["python", SCRIPTS / "flipped.py"], env=env)
         self.over = 0  # the generation that the last of them has ended
@@ -73,28 +75,29 @@ class FlippedJob:
         made = self.job.events("CheckpointMade")[-1]["commit"]
         return (made[0], made[1]), self.members()
 
-    def flip(self, what: str, dice: random.Random) -> str:
-        """What became of it."""
+    def flip(self, what: str, dice: random.Random, seed: int | None = None) -> str:
+        """What became of it. ``seed``: of the bit."""
         before, members = self.until_it_trains()
         victim = dice.choice(members)
-        lines = self.job.output.count("elastic: flipped")
-        self.flips.arm(what, victim)
-        self.job.until(lambda: self.job.output.count("elastic: flipped") > lines, "the flip", 30)
+        output = len(self.job.output)
+        self.flips.arm(what, victim, seed)
+        self.job.until(lambda: "elastic: flipped" in self.job.output[output:], "the flip", 30)
 
         def judged() -> str:
             """Empty: not yet. The first commit whose replicas differ says since when there is something to find."""
-            differs = [
-                Worker(*event["worker"])
+            found = [
+                event
                 for event in self.job.events("WorkerDiffers")
                 if tuple(event["commit"]) > before
             ]
-            if differs == [victim] and SPOILT in self.job.output:
+            differs = [Worker(*event["worker"]) for event in found]
+            if differs == [victim] and SPOILT in found[0]["parts"]:
                 return "spoilt all, and found"  # by what its parameters were before
             if differs:
                 return "found" if differs == [victim] else f"{differs[0]} was named"
-            if "became infinite or NaN" in self.job.output:
+            if "became infinite or NaN" in self.job.output[output:]:
                 return "all are spoilt"  # one step later, by the gradients
-            if "not made durable" in self.job.output:
+            if "not made durable" in self.job.output[output:]:
                 return "nobody knows whose"
             made = [tuple(event["commit"]) for event in self.job.events("CheckpointMade")]
             after = [commit for commit in made if commit > before]
@@ -115,22 +118,45 @@ class FlippedJob:
 
         self.job.until(heard, f"a word about {what} of {victim}", 60)
         [verdict] = said
-        if verdict == "found":
+        if verdict.endswith("found"):
             self.over = before[0]
+        if verdict.startswith("spoilt"):
+            self.goes_on_from_the_newest(output)
         return verdict
+
+    def goes_on_from_the_newest(self, output: int) -> None:
+        """All are started anew. ``output``: what the job had written before."""
+        begins = "elastic: goes on from commit "
+        self.job.until(lambda: begins in self.job.output[output:], "a beginning", 60)
+        made = [Commit(*event["commit"]) for event in self.job.events("CheckpointMade")]
+        newest = max(commit for commit in made if commit.generation <= self.over)
+        assert f"{begins}{newest} in " in self.job.output[output:]
+
+
+def spoiling() -> int:
+    """A seed that makes an enormous number of a small weight of the last layer, in the script's model."""
+    net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.Tanh(), torch.nn.Linear(40, 20))
+    state = TorchState(model=net, optimizer=torch.optim.Adam(net.parameters()), step=0)
+    for seed in itertools.count():
+        said = bit_flips.flip(state, bit_flips.FINDERS["weights"], seed)
+        if said.startswith("model.2.weight") and said.endswith("bit 30"):
+            return seed
+    raise AssertionError
 
 
 def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
     dice = random.Random(SEED)
     verdicts: Counter[str] = Counter()
     kinds = itertools.cycle(PLACES)
+    worst = spoiling()
     try:
         while (left := FLIPS - verdicts.total()) > 0:
             training = FlippedJob(job, tmp_path / f"job-{left}", dice)
+            assert training.flip("weights", dice, worst) == "spoilt all, and found"
             for what in itertools.islice(kinds, min(left, WORN)):
                 verdict = training.flip(what, dice)
                 verdicts[f"{what}: {verdict}"] += 1
-                if verdict not in ("found", "left no trace"):
+                if not verdict.endswith(("found", "left no trace")):
                     training.job.unchecked = "its replicas are spoilt"
                     break
             (training.folder / "enough").touch()

@@ -8,9 +8,11 @@ from elastic.driver.job.checkpoint_shares import (
     Failed,
     Made,
     NotEqual,
+    Spoilt,
     TellRanks,
 )
 from elastic.protocol.messages import (
+    SPOILT,
     CheckpointDone,
     CheckpointDue,
     CheckpointWritten,
@@ -28,8 +30,11 @@ A, B, C = Worker("h1", 0), Worker("h2", 0), Worker("h3", 0)
 DROP = DropCheckpoint(3, 40)
 
 
-def wrote(model: int = 1, optimizer: int = 2) -> ShareWritten:
-    return ShareWritten(3, 40, Commit(3, 41), {"model": model, "optimizer": optimizer})
+def wrote(model: int = 1, optimizer: int = 2, **more: int) -> ShareWritten:
+    digests = {"model": model, "optimizer": optimizer}
+    if "before" in more:
+        digests[SPOILT] = more["before"]
+    return ShareWritten(3, 40, Commit(3, 41), digests)
 
 
 def three(*, equal_before: bool = True) -> CheckpointShares:
@@ -135,3 +140,42 @@ def test_what_never_was_equal_is_a_matter_of_the_script_and_not_of_damage():
         TellRanks([A, B, C], DROP),
         NotEqual(Commit(3, 41), [[A, C], [B]], ["model"], False),
     ]
+
+
+def test_what_one_has_done_to_all_by_its_gradients_leaves_no_replica_to_go_on_from():
+    shares = three()
+    shares.handle(A, wrote(before=5))
+    shares.handle(B, wrote(before=9))
+    assert shares.handle(C, wrote(before=5)) == [
+        TellRanks([A, B, C], DROP),
+        Damaged(B, 3, Commit(3, 41), [SPOILT], 2),
+        Spoilt(3, Commit(3, 41)),
+    ]
+
+
+def test_of_two_that_are_spoilt_nobody_is_accused_and_none_is_gone_on_from():
+    shares = three()
+    shares.world(3, [A, B])
+    shares.handle(A, wrote(before=5))
+    assert shares.handle(B, wrote(before=9)) == [
+        TellRanks([A, B], DROP),
+        Spoilt(3, Commit(3, 41)),
+    ]
+
+
+def test_a_batch_that_made_all_gradients_nan_is_no_damage():
+    """Nor is it one where another part of a replica differs, and the gradients were of its making."""
+    shares = three()
+    for worker in (A, B):
+        shares.handle(worker, wrote(before=5))
+    assert shares.handle(C, wrote(before=5, model=8)) == [
+        TellRanks([A, B, C], DROP),
+        Damaged(C, 3, Commit(3, 41), ["model"], 2),
+    ]
+
+
+def test_who_had_joined_has_not_seen_the_overflow_of_the_last_step_and_is_not_blamed_for_that():
+    shares = three()
+    shares.handle(A, wrote(before=5))
+    shares.handle(B, wrote())
+    assert shares.handle(C, wrote(before=5)) == [TellRanks([A], SealCheckpoint(3, 40))]

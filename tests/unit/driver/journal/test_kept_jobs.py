@@ -38,6 +38,7 @@ def test_together_they_hold_every_kind_of_event_and_action_but_one(tmp_path):
     later = {
         "CheckpointMade",
         "WorkerDiffers",
+        "ReplicasSpoilt",
         "WorkerLocated",
         "HostLeaving",
         "HostStaying",

@@ -11,10 +11,9 @@ import torch
 from elastic.checkpoints import catalog, manifest, writing
 from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.storage import Storage
-from elastic.checkpoints.writer import SPOILT
-from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged
+from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Spoilt
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
-from elastic.protocol.messages import Commit, ShareWritten, Worker
+from elastic.protocol.messages import SPOILT, Commit, ShareWritten, Worker
 from elastic.state.snapshots.digest import WHOLE, digest
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
@@ -119,11 +118,12 @@ def test_a_flip_that_has_spoilt_all_replicas_since_is_still_known_by_the_step_be
     actions = trained_to_nan(flipped=1, bad_batch=None)
     [named] = [each for each in actions if isinstance(each, Damaged)]
     assert (named.worker, named.parts, named.equal) == (WORKERS[1], [SPOILT], 2)
+    assert actions[-1] == Spoilt(1, Commit(1, 2)), "nobody goes on from what all hold"
 
 
 def test_nobody_is_blamed_for_a_batch_that_made_all_replicas_nan():
     actions = trained_to_nan(flipped=None, bad_batch=1)
-    assert not any(isinstance(each, Damaged) for each in actions)
+    assert not any(isinstance(each, Damaged | Spoilt) for each in actions)
 
 
 def test_gradients_that_are_finite_again_and_those_of_another_world_are_forgotten():
