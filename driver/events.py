@@ -370,6 +370,15 @@ class ProbeWorkers(Action):
     workers: list[Worker]
 
 
+class TellAwaited(Action):
+    """Tell these members for whom they wait, and at which line of the script that one is."""
+
+    generation: int
+    members: list[Worker]
+    rank: int
+    line: str
+
+
 class DumpStacks(Action):
     """Have the process write the Python stacks of all its threads to its stderr, whatever it is doing."""
 

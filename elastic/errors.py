@@ -91,7 +91,7 @@ class CollectiveFailed(HorovodInternalError):
 
     In a world of a fixed size it reaches the script: nobody replaces the lost worker there. ``aborted``: the group was
     aborted, here or by another rank, so that the error does not know why. ``ended``: the rank whose process has ended,
-    where that is seen. ``differs``: its ranks have called different collectives.
+    where that is seen. ``differs``: its ranks have called different collectives. ``late``: a rank did not come in time.
     """
 
     def __init__(
@@ -100,16 +100,22 @@ class CollectiveFailed(HorovodInternalError):
         aborted: bool = False,
         ended: int | None = None,
         differs: bool = False,
+        late: bool = False,
     ) -> None:
         super().__init__(*args)
         self.aborted = aborted
         self.ended = ended
         self.differs = differs
+        self.late = late
 
     def again(self) -> CollectiveFailed:
         """The same once more: each one that waits raises its own."""
         return CollectiveFailed(
-            *self.args, aborted=self.aborted, ended=self.ended, differs=self.differs
+            *self.args,
+            aborted=self.aborted,
+            ended=self.ended,
+            differs=self.differs,
+            late=self.late,
         )
 
 

@@ -418,6 +418,12 @@ uint64_t elastic_status(elastic_group* group) {
   return group->rounds.status();
 }
 
+uint64_t elastic_missing(elastic_group* group) {
+  const Caller caller(group->callers);
+  std::lock_guard<std::mutex> lock(group->driving);
+  return group->rounds.missing();
+}
+
 int32_t elastic_drain(elastic_group* group, double timeout_s) {
   const Caller caller(group->callers);
   const int64_t until = deadline_ns(timeout_s);

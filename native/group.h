@@ -88,6 +88,9 @@ void elastic_abort(elastic_group* group);
 //   5 rank sent a message that is longer than the room for it
 uint64_t elastic_status(elastic_group* group);
 
+// A bit for each rank that has not come to the oldest collective that is not over here. Any thread.
+uint64_t elastic_missing(elastic_group* group);
+
 // After the group has failed: waits until no live rank writes into this rank's memory. 1 if that is so.
 int32_t elastic_drain(elastic_group* group, double timeout_s);
 

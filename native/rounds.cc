@@ -496,6 +496,14 @@ int Rounds::awaited() const {
   return rank_;
 }
 
+uint64_t Rounds::missing() const {
+  uint64_t found = 0;
+  for (int rank = 0; rank < size_ && !empty(); ++rank) {
+    if (rank != rank_ && seat(rank).ready.load(std::memory_order_seq_cst) <= taken_) found |= uint64_t{1} << rank;
+  }
+  return found;
+}
+
 uint64_t Rounds::gone() const {
   uint64_t found = 0;
   for (int rank = 0; rank < size_; ++rank) {

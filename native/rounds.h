@@ -78,7 +78,8 @@ class Rounds {
   bool advance();
 
   int awaited() const;     // the rank that is waited for
-  uint64_t gone() const;  // a bit for each rank whose process has ended
+  uint64_t missing() const;  // a bit for each rank that has not come to it
+  uint64_t gone() const;     // ... whose process has ended
 
   uint64_t status() const { return control()->status.load(std::memory_order_acquire); }
   bool failed() const { return status() != 0; }

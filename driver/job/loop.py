@@ -55,6 +55,7 @@ from elastic.driver.events import (
     StartWorker,
     StopMembersAt,
     StopRequested,
+    TellAwaited,
     TellStandby,
     TellWorld,
     TimePassed,
@@ -516,6 +517,8 @@ class Driver:
                 self._launcher.probe(workers)
                 broadcast(workers, protocol.Locate())
                 return ("debug", f"looking at what {_some(workers)} does")
+            case TellAwaited(generation, members, rank, line):
+                broadcast(members, protocol.Awaited(generation, rank, line))
             case GiveUpHost(host, reason):
                 self._launcher.give_up(host, str(reason))
             case DumpStacks(worker, reason):

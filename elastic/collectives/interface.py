@@ -8,7 +8,7 @@ group.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,14 @@ class Work(Protocol):
         """Blocks until the result is in place. Raises CollectiveFailed if the group broke or was
         aborted.
         """
+
+
+@runtime_checkable
+class KnowsWhoIsMissing(Protocol):
+    """A work under way that can tell."""
+
+    def missing(self) -> list[int]:
+        """Ranks of the group that have not called it yet, or the oldest collective before it that is not over."""
 
 
 class Collectives(Protocol):

@@ -515,6 +515,14 @@ class Locate(Message):
     """Others wait for you: say at which line of the script you are."""
 
 
+class Awaited(Message):
+    """You wait for this rank, which is at this line of the script."""
+
+    generation: int
+    rank: int
+    line: str
+
+
 class Rejected(Message):
     """Your state does not match the world's; the reason says what differs."""
 
@@ -659,6 +667,7 @@ FromDriver = (
     | Leave
     | Restate
     | Locate
+    | Awaited
     | Rejected
     | Finish
     | End

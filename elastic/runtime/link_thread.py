@@ -140,6 +140,9 @@ class LinkThread:
                 line = user_line.of_thread(self._progress.thread or main)
                 session.send(messages.Located(session.recovery.generation, line))
                 return
+            case messages.Awaited(generation, rank, line):
+                self._progress.told(generation, rank, line)
+                return
             case messages.Restate():
                 self._worlds.restate()
         session.update(lambda recovery: recovery.receive(message))

@@ -25,6 +25,7 @@ class ProgressCounter:
         self.inside = ""
         self.phase = ""
         self.thread = 0  # that waits, or has waited last
+        self._awaited: tuple[tuple[int, int], dict[int, str]] = (0, 0), {}
         self._since = 0.0
         self._depth = 0
         self._said: tuple[int, int] | None = None  # the collective that the driver knows of
@@ -63,6 +64,11 @@ class ProgressCounter:
         """The state is equal everywhere: from here all count alike, whoever took part in the copying."""
         self.entered = 0
 
+    def awaited(self) -> dict[int, str]:
+        """Whom this wait is for, as the driver has said: ranks, and at which line of the script each is."""
+        at, lines = self._awaited
+        return lines if at == (self.generation, self.entered) else {}
+
     # ---- the link thread -------------------------------------------------------------------------
 
     def tell(
@@ -87,6 +93,12 @@ class ProgressCounter:
             where = line(self.thread) if waits else ""
             said.append(self._progress(inside if waits else "", waited_s, launches, where))
         return said
+
+    def told(self, generation: int, rank: int, line: str) -> None:
+        """The driver: this rank keeps this worker waiting."""
+        at, lines = (self.generation, self.entered), self.awaited()
+        if self.inside and generation == self.generation:
+            self._awaited = at, lines | {rank: line}
 
     def pace(self, now: float, commit: messages.Commit | None = None) -> list[messages.Message]:
         """How it went in the last half minute, if anything was done in it and the world is the same.

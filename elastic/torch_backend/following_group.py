@@ -132,6 +132,9 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     def generation(self) -> int:
         return lifecycle.current().generation
 
+    def in_world(self, rank: int) -> int:
+        return rank if self.ranks is None else self.ranks[rank]
+
     def broke(self, error: CollectiveFailed, generation: int) -> None:
         rt = lifecycle.active()
         if rt is not None:

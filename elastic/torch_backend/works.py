@@ -19,7 +19,7 @@ from torch import distributed
 from torch.autograd import Variable
 
 from elastic.collectives import threads
-from elastic.collectives.interface import Work
+from elastic.collectives.interface import KnowsWhoIsMissing, Work
 from elastic.errors import CollectiveFailed
 from elastic.torch_backend.collective_calls import Begun
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _GRACE_S = 0.02  # that the thread leaves to the thread that trains
 _IDLE_S = 0.1  # after which the thread ends: the end of the process waits for it
 _SLICE_S = 0.1
+_NAMED = 8  # ranks in one sentence
 
 
 _TorchWork: Any = distributed.Work
@@ -42,6 +43,9 @@ class WorkOwner(Protocol):
 
     def guard(self, name: str) -> AbstractContextManager[None]:
         """Around what waits in the thread that trains."""
+
+    def in_world(self, rank: int) -> int:
+        """The rank in the world of a rank of this group."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
         """A collective of that world failed in a thread of ours. Never raises."""
@@ -142,7 +146,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             if self._begun is not None:
                 try:
                     for work in self._begun.works:
-                        _wait(work, limit_s, self._name)
+                        _wait(work, limit_s, self._name, self._owner)
                     for then in self._begun.thens:
                         then()
                 except CollectiveFailed as error:
@@ -172,17 +176,27 @@ def recorded(what: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _wait(work: Work, limit_s: float | None, name: str) -> None:
+def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> None:
     if limit_s is None:
         work.wait()
         return
     until = time.monotonic() + limit_s
     while not work.within(min(_SLICE_S, max(until - time.monotonic(), 0.0))):
         if time.monotonic() >= until:
-            raise CollectiveFailed(
-                f"{name}: Timed out after {limit_s:g} s: the other ranks did not come"
-            )
+            who = "the other ranks did not come"
+            if isinstance(work, KnowsWhoIsMissing):
+                who = late(sorted(map(owner.in_world, work.missing())))
+            raise CollectiveFailed(f"{name}: Timed out after {limit_s:g} s: {who}", late=True)
     work.wait()
+
+
+def late(missing: list[int]) -> str:
+    """Who did not come in time, of the ranks of the world."""
+    if not missing:
+        return "all ranks have come, and need more time for this much"
+    listed = ", ".join(map(str, missing[:_NAMED]))
+    more = f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
+    return f"rank{'s' if missing[1:] else ''} {listed}{more} did not come"
 
 
 class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]

@@ -22,6 +22,7 @@ from elastic.driver.events import (
     ReportRecovery,
     StartWorker,
     StopMembersAt,
+    TellAwaited,
     TellStandby,
     TellWorld,
     WelcomeWorker,
@@ -51,6 +52,8 @@ def line_of(action: Action) -> str:
             return f"kill {short(worker)}: {reason}"
         case ProbeWorkers(workers):
             return f"probe {listed(workers)}"
+        case TellAwaited(_, members, rank, line):
+            return f"tell {listed(members)} that they wait for rank {rank}, at {line}"
         case DumpStacks(worker, reason):
             return f"dump the stacks of {short(worker)}: {reason}"
         case BreakWorld(generation, members, reason):

@@ -17,6 +17,7 @@ from elastic.driver.events import (
     Event,
     GiveUpHost,
     ProbeWorkers,
+    TellAwaited,
     WorkerLocated,
     WorkerPaced,
     WorkerProbed,
@@ -111,8 +112,14 @@ class Stuck(Part):
 
     def located(self, event: WorkerLocated) -> None:
         standing = self.roster.get(event.worker)
-        if standing is not None and event.generation == self.worlds.generation:
-            standing.line = event.line
+        if standing is None or event.generation != self.worlds.generation:
+            return
+        standing.line = event.line
+        place = self.worlds.world.places.get(event.worker)
+        waiters = [each.worker for each in self.roster.inside.values()]
+        suspected = self._suspicions.get(event.worker) is not None
+        if suspected and place is not None and event.line and len(self._suspicions) <= NAMED:
+            self.orders.do(TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _gpu_said(self, standing: Standing, event: WorkerProgressed) -> None:
         """How far its GPU is; since when counts within one wait only."""

@@ -173,8 +173,8 @@ class Suspicions:
     def get(self, worker: Worker) -> Suspicion | None:
         return self._all.get(worker)
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
+    def __len__(self) -> int:
+        return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
         """These are the suspects now. What is known of them stays, others are forgotten."""

@@ -72,6 +72,11 @@ class SharedMessage:
         self._group.let_go_of(self)
         return True
 
+    def missing(self) -> list[int]:
+        """See `KnowsWhoIsMissing`. Of a message from any rank: all others."""
+        others = [rank for rank in range(self._group.size) if rank != self._group.rank]
+        return others if self._peer is None else [self._peer]
+
     def wait(self) -> None:
         limit_s = self._group.timeout_s
         if self.within(limit_s):

@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 4  # as in native/abi.cc; changes with every function and struct
+ABI = 5  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -84,6 +84,7 @@ FUNCTIONS = {
     "elastic_wait_message": (_i32, (_at, _at, _double)),
     "elastic_abort": (None, (_at,)),
     "elastic_status": (_u64, (_at,)),
+    "elastic_missing": (_u64, (_at,)),
     "elastic_drain": (_i32, (_at, _double)),
     "elastic_close": (None, (_at,)),
     "elastic_detach": (_i32, (_at, _double)),

@@ -31,11 +31,11 @@ _CLOSE_S = 0.1  # that closing waits for others to stop writing
 
 _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
-_LEFT, _ENDED, _OTHER = 1, 2, 4
+_LEFT, _ENDED, _LATE, _OTHER = 1, 2, 3, 4
 _REASONS = {
     _LEFT: "rank {rank} of this group left it or aborted it",
     _ENDED: "the process of rank {rank} of this group has ended",
-    3: "rank {rank} of this group did not come within {timeout_s:g} s",
+    _LATE: "rank {rank} of this group did not come within {timeout_s:g} s",
     _OTHER: "rank {rank} of this group called another collective, or one of another size",
     5: "rank {rank} of this group sent a message that is longer than the tensor that receives it",
 }
@@ -328,7 +328,11 @@ class SharedCollectives:
         said = _REASONS[reason].format(rank=named, timeout_s=self.timeout_s)
         ended = named if reason == _ENDED else None
         return CollectiveFailed(
-            said, aborted=reason == _LEFT, ended=ended, differs=reason == _OTHER
+            said,
+            aborted=reason == _LEFT,
+            ended=ended,
+            differs=reason == _OTHER,
+            late=reason == _LATE,
         )
 
     def _raise_if_failed(self) -> None:
@@ -364,6 +368,11 @@ class SharedWork:
             raise self._group.failure()
         self._group._let_go_of_what_is_over()
         return True
+
+    def missing(self) -> list[int]:
+        """See `KnowsWhoIsMissing`."""
+        found = self._native.missing()
+        return [rank for rank in range(self._group.size) if found >> rank & 1]
 
     def wait(self) -> None:
         # The group's own deadline ends this.
@@ -429,6 +438,9 @@ class _Native:
         if self.elsewhere:
             return _FAILED
         return int(self._library.elastic_wait_message(self.handle, state, timeout_s))
+
+    def missing(self) -> int:
+        return 0 if self.elsewhere else int(self._library.elastic_missing(self.handle))
 
     def abort(self) -> None:
         if not self.elsewhere:

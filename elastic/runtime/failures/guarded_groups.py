@@ -135,10 +135,13 @@ class GuardedGroups:
     def end(self, generation: int, error: BaseException | None) -> None:
         """It is over. Raises PeerLost, or CollectiveFailed with a better reason, in place of ``error``."""
         session, inside = self._session, self._progress.inside
+        awaited = self._progress.awaited() if error is not None else {}
         if self._progress.leave(time.monotonic()):
             session.poke()
         if isinstance(error, CollectiveFailed) and error.differs:
             self._say_where(error, inside)
+        if isinstance(error, CollectiveFailed) and error.late:
+            self._say_who(error, awaited)
         if error is None:
             session.resumed()
         elif isinstance(error, CollectiveFailed):
@@ -157,6 +160,11 @@ class GuardedGroups:
         rank, at = self._session.recovery.place.rank, f" at {line}" if line else ""
         error.args = (f"{error}; rank {rank} called {inside!r}{at}",)
         print(f"elastic: {error}", file=sys.stderr)
+
+    def _say_who(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
+        """Where they are that did not come, in the error."""
+        lines = [f"rank {rank} is at {line}" for rank, line in sorted(awaited.items())]
+        error.args = ("; ".join([str(error), *lines]),)
 
     @contextlib.contextmanager
     def _inside(self, generation: int, name: str) -> Iterator[None]:

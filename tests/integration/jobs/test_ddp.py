@@ -97,6 +97,30 @@ def test_two_ranks_speak_while_a_third_computes_in_each_world(job: Any):
     assert training.succeed().count("] ended") == 3
 
 
+SKIPS = """
+import time, torch
+from datetime import timedelta
+import torch.distributed as dist
+dist.init_process_group(timeout=timedelta(seconds=15))
+if dist.get_rank() == 1:
+    time.sleep(300)  # skips it
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    print("said:", error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.nightly  # half a minute
+def test_a_rank_that_skips_a_collective_is_named_with_its_line(job: Any, tmp_path: Path):
+    script = tmp_path / "skips.py"
+    script.write_text(SKIPS)
+    training = job("-np 2 --idle-timeout 100", ["python", script])
+    line = re.escape("Timed out after 15 s: rank 1 did not come; rank 1 is at skips.py:7")
+    training.wait_for(rf"said: allreduce: {line}$", 60)
+
+
 @pytest.mark.nightly
 def test_fully_sharded_layers_train_as_one_process_does(job: Any):
     found = job("-np 2", ["python", SCRIPTS / "fully_sharded.py"]).succeed(120)

@@ -43,6 +43,7 @@ def test_together_they_hold_every_kind_of_event_and_action_but_one(tmp_path):
         "HostLeaving",
         "HostStaying",
         "HastenCheckpoint",
+        "TellAwaited",
         "TellStandby",
         "WorkerSpent",
         "ScaleRequested",

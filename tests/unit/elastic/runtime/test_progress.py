@@ -66,6 +66,20 @@ def test_it_says_at_which_line_it_waits():
     assert isinstance(said, protocol.Progress) and said.line == ""
 
 
+def test_whom_a_wait_is_for_is_forgotten_with_it():
+    progress = ProgressCounter()
+    progress.told(2, 1, "train.py:40")  # nobody waits yet
+    progress.enter(2, "allreduce.loss", 10.0)
+    assert progress.awaited() == {}
+    progress.told(1, 3, "old.py:1")  # of another generation
+    progress.told(2, 1, "train.py:40")
+    progress.told(2, 0, "train.py:50")
+    assert progress.awaited() == {0: "train.py:50", 1: "train.py:40"}
+    progress.leave(16.0)
+    progress.enter(2, "gradients", 16.0)
+    assert progress.awaited() == {}
+
+
 def test_the_next_collective_is_another_wait():
     progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)

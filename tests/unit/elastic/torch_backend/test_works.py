@@ -11,7 +11,7 @@ import torch
 from elastic.collectives.interface import Work
 from elastic.errors import CollectiveFailed
 from elastic.torch_backend.collective_calls import Begun
-from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner
+from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner, late
 
 
 class Group:
@@ -94,3 +94,16 @@ def test_a_profile_shows_what_was_waited_for():
     with torch.profiler.profile() as profile:
         Group().work().wait()
     assert "elastic:all_reduce wait" in [event.name for event in profile.events()]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ([], "all ranks have come, and need more time for this much"),
+        ([3], "rank 3 did not come"),
+        ([1, 2], "ranks 1, 2 did not come"),
+        (list(range(1, 12)), "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not come"),
+    ],
+)
+def test_who_did_not_come_is_named(missing: list[int], said: str):
+    assert late(missing) == said

@@ -18,6 +18,7 @@ from elastic.driver.events import (
     ProbeWorkers,
     PublishWorld,
     Report,
+    TellAwaited,
     WorkerDisconnected,
     WorkerFrozen,
     WorkerLeaving,
@@ -164,7 +165,9 @@ def test_the_log_says_at_which_line_it_is():
     talk.works("h:2", cpu=0.01)
     talk.tell(WorkerLocated(worker("h:2"), 1, "old.py:1"))  # of another generation
     assert "for 10 s: idle, in no collective;" in said(talk.wait(10))
-    talk.tell(WorkerLocated(worker("h:2"), 2, "train.py:40"))
+    told = the(TellAwaited, talk.tell(WorkerLocated(worker("h:2"), 2, "train.py:40")))
+    waiters = [worker("h:0"), worker("h:1")]
+    assert (told.members, told.rank, told.line) == (waiters, 2, "train.py:40")
     assert "for 20 s: idle at train.py:40, in no collective;" in said(talk.wait(10))
 
 
