@@ -14,6 +14,20 @@ import pytest
 
 from elastic.chaos.load.agents import Lose, Together
 from elastic.chaos.load.job import LightJob
+from elastic.driver.events import (
+    HostsChanged,
+    Member,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    TimePassed,
+    WorkerExited,
+)
+from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
+from elastic.driver.reasons import in_words
+from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
 
 pytestmark = [
@@ -53,6 +67,66 @@ async def looked_at(job: LightJob, link: str, workers: int, slots: int, folder: 
         assert urlsplit(link).fragment not in await browser.look("document.body.textContent")
         await keys(browser, workers)
         assert browser.errors == []
+
+
+HOSTILE = [
+    "<img src=x onerror=hit=1>",
+    "</script><script>hit=1</script>",
+    '"><svg/onload=hit=1>',
+    "' onmouseover=hit=1 '",
+    "javascript:hit=1",
+    "__proto__",
+    "constructor",
+    "\u202e\u0000\x1b[2J]]>-->",
+]
+TOKEN = "f" * 32
+
+
+async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
+    everything = " ".join(HOSTILE)
+    model = PageModel(name=everything, command=HOSTILE, least=1, most=9)
+    workers = [Worker(name, slot) for slot, name in enumerate(HOSTILE)]
+    places = [Place(rank, 8, 0, 1, rank, 8) for rank in range(8)]
+    started = [StartWorker(*each, in_words("x")) for each in zip(workers, places, strict=True)]
+    members = [Member(*each) for each in zip(workers, places, strict=True)]
+    world = PublishWorld(1, members, Address("h", 1), 0, None, in_words(everything))
+    model.note(HostsChanged(dict.fromkeys(HOSTILE, 9)), [*started, world], 10.0)
+    for rank, name in enumerate(HOSTILE):
+        model.report(0, {name: float(rank)}, 11.0)
+        model.expect_stack(workers[rank], everything, 11.0)
+        model.stderr(workers[rank], everything, 11.0)
+        model.line("warning", name, everything, 12.0)
+    report = ReportRecovery(2, "recovery", in_words(everything), 1, 83.0, {HOSTILE[0]: 20.0}, 0)
+    model.note(TimePassed(), [report], 13.0)
+    listening = bound("127.0.0.1", 0)
+    link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
+    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: 20.0)
+    await server.open()
+    try:
+        async with Browser() as browser:
+            await browser.open(link)
+            await browser.until(f"{STATES.format('training')} == {len(HOSTILE)}")
+            shown = await browser.look(
+                "[...document.querySelectorAll('#metric option')].map(o => o.value)"
+            )
+            assert sorted(shown) == sorted(HOSTILE)
+            for number in range(len(HOSTILE)):
+                await browser.look(f"document.querySelectorAll('.cell')[{number}].click()")
+            model.note(HostsChanged({"constructor": 9}), [], 14.0)
+            gone = [WorkerExited(each, 0, "") for each in workers if each.host != "constructor"]
+            for each in gone:
+                model.note(each, [], 15.0)
+            model.note(HostsChanged({"h": 1}), [], 16.0)
+            model.line("info", "", "the last", 17.0)
+            server.changed()
+            await browser.until("document.body.textContent.includes('the last')")
+            assert await browser.look("typeof hit") == "undefined"
+            assert (
+                await browser.look("document.querySelectorAll('main img, body > img').length") == 0
+            )
+            assert browser.errors == []
+    finally:
+        server.close()
 
 
 async def keys(browser: Browser, workers: int) -> None:
