@@ -235,12 +235,17 @@ class Shards:
         held = step.held[step.rank]
         own = torch.zeros(len(named), self.count, dtype=torch.float64, device="cpu")
         for row, values in zip(own, named.values(), strict=True):
+            if not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
+                raise Invalid(
+                    f"mean() takes a list of one value for each of this rank's shards, {len(held)}, and was given a"
+                    " single number; collect them within the loop: losses.append(loss.detach())"
+                )
             if len(values) != len(held):
                 raise Invalid(
                     f"mean() takes one value for each of this rank's shards, {len(held)}, and was given {len(values)}"
                 )
             for shard, value in zip(held, values, strict=True):
-                row[shard] = float(value)
+                row[shard] = _number(value, shard)
         parts = [own]
         if len(step.held) > 1:
             runtime = lifecycle.current()
@@ -408,6 +413,21 @@ class Shards:
             generators.set_state(saved["generators"])
         else:  # a checkpoint of an older version
             self._between_steps()
+
+
+def _number(value: float | torch.Tensor, shard: int) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        what = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else repr(value)
+        )
+        raise Invalid(
+            f"mean() takes one number for each of this rank's shards, and for shard {shard} was given {what}; give the"
+            " mean over the shard's samples, as loss.mean()"
+        ) from None
 
 
 _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process

@@ -130,8 +130,15 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own. Raises AssertionError between ``backward()`` and ``step()``."""
+        """As the optimizer's own. Raises AssertionError between ``backward()`` and ``step()``, and with shards Invalid
+        within the loop over them.
+        """
         if self._reducer.pending:
+            if (shards := self.gradients_made.shards) is not None:
+                raise Invalid(
+                    f"optimizer.zero_grad() was called within the loop over the shards of step {shards.step}, whose"
+                    " gradients are added up; call it before the loop"
+                )
             raise AssertionError(
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step() or"
                 " optimizer.synchronize(), while gradients are being reduced; call it after the step"

@@ -446,6 +446,18 @@ def too_few_values(model, shards, optimizer):
     shards.mean([1.0])
 
 
+def single_value(model, shards, optimizer):
+    shards.mean(torch.tensor(1.0))
+
+
+def value_of_each_sample(model, shards, optimizer):
+    shards.mean([torch.ones(2)] * 4)
+
+
+def zero_grad_within(model, shards, optimizer):
+    run_step(model, shards, optimizer.zero_grad)
+
+
 def sparse(model, shards, optimizer):
     table = torch.nn.Embedding(5, 2, sparse=True)
     optimizer.add_param_group({"params": table.parameters()})
@@ -466,6 +478,9 @@ def sparse(model, shards, optimizer):
         (collective_within, "allreduce loss was called within the loop over the shards of step 1"),
         (mean_within, r"mean\(\) was called within the loop"),
         (too_few_values, "one value for each of this rank's shards, 4"),
+        (single_value, "a list of one value for each of this rank's shards, 4"),
+        (value_of_each_sample, r"for shard 0 was given a tensor of shape \(2,\); give the mean"),
+        (zero_grad_within, r"zero_grad\(\) was called within the loop over the shards of step 0"),
         (sparse, "pass sparse_as_dense=True"),
     ],
 )
