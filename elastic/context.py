@@ -21,8 +21,8 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (Where only
 
 
 class Context(Protocol):
-    """What collectives, gradients, reports and traces ask of the runtime. ``engine``, ``tracing``, ``account`` and
-    ``reporting`` are typed where they are asked for."""
+    """What collectives, gradients, reports and traces ask of the runtime. ``engine``, ``tracing``, ``account``,
+    ``reporting`` and ``first_not_finite`` are typed where they are asked for."""
 
     env: Environment
     elastic: bool
@@ -31,6 +31,7 @@ class Context(Protocol):
     tracing: Any
     account: Any
     reporting: Any
+    first_not_finite: Any  # None: nobody compares replicas
 
     @property
     def place(self) -> Place: ...

@@ -48,11 +48,12 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
 
     writer = Writer(storage, found, rt.session.send, alone=rt.alone)
     rt.commits.durable = writer
+    rt.first_not_finite = None if rt.alone else writer.first_not_finite
     rt.link_thread.checkpoints = writer.receive
     try:
         yield
     finally:
-        rt.commits.durable = None
+        rt.commits.durable = rt.first_not_finite = None
         rt.link_thread.checkpoints = lambda message: False
         writer.close()
 

@@ -25,7 +25,7 @@ from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.checkpoints.storage import Storage
 from elastic.errors import DeviceLost
-from elastic.optimizer.gradients import not_finite
+from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol import messages
 from elastic.protocol.messages import SPOILT, Commit, Message, Place
 from elastic.state.held import Held
@@ -101,7 +101,7 @@ class Writer:
         self._odd: set[str] | None = (
             None  # parameters that were not finite when it was looked first
         )
-        not_finite.first.wanted = not alone
+        self.first_not_finite = FirstNotFinite()  # told of gradients by whoever reduces them
         self.newest: Commit | None = None  # that is durable, as far as this rank has heard
 
     # ---- training thread -----------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Writer:
 
     def _hold(self, state: ObjectState, commit: Commit, number: int, place: Place) -> None:
         name = Name(self.run, commit.generation, commit.number)
-        spoilt = not_finite.first.digest(commit.generation)
+        spoilt = self.first_not_finite.digest(commit.generation)
         attempt = _Attempt(number, name, hold(state), place.rank, place.size, monotonic(), spoilt)
         self._attempt = attempt
         with self._changed:
@@ -200,7 +200,6 @@ class Writer:
 
     def close(self) -> None:
         """At exit. What is under way stays torn, and is passed over later."""
-        not_finite.first.wanted = False
         if self._attempt is not None:
             self._attempt.off.set()
         if self._thread is not None:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,6 +58,7 @@ class Runtime:
         self.commits = CommitLog(session, progress)
         self._groups = GuardedGroups(session, progress)
         self.account = session.account
+        self.first_not_finite: Any = None  # see Context
 
     # ---- where this worker stands --------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class World:
         self.env = environment.read({})
         self.provisional = False
         self.activity = 0
+        self.first_not_finite = None
         self.broken = False
         self.reason = ""
         self.world: messages.World | None = None

@@ -42,9 +42,9 @@ from elastic.optimizer import (
 )
 from elastic.optimizer.flat_buckets import Compressor, FlatBucket, GradientBucket
 from elastic.optimizer.gradient_options import Options, digest_of
-from elastic.optimizer.gradients import not_finite
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters, tell_end
 from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
+from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.optimizer.plan_agreement import StepFlag
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
@@ -441,8 +441,8 @@ class GradientReducer:
                 position = bucket.finish()
             if position is not None:
                 changed = (bucket, position)
-        if not_finite.first.wanted and self._members is None and plan.slots:
-            _look(world.generation, self._twin, plan)
+        if world.first_not_finite is not None and self._members is None and plan.slots:
+            _look(world.first_not_finite, world.generation, self._twin, plan)
         if changed is None:
             return None
         return next(slot for slot in plan.slots if (slot.bucket, slot.position) == changed)
@@ -633,7 +633,7 @@ class GradientReducer:
         return self._twin, sum(other._kind == self._kind for other in list(reducers))
 
 
-def _look(generation: int, twin: int, plan: GradientPlan) -> None:
+def _look(first: FirstNotFinite, generation: int, twin: int, plan: GradientPlan) -> None:
     """At the first elements of each bucket on the CPU: what it costs does not grow with them."""
     samples = [
         each.sample
@@ -642,7 +642,7 @@ def _look(generation: int, twin: int, plan: GradientPlan) -> None:
     ]
     parameters = ((slot.name, slot.parameter) for slot in plan.slots)
     of = f"{twin} {len(plan.slots)} {plan.slots[0].name}"
-    not_finite.first.look(generation, of, samples, parameters)
+    first.look(generation, of, samples, parameters)
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:

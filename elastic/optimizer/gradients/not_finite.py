@@ -29,10 +29,9 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 class FirstNotFinite:
-    """Of one process. Every rank that takes part sees the same reduced gradients, so all note the same step."""
+    """Of one worker. Every rank that takes part sees the same reduced gradients, so all note the same step."""
 
     def __init__(self) -> None:
-        self.wanted = False  # by somebody who compares replicas
         self._generation = -1
         self._found: dict[str, int] = {}  # digests of parameters, by what they are of
 
@@ -60,6 +59,3 @@ class FirstNotFinite:
         if generation != self._generation or not self._found:
             return None
         return functools.reduce(operator.xor, self._found.values())
-
-
-first = FirstNotFinite()  # of this process
