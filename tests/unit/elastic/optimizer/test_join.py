@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer import join
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
+from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
 from harness.small_worlds import backward, net, ranks_as_threads, sgd
 
@@ -156,6 +158,24 @@ def test_its_parameters_gradients_and_optimizer_stay_as_they_are(world):
         return float(next(iter(optimizer.state.values()))["step"])
 
     assert world(2, run) == [2.0, 5.0]
+
+
+def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(world):
+    """So checkpoints compare what was before it only where all have seen it."""
+
+    def run(rank, attendance):
+        seen = lifecycle.current().first_not_finite = FirstNotFinite()
+        model = net(3, 2)
+        optimizer = sgd(model, lr=0.0)
+        train(model, optimizer, 1)
+        if rank:
+            attendance.await_joined(1)
+            train(model, optimizer, 1, scale=math.inf)
+        join.join()
+        return seen.digest(lifecycle.current().generation)
+
+    first, *others = world(3, run)
+    assert first is None and None not in others and len({*others}) == 1
 
 
 def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
