@@ -85,9 +85,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays until the end: the collector need not look at it, which took half a
-    second each time that a test asks it to.
+    second each time that a test asks it to, and once here.
     """
-    gc.collect()
     gc.freeze()
 
 

@@ -11,11 +11,13 @@ A script that starts a job by itself, without ``-np``, is forked as well, with a
 and so is an agent that is started by hand. ``python -m elastic.chaos`` has one fork: the driver of its job. Any other
 ``python SCRIPT.py`` has none.
 
-What differs: all workers hash strings alike, and /proc has one command line for all. So not every test forks its jobs.
+What differs: all workers hash strings alike, /proc has one command line for all, and none takes its interpreter apart at
+its end. So not every test forks its jobs.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -30,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,19 +336,13 @@ def run_module(words: list[str]) -> None:
 def main() -> None:
     """``forking.py DESCRIPTOR [MODULE ...]``"""
     gc.disable()
-    import torch
-    import torch._dynamo  # as the first optimizer does, for most of a second  # noqa: F401
-
     import elastic.checkpoints.writer
     import elastic.driver.agents.agent_process
     import elastic.driver.commandline.cli
-    import elastic.driver.job.start
-    import elastic.optimizer
-    import elastic.run_loop
-    import elastic.runtime.lifecycle
-    import elastic.state  # noqa: F401
+    import elastic.driver.job.start  # noqa: F401
+    from elastic.driver.processes.prepared_process import OURS
 
-    for name in sys.argv[2:]:
+    for name in (*OURS, *sys.argv[2:]):
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
@@ -356,10 +353,31 @@ def main() -> None:
     program: Program | None = functools.partial(serve, socket.socket(fileno=int(sys.argv[1])))
     while program is not None:
         try:
-            program()
-            program = None
+            end(program)
         except Becomes as fork:
             program = fork.program
+
+
+def end(program: Program) -> None:
+    """Runs it and ends as Python does, but that nothing is taken apart: this would touch, and so copy, all that was
+    imported before the fork, and took a process more time than all else that it does.
+    """
+    code = 0
+    try:
+        program()
+    except SystemExit as left:
+        if left.code is not None and not isinstance(left.code, int):
+            print(left.code, file=sys.stderr)
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

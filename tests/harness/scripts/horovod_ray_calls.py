@@ -128,11 +128,14 @@ def static() -> None:
     )
 
 
-def elastic() -> None:
+def free() -> None:
     executor = RayExecutor(RayExecutor.create_settings(), min_workers=1)  # all that is free
     executor.start(Trainer, [5], None, {"MARK": 7})
     say("single", executor.execute_single(lambda trainer: [trainer.value, *place()]))
     executor.shutdown()
+
+
+def elastic() -> None:
     warnings.simplefilter("ignore")
     settings = ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2)
     old = ElasticRayExecutor(settings, env_vars={"MARK": "8"})
@@ -159,4 +162,5 @@ def trainer() -> None:
 
 if __name__ == "__main__":
     ray.init(log_to_driver=False)
-    {"static": static, "elastic": elastic, "trainer": trainer}[sys.argv[1]]()
+    parts = {"static": static, "free": free, "elastic": elastic, "trainer": trainer}
+    parts[sys.argv[1]]()

@@ -83,11 +83,14 @@ def test_workers_that_stay_on_exactly_two_hosts(cluster):
     ]
 
 
-def test_elastic_jobs(cluster):
+@pytest.mark.nightly
+def test_an_elastic_executor_takes_all_that_is_free(cluster):
+    """Three workers on two hosts; the value is rank 0's."""
+    assert told(cluster, "free")["single"] == [[5, 0, 3, 2, "7"]]
+
+
+def test_an_elastic_job(cluster):
     said = told(cluster, "elastic")
-    assert said["single"] == [
-        [5, 0, 3, 2, "7"]
-    ]  # of rank 0, with all that is free: three workers on two hosts
     [first, second] = said["run"][0]
     assert [first[0], second[0]] == trained(6)
     assert [first[1][:2], second[1][:2]] == [[0, 2], [1, 2]]
@@ -95,6 +98,7 @@ def test_elastic_jobs(cluster):
     assert said["heard"] == [[{"rank": 0, "value": 6}, {"rank": 1, "value": 6}]]
 
 
+@pytest.mark.nightly
 def test_the_trainer_of_ray_train(cluster, tmp_path):
     said = told(cluster, "trainer", str(tmp_path), env={"RAY_TRAIN_V2_ENABLED": "0"})
     assert said["trainer"] == trained(6)[:1]
