@@ -424,6 +424,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "no command": ({"job": {"command": []}}, "job.command is empty; give"),
     "too few pods": ({"job": {"minWorkers": 3}}, "job.minWorkers is 3, but 2 pods of 1 make 2"),
     "max below min": ({"job": {"minWorkers": 2, "maxWorkers": 1}}, "job.maxWorkers is 1, but"),
+    "a folder of its own": (
+        {"job": {"checkpointDir": "saved"}},
+        "job.checkpointDir is saved, a folder of each pod's own; give",
+    ),
+    "a tag twice": (
+        {"image": {"repository": "a:5000/train:1"}},
+        "image.repository is a:5000/train:1, with a tag; give",
+    ),
     "a variable of ours": ({"job": {"env": [{"name": "POD_IP"}]}}, "job.env gives POD_IP"),
     "an open secret": (
         {"job": {"env": [{"name": "ELASTIC_JOB_SECRET"}]}},
@@ -593,6 +601,13 @@ def test_the_other_values_of_horovods_chart_work(helm):
         {"job": {"minWorkers": 3 * 10**9}},
         {"journal": {"etcd": {"endpoint": "a"}}},
         {"metrics": {"port": 70000}},
+        {"worker": {"resources": {"limits": {"memory": "16GB"}}}},
+        {"worker": {"resources": {"requests": {"cpu": -1}}}},
+        {"worker": {"gpuResource": "gpu"}},
+        {"worker": {"rdma": {"resource": "hca"}}},
+        {"job": {"existingSecret": "My_Secret"}},
+        {"serviceAccount": {"name": "Trainer"}},
+        {"journal": {"accessModes": ["Sometimes"]}},
         {"rbac": {"nodes": "yes"}},
     ],
     ids=str,
@@ -674,7 +689,8 @@ def rendered_base(helm: Helm) -> dict[str, str]:
     files: dict[str, str] = {}
     for part in re.split(r"^---\n", helm.text(values, release="hvd-elastic"), flags=re.MULTILINE):
         if source := re.match(r"# Source: .*/(.*)\n", part):
-            text = re.sub(r"^ *helm.sh/chart: .*\n", "", part[source.end() :], flags=re.MULTILINE)
+            helms = r"^ *helm.sh/chart: .*\n|^  annotations:\n    hvd-elastic/pod: .*\n"
+            text = re.sub(helms, "", part[source.end() :], flags=re.MULTILINE)
             text = text.replace("managed-by: Helm", "managed-by: kustomize").strip() + "\n"
             files[source[1]] = files[source[1]] + "---\n" + text if source[1] in files else text
     return files

@@ -42,9 +42,21 @@ def test_an_upgrade_undoes_a_scale_and_says_what_it_cannot_change(
     release.until(2)
     release.scale(3)
     release.until(3)
-    other = {"command": ["python", "other.py"]}
-    with pytest.raises(AssertionError, match="its flags and command can't change; uninstall"):
-        release.upgrade(3, job=other)
+    fixed = "its command, flags, image and pod can't change; uninstall the release first"
+    others: list[dict[str, object]] = [
+        {"job": {"command": ["python", "other.py"]}},
+        {"image": {"tag": "2"}},
+        {"driver": {"podLabels": {"a": "b"}}},
+    ]
+    for other in others:
+        with pytest.raises(AssertionError, match=fixed):
+            release.upgrade(3, **other)
+    secret = release.namespace.get("Secret", "job-job")
+    release.namespace.delete("Secret", "job-job")
+    with pytest.raises(AssertionError, match="The Secret job-job is gone, and the running driver"):
+        release.upgrade(3)
+    kept = {key: secret["metadata"][key] for key in ("name", "labels", "annotations")}
+    release.namespace.create({**secret, "metadata": kept})
     release.until(3)
     # Newer servers note who has scaled it, and the upgrade that undoes that needs --force-conflicts.
     release.upgrade(2, "--force-conflicts")
@@ -65,7 +77,7 @@ def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> 
     release.namespace.wait_gone("PersistentVolumeClaim", "job-journal")
     for kind in ("ClusterRole", "ClusterRoleBinding"):
         found = release.plane.api.get(PATHS[kind], labelSelector=OWN)["items"]
-        assert not [each for each in found if each["metadata"]["name"].startswith(f"{name}-")]
+        assert not [each for each in found if each["metadata"]["name"].startswith(f"{name}:")]
     for node in nodes:
         node.wait_pids(0)
 

@@ -11,14 +11,23 @@
 {{- end -}}
 
 {{- if not $job.command -}}
-{{- fail "job.command is empty; give the program that trains, as in --set job.command='{python,train.py}'." -}}
+{{- fail "job.command is empty; give the program that trains, as in --set-json 'job.command=[\"python\", \"train.py\"]'." -}}
 {{- end -}}
 {{- $runs := lookup "batch/v1" "Job" .Release.Namespace (printf "%s-driver" .Release.Name) -}}
 {{- if $runs -}}
-{{- $wanted := include "hvd-elastic.driverArguments" . | fromYamlArray -}}
-{{- if ne (toJson (index $runs.spec.template.spec.containers 0).args) (toJson $wanted) -}}
-{{- $text := "The driver of %s runs already, and its flags and command can't change; uninstall the release first." -}}
+{{- $before := index ($runs.metadata.annotations | default dict) "hvd-elastic/pod" -}}
+{{- if and $before (ne $before (include "hvd-elastic.driverPod" . | sha256sum)) -}}
+{{- $text := "The driver of %s runs already, and its command, flags, image and pod can't change; uninstall the release first." -}}
 {{- fail (printf $text .Release.Name) -}}
+{{- end -}}
+{{- $made := list -}}
+{{- if not $job.existingSecret }}{{ $made = append $made (include "hvd-elastic.jobSecret" .) }}{{ end -}}
+{{- if eq $tls.kind "chart" }}{{ $made = append $made (include "hvd-elastic.tlsSecret" .) }}{{ end -}}
+{{- range $made -}}
+{{- if not (lookup "v1" "Secret" $.Release.Namespace .) -}}
+{{- $text := "The Secret %s is gone, and the running driver would know no worker with another; uninstall the release first." -}}
+{{- fail (printf $text .) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $slots := include "hvd-elastic.slots" . | int -}}
@@ -30,6 +39,13 @@
 {{- if and $job.maxWorkers (lt (int $job.maxWorkers) (int $job.minWorkers)) -}}
 {{- $text := "job.maxWorkers is %d, but job.minWorkers %d; raise the former or lower the latter." -}}
 {{- fail (printf $text (int $job.maxWorkers) (int $job.minWorkers)) -}}
+{{- end -}}
+{{- if and $job.checkpointDir (not $job.workingDir) (not (regexMatch "^(/|[a-z][a-z0-9+.-]*:)" $job.checkpointDir)) -}}
+{{- $text := "job.checkpointDir is %s, a folder of each pod's own; give the whole path of one that all pods share, or a URL." -}}
+{{- fail (printf $text $job.checkpointDir) -}}
+{{- end -}}
+{{- if regexMatch ":[^/]*$" .Values.image.repository -}}
+{{- fail (printf "image.repository is %s, with a tag; give that in image.tag." .Values.image.repository) -}}
 {{- end -}}
 {{- $ours := list "ELASTIC_GRACE_SECONDS" "ELASTIC_READY_FILE" "NODE_NAME" "POD_IP" "POD_NAME" "POD_NAMESPACE" -}}
 {{- range $job.env -}}

@@ -1,4 +1,4 @@
-{{/* What the pods of driver and workers share. Each takes the root and the values of its component. */}}
+{{/* What the pods of driver and workers share: each takes the root and the values of its component. */}}
 
 {{- define "hvd-elastic.podSettings" -}}
 {{- $ := index . 0 }}{{ $own := index . 1 -}}
@@ -104,4 +104,80 @@ envFrom:
 {{- with concat $.Values.volumeMounts $own.volumeMounts }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{/* The driver's pod. Its Job can't change it, so _checks.tpl refuses an upgrade that would. */}}
+{{- define "hvd-elastic.driverPod" -}}
+metadata:
+  labels:
+    {{- include "hvd-elastic.podLabels" (list . "driver" .Values.driver.podLabels) | nindent 4 }}
+  {{- with .Values.driver.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ include "hvd-elastic.serviceAccount" . | quote }}
+  automountServiceAccountToken: true
+  {{- include "hvd-elastic.podSettings" (list . .Values.driver) | nindent 2 }}
+  {{- with .Values.driver.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: driver
+      {{- include "hvd-elastic.containerSettings" . | nindent 6 }}
+      command:
+        - elasticrun
+      args:
+        {{- include "hvd-elastic.driverArguments" . | nindent 8 }}
+      env:
+        - name: POD_IP
+          valueFrom:
+            fieldRef:
+              fieldPath: status.podIP
+        - name: POD_NAME
+          valueFrom:
+            fieldRef:
+              fieldPath: metadata.name
+        - name: POD_NAMESPACE
+          valueFrom:
+            fieldRef:
+              fieldPath: metadata.namespace
+        {{- with include "hvd-elastic.env" . }}
+        {{- . | nindent 8 }}
+        {{- end }}
+      ports:
+        - name: agents
+          containerPort: 4711
+          protocol: TCP
+        {{- if .Values.metrics.enabled }}
+        - name: metrics
+          containerPort: {{ int .Values.metrics.port }}
+          protocol: TCP
+        {{- end }}
+      {{- with include "hvd-elastic.quantities" .Values.driver.resources | fromJson }}
+      resources:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with .Values.securityContext }}
+      securityContext:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      volumeMounts:
+        {{- if has .Values.journal.kind (list "volume" "emptyDir") }}
+        - name: journal
+          mountPath: /run/hvd-elastic/journal
+        {{- end }}
+        {{- include "hvd-elastic.mounts" (list . .Values.driver) | nindent 8 }}
+  volumes:
+    {{- if eq .Values.journal.kind "volume" }}
+    - name: journal
+      persistentVolumeClaim:
+        claimName: {{ .Values.journal.existingClaim | default (printf "%s-journal" .Release.Name) }}
+    {{- else if eq .Values.journal.kind "emptyDir" }}
+    - name: journal
+      emptyDir: {}
+    {{- end }}
+    {{- include "hvd-elastic.volumes" (list . .Values.driver) | nindent 4 }}
 {{- end }}

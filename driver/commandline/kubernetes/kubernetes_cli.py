@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         elif verb == "logs":
             return release.follow(_write, _say)
         elif verb == "stop":
-            release.uninstall()
+            release.stop()
             _say(f"removed job {release.name}")
         else:
             pods = int(words[1]) if words[1].isdecimal() else -1

@@ -20,6 +20,7 @@ from elastic.driver.commandline.kubernetes.release_state import (
     PodState,
     next_step,
     pod_state,
+    saves,
     table,
     warnings,
 )
@@ -59,17 +60,39 @@ class ChartRelease:
         self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
 
     def exists(self) -> bool:
-        """Whether helm knows a release of this name, in whatever state."""
+        """Whether helm knows a release of this name, in whatever state, of whatever chart."""
+        return self._chart() is not None
+
+    def stop(self) -> None:
+        """Removes it. Raises Invalid if there is no release of this name, or one of another chart."""
+        chart = self._chart()
+        if chart is None:
+            raise self._no_job()
+        if not chart.startswith(f"{CHART.name}-"):
+            there = f"{self.name} of namespace {self.namespace} is a release of {chart}, and no job"
+            raise Invalid(
+                f"{there}; remove it with `helm uninstall -n {self.namespace} {self.name}`"
+            )
+        self.uninstall()
+
+    def _chart(self) -> str | None:
+        """Name and version of its chart."""
         states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
         flags = [f"--{state}" for state in states]  # Helm 4 has no --all
-        return self.name in self._helm("list", "--short", *flags).split()
+        found = self._helm("list", "--output", "json", "--filter", f"^{self.name}$", *flags)
+        return next((str(each["chart"]) for each in json.loads(found)), None)
 
     def uninstall(self, *, if_there: bool = False) -> None:
         """``if_there``: it may be that there is none."""
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
-        """How many worker pods were wanted before."""
+        """How many worker pods were wanted before. Raises Invalid where the job would be lost with the last of them."""
+        if pods == 0 and not saves(self._job()):
+            raise Invalid(
+                f"job {self.name} keeps its commits in its workers' memory, and would end without a pod; give 1 or"
+                f" more, or end it with `elasticrun k8s stop -n {self.namespace} {self.name}`"
+            )
         body = {"spec": {"replicas": pods}}
         before = self._wanted()
         self._ask(
@@ -171,7 +194,7 @@ class ChartRelease:
 
     def _job(self) -> Json:
         read = self._batch.read_namespaced_job
-        return self._json(read, f"{self.name}-driver", self.namespace)
+        return self._ours(self._json(read, f"{self.name}-driver", self.namespace))
 
     def _pods(self) -> list[PodState]:
         selector = f"app.kubernetes.io/name=hvd-elastic,app.kubernetes.io/instance={self.name}"
@@ -179,9 +202,19 @@ class ChartRelease:
         return [pod_state(each) for each in found.get("items") or ()]
 
     def _wanted(self) -> int:
-        read = self._apps.read_namespaced_stateful_set_scale
-        found = self._json(read, f"{self.name}-{WORKER}", self.namespace)
+        read = self._apps.read_namespaced_stateful_set
+        found = self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
         return int((found.get("spec") or {}).get("replicas", 0))
+
+    def _ours(self, found: Json) -> Json:
+        """Others may have a Job or a StatefulSet of such a name. Raises Invalid."""
+        if (found["metadata"].get("labels") or {}).get("app.kubernetes.io/name") != CHART.name:
+            raise self._no_job()
+        return found
+
+    def _no_job(self) -> Invalid:
+        lists = f"`helm list -n {self.namespace}` lists releases"
+        return Invalid(f"namespace {self.namespace} has no job {self.name}; {lists}")
 
     def _json(self, call: Any, *words: Any, **options: Any) -> Json:
         response = self._ask(call, *words, _preload_content=False, **options)
@@ -196,10 +229,13 @@ class ChartRelease:
             return call(*words, **options)
         except self._refused as error:
             if error.status == 404:
+                raise self._no_job() from None
+            if error.status == 401:
                 raise Invalid(
-                    f"namespace {self.namespace} has no job {self.name}; `helm list -n {self.namespace}` lists releases"
+                    "the API server does not accept the kubeconfig's credentials (Unauthorized): they may have expired;"
+                    " log in anew"
                 ) from None
-            if error.status in (401, 403):
+            if error.status == 403:
                 said = json.loads(error.body or "{}").get("message", error.reason)
                 raise Invalid(f"the API server refuses: {said}") from None
             raise ApiSilent(f"the API server answers with HTTP {error.status}") from None

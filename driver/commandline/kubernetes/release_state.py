@@ -96,6 +96,12 @@ def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
     return codes[-1] if codes else 1
 
 
+def saves(job: Json) -> bool:
+    """Whether its commits are also written where they outlive all workers."""
+    [driver] = job["spec"]["template"]["spec"]["containers"]
+    return "--checkpoint-dir" in driver["args"]
+
+
 def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:
     """``followed``: pods whose logs have been read to their ends."""
     drivers = [pod for pod in _by_age(pods) if pod.component == DRIVER]

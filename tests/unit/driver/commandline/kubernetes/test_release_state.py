@@ -11,6 +11,7 @@ from elastic.driver.commandline.kubernetes.release_state import (
     Wait,
     next_step,
     pod_state,
+    saves,
     table,
     warnings,
 )
@@ -179,3 +180,12 @@ def test_many_warnings_are_cut_and_so_are_long_ones():
 def test_an_event_that_lacks_everything_is_no_trouble():
     assert len(warnings([an_event("bert-worker-1", "", lastTimestamp=None)], "bert", NOW)) == 2
     assert warnings([{}], "bert", NOW) == []
+
+
+def test_a_job_with_a_folder_for_checkpoints_outlives_its_pods():
+    def job(*arguments: str) -> Any:
+        containers = [{"name": "driver", "args": ["--job", "bert", *arguments, "--", "python"]}]
+        return {"spec": {"template": {"spec": {"containers": containers}}}}
+
+    assert saves(job("--checkpoint-dir", "s3://a/b"))
+    assert not saves(job())
