@@ -63,8 +63,12 @@ class SampleHistory:
             mine[epoch] = list(samples)
         return ""
 
-    def began(self, generation: int, size: int, commit: Commit | None) -> str:
-        """A world. What its commit stands on is settled, what came after that commit is undone."""
+    def began(
+        self, generation: int, size: int, commit: Commit | None, back_to: int | None = None
+    ) -> str:
+        """A world. What came after its commit is undone. What that stands on is settled, as far as no later world can
+        go ``back_to`` an older generation.
+        """
         self._sizes[generation] = size
         for old in range((commit.generation if commit else 0), generation):
             self._kept[old] = -1
@@ -74,6 +78,8 @@ class SampleHistory:
         for each in undone:
             del self._pending[each]
         self._settled = commit.generation if commit else 0
+        if back_to is not None:
+            self._settled = min(back_to, self._settled)
         return self._settle(before=self._settled)
 
     def finish(self, *, complete: bool) -> str:

@@ -27,7 +27,11 @@ class WorldSequence:
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
         # Where nobody holds a commit any more, they go on from the newest that is durable.
-        wrong = self.job.samples.began(generation, size, world.commit or self.job.durable)
+        durable = self.job.durable
+        back_to = None
+        if self.job.settings.restarts is not None:
+            back_to = durable.generation if durable else 0
+        wrong = self.job.samples.began(generation, size, world.commit or durable, back_to)
         self.job.must(not wrong, "EACH SAMPLE ONCE", wrong)
         self._remember_digests(world)
         for rank, worker in enumerate(workers):

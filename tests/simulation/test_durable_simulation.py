@@ -22,7 +22,7 @@ from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.writer import Writer
-from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Made, TellRanks
+from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Made, Spoilt, TellRanks
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, SealCheckpoint, Worker
 from elastic.state.held import Held
@@ -164,7 +164,7 @@ class Job:
                                 each.told.append(message)
                     case Made(commit):
                         self.made.add(commit)
-                    case Damaged():
+                    case Damaged() | Spoilt():
                         raise AssertionError("nobody is damaged")
 
     def tell(self) -> None:

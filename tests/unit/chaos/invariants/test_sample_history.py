@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.chaos.invariants.invariants import BrokenInvariant
+from elastic.chaos.invariants.sample_history import SampleHistory
+from elastic.protocol.messages import Commit, Worker
 from harness.conversation import exited, ready
 from harness.told import Told, broken, digested, training, world
 
@@ -108,3 +110,14 @@ def test_one_commit_may_end_an_epoch_and_begin_another():
     assert told.end().samples_counted == 4
     told = training(2).line(digested("h:0", (2, 1), samples=[0]))
     told.breaks("EACH SAMPLE ONCE", digested("h:0", (2, 1), samples=[0]))
+
+
+def test_a_job_that_goes_back_to_a_checkpoint_undoes_what_later_worlds_had_begun_from():
+    history, worker, durable = SampleHistory(4), Worker("h", 0), Commit(1, 1)
+    story = [(1, None, 0), (2, durable, 1), (3, Commit(2, 1), 2), (4, Commit(3, 1), 3)]
+    again = [(5, durable, 1), (6, Commit(5, 1), 2), (7, Commit(6, 1), 3)]
+    for generation, begins, sample in [*story, *again]:
+        assert history.began(generation, 1, begins, back_to=1) == ""
+        assert history.reported(worker, Commit(generation, 1), 0, [sample]) == ""
+    assert history.finish(complete=True) == ""
+    assert history.counted == 4
