@@ -11,8 +11,8 @@ A script that starts a job by itself, without ``-np``, is forked as well, with a
 and so is an agent that is started by hand. ``python -m elastic.chaos`` has one fork: the driver of its job. Any other
 ``python SCRIPT.py`` has none.
 
-What differs: all workers hash strings alike, /proc has one command line for all, and none takes its interpreter apart at
-its end. So not every test forks its jobs.
+What differs: all workers hash strings alike, /proc has one command line for all, and none takes its interpreter apart
+at its end. So not every test forks its jobs.
 """
 
 from __future__ import annotations
