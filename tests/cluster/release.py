@@ -88,6 +88,13 @@ class Release:
         assert command.returncode == 0, errors
         return output
 
+    def k8s_refuses(self, *words: str) -> str:
+        """With this sentence."""
+        command = self.k8s(words[0], "-n", self.namespace.name, *words[1:])
+        output, errors = command.communicate(timeout=60)
+        assert command.returncode == 2 and output == "", output + errors
+        return errors
+
     def k8s_run(self, *command: str, name: str = "job") -> subprocess.Popen[str]:
         words = ["--image", "train:1", "--workers", "1:2", "--name", name]
         words += ["-n", self.namespace.name, "--set", "driver.backoffLimit=0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -80,6 +81,44 @@ def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> 
         assert not [each for each in found if each["metadata"]["name"].startswith(f"{name}:")]
     for node in nodes:
         node.wait_pids(0)
+
+
+def test_a_release_of_another_chart_is_not_ours_to_scale_or_remove(
+    release: Release, nodes: list[Node], tmp_path: Path
+) -> None:
+    """Though its StatefulSet is called as ours would be."""
+    workers = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": "other-worker"},
+        "spec": {
+            "serviceName": "other",
+            "replicas": 1,
+            "selector": {"matchLabels": {"a": "b"}},
+            "template": {
+                "metadata": {"labels": {"a": "b"}},
+                "spec": {"containers": [{"name": "a", "image": "x", "command": ["sleep", "9"]}]},
+            },
+        },
+    }
+    chart = tmp_path / "chart"
+    (chart / "templates").mkdir(parents=True)
+    (chart / "Chart.yaml").write_text('{"apiVersion": "v2", "name": "queue", "version": "0.1.0"}')
+    (chart / "templates" / "workers.yaml").write_text(json.dumps(workers))
+    release.helm("install", "other", str(chart))
+    assert "has no job other; `helm list" in release.k8s_refuses("scale", "other", "3")
+    assert "is a release of queue-0.1.0, and no job" in release.k8s_refuses("stop", "other")
+    assert release.namespace.get("StatefulSet", "other-worker")["spec"]["replicas"] == 1
+    assert "other" in release.helm("list", "-q").split()
+    assert "has no job nobody; `helm list" in release.k8s_refuses("stop", "nobody")
+
+
+def test_a_job_that_would_be_lost_without_pods_is_not_scaled_to_none(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(1)
+    assert "would end without a pod; give 1 or more" in release.k8s_refuses("scale", "job", "0")
+    assert release.namespace.get("StatefulSet", "job-worker")["spec"]["replicas"] == 1
 
 
 @pytest.mark.timeout(600)
