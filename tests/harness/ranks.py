@@ -1,11 +1,12 @@
 """Ranks under test as real processes that stay: each test sends them a function and gets every rank's result.
 
-They are forked from a server that has imported torch, and nothing else of what is tested: that import takes seconds.
+They are forked from a server that has imported what each of them would: that takes seconds.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import cloudpickle
 
 from elastic.chaos.harness.ports import free_port
+from elastic.driver.processes.prepared_process import OURS
 from elastic.protocol.messages import Address
 from elastic.rendezvous.store import Store, listen
 
@@ -25,6 +27,13 @@ STORE_S = 20.0
 kept: dict[str, Any] = {}  # what a test's functions leave in a rank's process for later ones
 
 
+def forks() -> multiprocessing.context.ForkServerContext:
+    """There is one server in a process of pytest: what it imports is what was asked for first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*OURS, "pytest", "hypothesis"])
+    return context
+
+
 class Died(Exception):
     """The rank's process is gone."""
 
@@ -33,8 +42,7 @@ class Ranks:
     """``run(function, *arguments)`` calls ``function(rank, size, *arguments)`` on every rank at once."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context = forks()
         self.size = size
         self._pipes: list[Connection] = []
         self._processes = []

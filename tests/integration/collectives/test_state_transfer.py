@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
 from elastic.state.snapshots.snapshot import same_bits
+from harness.ranks import forks
 
 LIMIT_S = 60.0
 
@@ -35,8 +35,7 @@ def _main(body: Callable[..., Any], rank: int, size: int, port: int, answer: Any
 
 def together(body: Callable[..., Any], size: int) -> list[Any]:
     """Runs ``body(rank)`` in a world of processes; their answers, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # as `harness.ranks`
+    context = forks()
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):
