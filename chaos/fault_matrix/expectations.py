@@ -92,6 +92,8 @@ def expected(cell: Cell) -> Expected:
         return Expected(End.GOES_ON, "what keeps a commit from the storage fails no step")
     if phase == faults.RESUME and fault == faults.DISK:
         return Expected(End.GOES_ON, "a storage that fails is tried again")
+    if phase == faults.RESUME and fault == faults.GIL:
+        return Expected(End.GOES_ON, "who reads the checkpoint is not taken for stuck")
     several = victim in (faults.TWO, faults.ALL_BUT_ONE)
     if fault == faults.TERM:
         return Expected(End.LEAVES, "SIGTERM asks a worker to leave at its next commit")

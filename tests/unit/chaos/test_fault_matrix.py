@@ -86,6 +86,7 @@ def test_an_impossible_cell_says_why(cell, reason):
         (faults.LAST, faults.STOP, faults.SHUTDOWN, End.SUCCEEDS),
         (faults.TWO, faults.RAISE, faults.WRITING, End.GOES_ON),
         (faults.RANK_0, faults.DISK, faults.RESUME, End.GOES_ON),
+        (faults.RANK_0, faults.GIL, faults.RESUME, End.GOES_ON),
         (faults.RANK_0, faults.KILL, faults.RESUME, End.RECOVERS),
         (faults.JOINER, faults.TERM, faults.PREPARED, End.RECOVERS),
         (faults.DRIVER, faults.KILL, faults.FORWARD, End.ALL_GONE),
