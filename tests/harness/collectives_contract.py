@@ -72,15 +72,17 @@ class CollectivesContract:
                 work.wait()
             return tensors
 
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        expected = [  # of 8 ranks, int8 wraps around
+            functools.reduce(REFERENCE[op], [small(r, length, wide) for r in range(len(world))]).to(
+                dtype
+            )
+            for length in lengths
+        ]
         for results in self.on_all(world, reduced):
-            for result in results:
-                wide = torch.float64 if dtype.is_floating_point else torch.int64
-                inputs = [small(r, len(result), wide) for r in range(len(world))]
-                expected = functools.reduce(REFERENCE[op], inputs)
+            for result, wanted in zip(results, expected, strict=True):
                 assert result.dtype == dtype
-                assert torch.equal(result, expected.to(dtype)), (
-                    dtype
-                )  # of 8 ranks, int8 wraps around
+                assert torch.equal(result, wanted), dtype
 
     def test_min_and_max_have_the_same_bits_whoever_has_which_number(self, world):
         """One NaN anywhere is the result, and -0.0 is less than 0.0."""

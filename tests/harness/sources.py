@@ -28,6 +28,7 @@ class Facts(NamedTuple):
     names: set[str]  # of variables that are read or written
     given: set[str]  # to functions, classes and variables, and to attributes of its own objects
     uses: list[Use]
+    of_torch: list[tuple[str, int, set[str]]]  # functions that are called, the line, and keywords
 
 
 def sources(*folders: str) -> list[Path]:
@@ -41,7 +42,7 @@ def facts(file: Path) -> Facts:
 
 
 def facts_of(source: str) -> Facts:
-    found = Facts([], [], set(), set(), [])
+    found = Facts([], [], set(), set(), [], [])
     private = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -62,6 +63,9 @@ def facts_of(source: str) -> Facts:
                 kinds = ast.FunctionDef | ast.AsyncFunctionDef
                 methods = sum(isinstance(each, kinds) for each in node.body)
                 found.classes.append((name, node.lineno, methods))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+                keywords = {each.arg for each in node.keywords if each.arg}
+                found.of_torch.append((name, node.lineno, keywords))
             case ast.Import(names=names):
                 found.imported.extend((alias.name, node.lineno) for alias in names)
             case ast.ImportFrom(module=str(module), names=names, level=0):

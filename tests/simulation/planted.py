@@ -54,6 +54,7 @@ class Bug:
     announced: bool = False  # found where machines say that they go
     damaged: bool = False  # found where memory is damaged, and spoils all
     standbys: int = 0  # found where so many stand by
+    first: int = 0  # the seed to begin with, since earlier ones do not have what it takes
 
     def plant(self, setattr: Callable[[Any, str, Any], None]) -> None:
         setattr(self.where, self.name, self.bug(getattr(self.where, self.name)))
@@ -379,35 +380,35 @@ SIMULATED = {
     ),
     "standbys come on top of standbys": Bug(Workforce, "_wanted", one_more, standbys=2),
     "workers are started on a machine that goes": Bug(Slots, "close", does_nothing, announced=True),
-    "a host whose agent stays away is not lost": Bug(AgentPool, "_missing", does_nothing),
-    "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing),
+    "a host whose agent stays away is not lost": Bug(AgentPool, "_missing", does_nothing, first=8),
+    "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing, first=36),
     "what was ordered runs": Bug(AgentPool, "_registered", ordered_means_running),
     "a driver does not await the agents of the one before": Bug(
-        AgentPool, "__init__", adopts_nobody
+        AgentPool, "__init__", adopts_nobody, first=6
     ),
     "a lost worker is awaited at the end": Bug(JobDecisions, "_unseen", nobody_unseen),
-    "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first),
+    "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first, first=13),
     "a joiner is made the source": Bug(composition, "arrange", joiner_first),
-    "commits are compared by number alone": Bug(composition, "arrange", number_alone),
+    "commits are compared by number alone": Bug(composition, "arrange", number_alone, first=13),
     "one worker is always enough": Bug(Patience, "needed", one_is_enough),
-    "the job ends with rank 0": Bug(Patience, "all_lost", rank_0_matters),
+    "the job ends with rank 0": Bug(Patience, "all_lost", rank_0_matters, first=5),
     "survivors are not waited for": Bug(Gathering, "awaited", nobody),
     "all stop where the last one is": Bug(Change, "stop", earliest_answer, changing=True),
     "who was fenced may return": Bug(Reconnections, "reconnected", fenced_may_return),
     "a lost host's workers are dead": Bug(Frozen, "host_lost", lost_means_dead),
     "an order to kill is an exit": Bug(Workforce, "kill", killed_means_dead),
-    "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited),
+    "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited, first=21),
     "who is stuck is never fenced": Bug(Suspicions, "to_fence", stuck_for_ever),
-    "a long phase is forgotten": Bug(Stuck, "progressed", phase_forgotten),
-    "who computes is idle": Bug(suspicion, "BUSY_CPU", never_busy),
-    "the driver decides on after the end": Bug(Worlds, "end", goes_on_after_the_end),
-    "a word of an older generation counts": Bug(WorkerReports, "ready", any_generation),
+    "a long phase is forgotten": Bug(Stuck, "progressed", phase_forgotten, first=16),
+    "who computes is idle": Bug(suspicion, "BUSY_CPU", never_busy, first=28),
+    "the driver decides on after the end": Bug(Worlds, "end", goes_on_after_the_end, first=5),
+    "a word of an older generation counts": Bug(WorkerReports, "ready", any_generation, first=21),
     "commits are counted, a stop twice": Bug(Recovery, "committed", counted, changing=True),
     "a commit is one check too early": Bug(Recovery, "committed", torn_commit_kept),
     "each stops where it is": Bug(Recovery, "receive", stop_at_own_check, changing=True),
     "nobody is held for an answer": Bug(Recovery, "_prepare", hold_forgotten, changing=True),
     "what is spoilt is gone on from": Bug(WorkerReports, "spoilt", does_nothing, damaged=True),
-    "what was copied is not a commit": Bug(Recovery, "adopt", old_label),
+    "what was copied is not a commit": Bug(Recovery, "adopt", old_label, first=15),
     "the re-sync is skipped": Bug(Recovery, "_take_place", resync_skipped),
 }
 TOLD = {  # by a scenario: what leads there is too rare for chance

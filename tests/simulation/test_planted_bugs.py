@@ -1,6 +1,6 @@
 """Every planted bug is caught, and the code without it is clean on the same seeds. What finds nothing proves nothing.
 
-`pytest -s tests/simulation/test_planted_bugs.py` prints what caught which, and how many seeds that took.
+`pytest -s tests/simulation/test_planted_bugs.py` prints what caught which, and which seed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def table() -> Iterator[list[Row]]:
     """What was caught, printed at the end."""
     rows: list[Row] = []
     yield rows
-    print("\n\n| planted bug | caught by | seeds | which said |\n|---|---|---|---|")
+    print("\n\n| planted bug | caught by | seed | which said |\n|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
 
@@ -79,13 +79,13 @@ def run(seed: int, bug: Bug) -> None:
 def test_the_simulator_finds_it(name, monkeypatch, table):
     bug = SIMULATED[name]
     bug.plant(monkeypatch.setattr)
-    for seed in range(SEEDS):
+    for seed in range(bug.first, bug.first + SEEDS):
         try:
             run(seed, bug)
         except Exception as error:  # a driver that raises is found, too
             monkeypatch.undo()
             run(seed, bug)  # without the bug this seed is clean
-            table.append((name, "simulator", str(seed + 1), said(error)))
+            table.append((name, "simulator", str(seed), said(error)))
             return
     pytest.fail(f"{SEEDS} seeds did not notice: {name}")
 

@@ -44,6 +44,7 @@ def test_a_job_that_does_not_come_together_again_has_failed(monkeypatch):
         scale.run()
 
 
+@pytest.mark.slow
 def test_a_regroup_costs_no_more_than_linearly():
     (small, called), (large, called_large) = counted(50), counted(250)
     assert large.messages <= 5 * small.messages + 100

@@ -11,6 +11,7 @@ import pytest
 from harness.spread import longest_first
 
 HARNESS = Path(__file__).parents[1]
+NAMES = ("first", "second", "last")
 
 
 def test_what_takes_longest_begins_first():
@@ -20,13 +21,12 @@ def test_what_takes_longest_begins_first():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("died", ["first", "last"])
-def test_a_run_ends_with_all_other_tests_run(tmp_path: Path, died: str):
-    dies = f"import os\ndef test_{{}}(): os._exit(3) if '{{}}' == '{died}' else None\n"
-    for module in ("one", "two", "three"):
-        tests = dies if module == "three" else dies.replace("os._exit(3)", "None")
-        text = "".join(tests.format(name, name) for name in ("first", "second", "last"))
-        (tmp_path / f"test_{module}.py").write_text(text)
+def test_a_run_ends_with_all_other_tests_run(tmp_path: Path):
+    """Whether the first of a file dies or the last."""
+    for module, dies in (("one", ""), ("two", "first"), ("three", "last")):
+        bodies = {name: "os._exit(3)" if name == dies else "None" for name in NAMES}
+        tests = "".join(f"def test_{name}(): {body}\n" for name, body in bodies.items())
+        (tmp_path / f"test_{module}.py").write_text(f"import os\n{tests}")
     (tmp_path / "conftest.py").write_text("from harness.spread import *\n")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {HARNESS}\n")
     done = subprocess.run(
@@ -37,6 +37,7 @@ def test_a_run_ends_with_all_other_tests_run(tmp_path: Path, died: str):
         timeout=100,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 8 passed" in done.stdout, done.stdout
-    assert done.stdout.count("replacing crashed worker") == 1
-    assert f"crashed while running 'test_three.py::test_{died}'" in done.stdout
+    assert "2 failed, 7 passed" in done.stdout, done.stdout
+    assert done.stdout.count("replacing crashed worker") == 2
+    for died in ("test_two.py::test_first", "test_three.py::test_last"):
+        assert f"crashed while running '{died}'" in done.stdout

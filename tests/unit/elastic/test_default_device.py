@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
+from harness.sources import Facts, facts, facts_of, sources
 
-ROOT = Path(__file__).parents[3]
 # Those that look at torch's default device, and whether they look at its default dtype.
 FACTORIES = {
     "arange": True,
@@ -28,35 +26,24 @@ FACTORIES = {
 }
 
 
-def sources() -> list[Path]:
-    folders = [ROOT / "elastic", ROOT / "horovod"]
-    return [file for folder in folders for file in folder.rglob("*.py")]
-
-
-def unsaid(source: str) -> list[str]:
+def unsaid(found: Facts) -> list[str]:
     """Calls of torch's factories that leave device or dtype to torch's defaults."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        module, name = node.func.value, node.func.attr
-        if not (isinstance(module, ast.Name) and module.id == "torch"):
-            continue
-        if name not in FACTORIES:
-            continue
-        named = {keyword.arg for keyword in node.keywords}
-        wanted = {"device", "dtype"} if FACTORIES[name] else {"device"}
-        if not wanted <= named:
-            found.append(f"line {node.lineno}: torch.{name} without {sorted(wanted - named)}")
-    return found
+    missing = []
+    for name, line, named in found.of_torch:
+        wanted = {"device", "dtype"} if FACTORIES.get(name) else {"device"}
+        if name in FACTORIES and not wanted <= named:
+            missing.append(f"line {line}: torch.{name} without {sorted(wanted - named)}")
+    return missing
 
 
 def test_a_factory_that_leaves_it_to_the_defaults_is_found():
-    assert unsaid("x = torch.zeros(3, device='cpu')") == ["line 1: torch.zeros without ['dtype']"]
-    assert unsaid("torch.zeros(3, dtype=d, device=e)\ntorch.Generator(device='cpu')") == []
+    found = facts_of("x = torch.zeros(3, device='cpu')")
+    assert unsaid(found) == ["line 1: torch.zeros without ['dtype']"]
+    said = facts_of("torch.zeros(3, dtype=d, device=e)\ntorch.Generator(device='cpu')")
+    assert unsaid(said) == []
 
 
 def test_every_tensor_of_ours_names_its_device_and_its_dtype():
-    sources_of_torch = {file: text for file in sources() if "torch." in (text := file.read_text())}
-    found = {str(file): lines for file, text in sources_of_torch.items() if (lines := unsaid(text))}
-    assert len(sources_of_torch) > 50 and found == {}
+    with_torch = [file for file in sources("elastic", "horovod") if facts(file).of_torch]
+    assert len(with_torch) > 50
+    assert not {str(file): lines for file in with_torch if (lines := unsaid(facts(file)))}

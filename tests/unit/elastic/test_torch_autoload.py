@@ -28,7 +28,12 @@ def test_it_is_an_entry_point_of_the_installed_package():
 @pytest.mark.parametrize(
     ("first", "place", "group"),
     [
-        ("from elastic.runtime import lifecycle", "0 1", "ElasticProcessGroup"),
+        pytest.param(
+            "from elastic.runtime import lifecycle",
+            "0 1",
+            "ElasticProcessGroup",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("import torch", "0 1", "ElasticProcessGroup", marks=pytest.mark.slow),
         pytest.param(  # a group of its own, of this worker alone
             "import horovod.torch", "1 2", "ProcessGroup", marks=pytest.mark.slow

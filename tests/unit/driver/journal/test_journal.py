@@ -409,6 +409,7 @@ def test_a_large_journal_is_read_from_its_last_snapshot_on(tmp_path):
     assert taken(past.membership) == taken(membership)
 
 
+@pytest.mark.slow
 def test_a_snapshot_across_the_border_of_two_blocks_is_found(tmp_path, monkeypatch):
     path = tmp_path / "j"
     resumed_job(path, every=25)

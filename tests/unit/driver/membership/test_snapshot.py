@@ -63,7 +63,12 @@ def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 8))]
+    "seed",
+    [
+        *(1, 3),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2)),
+        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 8)),
+    ],
 )
 def test_at_any_point_of_a_simulated_job(seed):
     sim = Simulation(seed, workers=6, steps=80, faults=14, mild=seed % 3 > 0)
@@ -244,7 +249,12 @@ def trained(hosts_: int, slots: int) -> Membership:
 
 
 @pytest.mark.parametrize(
-    ("hosts_", "limit_s"), [(1, 0.003), pytest.param(1000, 1.5, marks=pytest.mark.slow)]
+    ("hosts_", "limit_s"),
+    [
+        (1, 0.003),
+        pytest.param(200, 0.3, marks=pytest.mark.slow),
+        pytest.param(1000, 1.5, marks=pytest.mark.nightly),
+    ],
 )
 def test_it_is_fast(hosts_, limit_s):
     """In processor time: the machine may be busy."""

@@ -44,6 +44,7 @@ needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
 # ---- the fuzzer, and that it finds something where there is something ---------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=pytest.mark.nightly)])
 def test_a_short_run_of_the_fuzzer_finds_nothing(seconds):
     tallies, _ = command.fuzz(seconds, seed=11)

@@ -79,6 +79,7 @@ def with_life(archive: RayArchive, place: InRay, calls: int) -> RayArchive:
     return archive
 
 
+@pytest.mark.slow
 def test_a_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
     """Between the pieces of a snapshot too, and while the chapters before it are removed."""
     settings, entries = job
@@ -103,6 +104,7 @@ def test_a_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
     assert calls > 40
 
 
+@pytest.mark.slow
 async def test_those_who_go_on_may_be_killed_at_any_call(tmp_path, job, small_pieces):
     settings, entries = job
     for call in range(1000):

@@ -54,6 +54,7 @@ def digests(parts: dict[str, list[tuple[str, torch.Tensor]]]) -> dict[str, int]:
     return {part: digest(tensors) for part, tensors in parts.items()}
 
 
+@pytest.mark.slow
 def test_of_many_flips_in_one_replica_of_three_each_is_found_and_the_culprit_named():
     assert parts_of(0)["model"][0][1].nbytes > WHOLE  # one that is folded
     draw = random.Random(5)
@@ -164,6 +165,7 @@ def trouble(storage: Storage, name: Name) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_of_many_flips_in_the_files_of_a_checkpoint_each_is_found(written):
     storage, name, folder = written
     files = [*catalog.read(storage, name).files, manifest.MANIFEST]

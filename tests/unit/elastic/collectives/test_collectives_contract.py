@@ -14,6 +14,8 @@ from harness.ranks import store_to_be
 
 
 class TestFake(CollectivesContract):
+    longest = 10_000  # nothing is cut into pieces
+
     def make(self) -> list[Collectives]:
         return list(fake.world(3))
 
@@ -27,6 +29,8 @@ class TestFake(CollectivesContract):
 
 
 class TestLocal(CollectivesContract):
+    longest = 10_000
+
     def make(self) -> list[Collectives]:
         return [LocalCollectives()]
 

@@ -601,7 +601,7 @@ def test_after_a_restart_of_the_driver_all_waits_begin_anew():
     assert has(DumpStacks, talk.wait(2))
 
 
-@pytest.mark.parametrize("workers", [100, 400])
+@pytest.mark.parametrize("workers", [100, pytest.param(400, marks=pytest.mark.slow)])
 def test_what_each_event_costs_does_not_grow_with_the_world(workers, monkeypatch):
     """Counted, not timed: the standings that are touched in a step in which everybody waits a little."""
     talk = running(workers, workers_min=1)
@@ -641,6 +641,7 @@ SAYING = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=3 * settings().max_examples)
 @given(st.lists(SAYING, max_size=12), st.sets(SLOTS))
 def test_whatever_is_said_there_is_a_reason_for_every_kill_and_an_end_to_every_wait(story, idle):

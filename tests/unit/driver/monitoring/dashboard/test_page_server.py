@@ -111,6 +111,7 @@ async def test_a_stranger_is_shown_nothing():
         assert (await event(reader))[1]["add"]["log"][0][3] == "a secret of this job"
 
 
+@pytest.mark.slow
 async def test_a_thousand_connections_leave_room_for_who_belongs_here():
     async with served() as page:
         page.writers += [(await page.connect())[1] for _ in range(1000)]

@@ -165,9 +165,8 @@ def into(n_sources: int) -> tuple[list[int], int]:
     return (list(range(n_sources)), 0) if n_sources % 2 == 0 else ([n_sources // 2], 2)
 
 
-@pytest.mark.parametrize(
-    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[:-1]), KINDS[-1]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_length_and_number_of_sources_gives_the_bits_of_the_reference(kind):
     for dtype, op, n_sources in itertools.product(DType, sorted(OPS), (1, 2, 3, 4, 5, 8)):
         for count in SIZES:

@@ -1,0 +1,9 @@
+"""Torch computes with one thread here: ranks are threads of this process, and each would have helpers of its own that
+keep the processors busy while they wait.
+"""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
