@@ -55,8 +55,9 @@ def allreduce(
     if op is Op.ADASUM:
         return _adasum(group, tensors, prescale, postscale, in_place)
     together = _batches(tensors)
-    buffers: list[torch.Tensor] = []
+    buffers: list[tuple[torch.Tensor, int, float]] = []
     works = []
+    sent, divisor = (Op.SUM, group.size) if op is Op.AVERAGE else (op, 1)
     for indices in together:
         dtype = tensors[indices[0]].dtype
         widened = op is Op.AVERAGE and dtype in _SMALL
@@ -65,13 +66,17 @@ def allreduce(
         if widened:
             flat = flat.to(torch.int32)
         scale_(flat, prescale)
-        buffers.append(flat)
-        works.append(group.allreduce(flat, Op.SUM if op is Op.AVERAGE else op))
+        if group.scales_inside and flat.is_floating_point():
+            works.append(group.allreduce(flat, sent, postscale / divisor))
+            buffers.append((flat, 1, 1.0))
+        else:
+            works.append(group.allreduce(flat, sent))
+            buffers.append((flat, divisor, postscale))
 
     def finish() -> list[torch.Tensor]:
         results = list(tensors)
-        for indices, flat in zip(together, buffers, strict=True):
-            divide_(flat, group.size if op is Op.AVERAGE else 1, postscale)
+        for indices, (flat, size, factor) in zip(together, buffers, strict=True):
+            divide_(flat, size, factor)
             _place_all(flat, tensors, indices, in_place, results)
         return results
 

@@ -89,3 +89,15 @@ def test_a_mean_of_small_integers_is_widened():
     finish()
     assert group.tensor.dtype == torch.int32
     assert flat.tolist() == [100] * 8
+
+
+def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
+    class Scaling(Seen):
+        scales_inside = True
+
+    group, ints = Scaling(), torch.full((3,), 3, dtype=torch.int32)
+    floats = torch.ones(4)
+    _, finish = reductions.allreduce(group, [floats, ints], Op.SUM, 1.0, 0.5, [True] * 2)
+    assert floats.tolist() == [0.5] * 4  # before anybody has asked for the result
+    finish()
+    assert (floats.tolist(), ints.tolist()) == ([0.5] * 4, [1] * 3)
