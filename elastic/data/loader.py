@@ -401,6 +401,17 @@ class StepShards(Iterator[Any]):
         self._loader._hand_out(step, part)
         return batch
 
+    def take(self) -> tuple[Any, bool]:
+        """The next batch, and whether loading it has left this process's generators anywhere: seed them then."""
+        seeded = self._loader._source.seeded
+        if seeded is None or self._loader.num_workers > 0:
+            return next(self), False
+        seeded.restores = False
+        try:
+            return next(self), True
+        finally:
+            seeded.restores = True
+
     def check_done(self) -> None:
         """Raises Invalid if a batch would be lost."""
         if self._left:

@@ -11,25 +11,28 @@ from elastic.data.seeds import sample_seed
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose indices are pairs ``(epoch, index)``.
+    """A map-style dataset that is asked for batches: an epoch, and indices.
 
     ``dataset[index]`` finds the generators of torch (CPU), random and numpy seeded by a hash of seed, epoch and index.
-    In the process that trains they are put back afterwards.
+    In the process that trains they are put back afterwards, while it ``restores`` them: that takes as long as seeding
+    them twenty times.
     """
+
+    restores = True
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, drawn: tuple[int, Any]) -> Any:
-        return self.__getitems__([drawn])[0]
-
-    def __getitems__(self, drawn: list[tuple[int, Any]]) -> list[Any]:
-        if get_worker_info() is not None:
-            return [self._load(*each) for each in drawn]
+    def __getitems__(self, drawn: tuple[int, list[Any]]) -> list[Any]:
+        if not self.restores or get_worker_info() is not None:
+            return self._load(*drawn)
         with seeded(0):
-            return [self._load(*each) for each in drawn]
+            return self._load(*drawn)
 
-    def _load(self, epoch: int, index: Any) -> Any:
-        plant(sample_seed(self._seed, epoch, index))
-        return self.dataset[index]
+    def _load(self, epoch: int, indices: list[Any]) -> list[Any]:
+        found = []
+        for index in indices:
+            plant(sample_seed(self._seed, epoch, index))
+            found.append(self.dataset[index])
+        return found

@@ -21,7 +21,9 @@ NOBODY = -1  # in place of a part, where a rank has none of a step
 
 
 class Source(Protocol):
-    """What a loader asks of a dataset."""
+    """What a loader asks of a dataset. ``seeded``: where samples are loaded by it, in whatever process."""
+
+    seeded: SeededDataset | None
 
     def length(self, epoch: int) -> int | None:
         """How much is dealt in an epoch; None: only the end of the stream will tell."""
@@ -43,8 +45,9 @@ class IndexedSource:
         self._order = _order(arguments)
         self._indices = _Indices()
         dataset, collate = arguments.dataset, _collate(arguments)
+        self.seeded = SeededDataset(dataset, arguments.seed) if arguments.sample_seeds else None
         self._loader = torch_data.DataLoader(
-            SeededDataset(dataset, arguments.seed) if arguments.sample_seeds else dataset,
+            dataset if self.seeded is None else self.seeded,
             batch_sampler=self._indices,
             collate_fn=_CollateOne(collate) if _one(arguments) else collate,
             **_options(arguments),
@@ -62,7 +65,7 @@ class IndexedSource:
 
         asked: deque[tuple[range, int]] = deque()  # what is loaded, and was not handed out yet
 
-        def indices() -> Iterator[list[Any]]:
+        def indices() -> Iterator[Any]:
             for step in dealing.rest(position.consumed, length):
                 for part in mine:
                     asked.append((step, part))
@@ -89,6 +92,7 @@ class StreamSource:
 
     def __init__(self, arguments: LoaderArguments) -> None:
         self._arguments = arguments
+        self.seeded: SeededDataset | None = None
         seed = arguments.seed if arguments.sample_seeds else None
         self._dataset = StreamDataset(arguments.dataset, arguments.shards or 1, seed)
         self._loader = torch_data.DataLoader(
@@ -115,12 +119,12 @@ class StreamSource:
 
 
 class _Indices:
-    """torch's loader asks for lists of indices here, each time it is iterated over."""
+    """torch's loader asks for what makes a batch here, each time it is iterated over."""
 
     def __init__(self) -> None:
-        self.make: Callable[[], Iterator[list[Any]]] = lambda: iter(())
+        self.make: Callable[[], Iterator[Any]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.make()
 
 
@@ -178,9 +182,9 @@ def _listed(some: Any) -> list[Any]:
     return listed
 
 
-def _drawn(drawn: Any, epoch: int, places: range, arguments: LoaderArguments) -> list[Any]:
-    """What torch's loader asks the dataset for."""
+def _drawn(drawn: Any, epoch: int, places: range, arguments: LoaderArguments) -> Any:
+    """What torch's loader asks the dataset for, a batch at a time: indices, or what a `SeededDataset` takes."""
     found = _listed(drawn[places.start : places.stop])
     if arguments.batch_sampler is not None:
         found = list(found[0])
-    return [(epoch, index) for index in found] if arguments.sample_seeds else found
+    return (epoch, found) if arguments.sample_seeds else found

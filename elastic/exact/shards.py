@@ -19,6 +19,7 @@ from elastic import context
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.context import Context
 from elastic.data import optimizer_steps
+from elastic.data.loader import StepShards
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import assignment, generators, given, probe, tree
@@ -97,7 +98,12 @@ class Shards:
         coming = iter(batches)
         for shard in self:
             try:
-                batch = next(coming)
+                if isinstance(coming, StepShards):
+                    batch, drawn = coming.take()
+                    if drawn:
+                        _begin_to_draw(self.seed, self.step, shard)
+                else:
+                    batch = next(coming)
             except StopIteration:
                 raise Invalid(
                     f"there is no micro-batch for shard {shard} of step {self.step}: a rank needs one for each of its"
@@ -155,7 +161,7 @@ class Shards:
             )
         self._end_shard()
         self._done += 1
-        generators.set_seed(seed_of("step", self.seed, step.number, shard))
+        _begin_to_draw(self.seed, step.number, shard)
         for listener in self._all():
             listener.shard_begins(own[self._done - 1], self._done == len(own))
 
@@ -413,6 +419,10 @@ class Shards:
             generators.set_state(saved["generators"])
         else:  # a checkpoint of an older version
             self._between_steps()
+
+
+def _begin_to_draw(seed: int, step: int, shard: int) -> None:
+    generators.set_seed(seed_of("step", seed, step, shard))
 
 
 def _number(value: float | torch.Tensor, shard: int) -> float:

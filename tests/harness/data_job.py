@@ -191,6 +191,7 @@ class ReadAhead:
     def __init__(self, source: Source, batches: int) -> None:
         self._source = source
         self._batches = batches
+        self.seeded = source.seeded
 
     def length(self, epoch: int) -> int | None:
         return self._source.length(epoch)

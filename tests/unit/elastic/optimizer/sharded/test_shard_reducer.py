@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 from unittest.mock import create_autospec
 
+import numpy
 import pytest
 import torch
 
@@ -646,6 +648,21 @@ def test_samples_have_seeds_of_their_own_in_exact_shards(monkeypatch):
 
     parts = [each for rank in range(3) for each in load(rank, 3)]
     assert sorted(parts) == sorted(load(0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(workers):
+    """Within the shards and between two steps."""
+
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), random.random(), float(numpy.random.rand())]
+
+    plain, shards = Shards(2), Shards(2)
+    list(plain)
+    expected = [[draw(), *[draw() for _ in plain]] for _ in range(4)]
+    loader = DataLoader(Augmented(), global_batch_size=4, shards=shards, num_workers=workers)
+    list(shards)
+    assert [[draw(), *[draw() for _ in shards.over(step)]] for step in loader] == expected
 
 
 @pytest.mark.parametrize("changed", [{"count": 4}, {"seed": 2}, {"exact": False}], ids=str)
