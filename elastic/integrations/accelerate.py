@@ -63,6 +63,7 @@ class PreparedState(TorchState):
                 " PreparedState(accelerator, model=model, loader=loader)"
             )
         self._accelerator = accelerator
+        follow(accelerator)
         super().__init__(rng=True, **kept)
 
     def reset(self) -> None:
@@ -154,6 +155,8 @@ def _order(sampler: Any) -> dict[str, Any]:
 def follow(accelerator: Accelerator) -> None:
     """What Accelerate keeps of ranks is of the present world now."""
     place = lifecycle.place()
+    # It asks for local process 0, which here is a slot, as of a GPU: its worker may be gone while others train.
+    setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
     for state in (PartialState(), accelerator.state):  # each has a copy
         state.num_processes, state.process_index = max(place.size, 1), place.rank
         state.local_process_index = place.local_rank
@@ -161,3 +164,10 @@ def follow(accelerator: Accelerator) -> None:
         shard = getattr(loader, "batch_sampler", None)
         if isinstance(shard, BatchSamplerShard):
             shard.num_processes, shard.process_index = max(place.size, 1), place.rank
+
+
+def _speaks(state: PartialState) -> bool:
+    """Whether it prints and shows progress, of the workers of its host: rank 0 does, wherever it is."""
+    place = lifecycle.place()
+    elsewhere = place.local_size < place.size and state.local_process_index == 0
+    return bool(state.is_main_process) or elsewhere

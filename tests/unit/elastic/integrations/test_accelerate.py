@@ -1,0 +1,31 @@
+"""Accelerate in a world that has lost workers: who prints."""
+
+from __future__ import annotations
+
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.protocol.messages import Place
+from elastic.runtime import lifecycle
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.mark.parametrize(
+    ("place", "prints"),
+    [
+        (Place(0, 3, 0, 3, 0, 1), True),
+        (Place(0, 2, 2, 2, 0, 1), True),  # slots 0 and 1 are gone
+        (Place(2, 3, 0, 3, 0, 1), False),  # slot 0 is back, with the last rank
+        (Place(1, 4, 1, 2, 0, 2), False),
+        (Place(2, 4, 0, 2, 1, 2), True),  # on another host
+    ],
+)
+def test_one_worker_of_a_host_prints_whatever_slots_are_lost(monkeypatch, place, prints):
+    from elastic.integrations.accelerate import _speaks
+
+    monkeypatch.setattr(lifecycle, "place", lambda: place)
+    state = create_autospec(accelerate.PartialState, instance=True)
+    state.is_main_process, state.local_process_index = place.rank == 0, place.local_rank
+    assert _speaks(state) is prints
