@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -99,7 +100,10 @@ def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
 def saves(job: Json) -> bool:
     """Whether its commits are also written where they outlive all workers."""
     [driver] = job["spec"]["template"]["spec"]["containers"]
-    return "--checkpoint-dir" in driver["args"]
+    ours = itertools.takewhile(lambda word: word != "--", driver["args"])  # the program's follow
+    variables = {each["name"] for each in driver.get("env") or ()}
+    flags = {word.partition("=")[0] for word in ours}
+    return "--checkpoint-dir" in flags or "ELASTIC_CHECKPOINT_DIR" in variables
 
 
 def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:

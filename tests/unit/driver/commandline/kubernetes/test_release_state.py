@@ -184,8 +184,13 @@ def test_an_event_that_lacks_everything_is_no_trouble():
 
 def test_a_job_with_a_folder_for_checkpoints_outlives_its_pods():
     def job(*arguments: str) -> Any:
-        containers = [{"name": "driver", "args": ["--job", "bert", *arguments, "--", "python"]}]
-        return {"spec": {"template": {"spec": {"containers": containers}}}}
+        command = ["--", "python", "train.py", "--checkpoint-dir", "/of/the/program"]
+        driver = {"name": "driver", "args": ["--job", "bert", *arguments, *command], "env": env}
+        return {"spec": {"template": {"spec": {"containers": [driver]}}}}
 
+    env = [{"name": "POD_IP"}]
     assert saves(job("--checkpoint-dir", "s3://a/b"))
+    assert saves(job("--checkpoint-dir=s3://a/b"))
     assert not saves(job())
+    env.append({"name": "ELASTIC_CHECKPOINT_DIR", "value": "s3://a/b"})
+    assert saves(job())
