@@ -28,8 +28,10 @@ OF_USERS, OURS = frozenset(_OF_USERS.split()), frozenset(_OURS.split())
 # Horovod's own native code and its build: images made for Horovod set them, and they harm nothing.
 _HOROVODS = re.compile(
     r"HOROVOD_(BATCH_D2D_MEMCOPIES|ENABLE_\w+|DISABLE_NVTX_RANGES|ADASUM_MPI_CHUNK_SIZE|CCL_\w+|WITH(OUT)?_\w+|BUILD_\w+"
-    r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK))"
+    r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK)"
+    r"|MPICXX_SHOW|VERSION|REPO)"
 )
+_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")  # and nearly one of ours
 _ALIKE = 0.8  # of 1: a letter or two
 
 
@@ -42,9 +44,15 @@ def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
     offered = OF_USERS.union(flags)
     names = {each.partition("_")[2]: each for each in sorted(offered)}
     known = offered | OURS
+    # Kubernetes tells each container of all services of its namespace: of HOROVOD_DRIVER_PORT for a horovod-driver.
+    services = [each for each in environ if each.endswith("_SERVICE_HOST")]
+    starts = [each.removesuffix("SERVICE_HOST") for each in services]
+    links = tuple(start + of for start in starts for of in ("SERVICE_", "PORT"))
     for name in sorted(environ.keys() - known):
         prefix, _, rest = name.partition("_")
-        if prefix not in ("HOROVOD", "ELASTIC") or _HOROVODS.fullmatch(name):
+        if prefix not in ("HOROVOD", "ELASTIC") or name.startswith(links):
+            continue
+        if _HOROVODS.fullmatch(name) or _OF_ELASTICSEARCH.fullmatch(name):
             continue
         near = difflib.get_close_matches(rest, names, 1, _ALIKE)
         if near:

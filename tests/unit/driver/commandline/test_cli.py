@@ -588,7 +588,7 @@ def test_flags_without_meaning_are_named_with_the_reason():
         ),
         ("HOROVOD_BOGUS", ["HOROVOD_BOGUS has no meaning here: nobody reads it"]),
         ("ELASTIC_STANDBY", ["ELASTIC_STANDBY has no meaning here; is ELASTIC_STANDBYS meant?"]),
-        ("ELASTIC_APM_SERVICE_NAME", []),  # of another product
+        ("ELASTIC_APM_LOG_LEVEL", []),  # of another product
         ("HOROVOD_WITH_PYTORCH", []),  # of images that were made for Horovod
         ("HOROVOD_LOCAL_RANK", []),  # of the job that starts this one
     ],
@@ -596,6 +596,20 @@ def test_flags_without_meaning_are_named_with_the_reason():
 def test_a_mistyped_variable_is_told(name, told):
     environ: dict[str, Any] = {name: "1"}
     assert warnings(job("-np 2", **environ)) == told
+
+
+def test_what_kubernetes_tells_of_services_is_nobodys_mistake():
+    port = "tcp://10.0.0.7:4711"
+    links: dict[str, Any] = {
+        "HOROVOD_DRIVER_SERVICE_HOST": "10.0.0.7",
+        "HOROVOD_DRIVER_SERVICE_PORT": "4711",
+        "HOROVOD_DRIVER_PORT": port,
+        "HOROVOD_DRIVER_PORT_4711_TCP": port,
+        "ELASTIC_SERVICE_HOST": "10.0.0.8",
+        "ELASTIC_PORT": port,
+    }
+    assert warnings(job("-np 2", **links)) == []
+    assert len(warnings(job("-np 2", HOROVOD_DRIVER_PORT=port))) == 1
 
 
 def test_every_variable_that_the_code_names_is_known():
