@@ -188,6 +188,9 @@ class Shadow:
         mark = plan_agreement.read_mark(self._op, float(self._buffer[-1]))
         match mark:
             case StepFlag.STEP:
+                first = self._rt.first_not_finite
+                if first is not None and self._members is None:
+                    first.missed(self._rt.generation)
                 self._follow()
                 self._work = self._wait_again()
             case StepFlag.JOINED:

@@ -33,6 +33,7 @@ class FirstNotFinite:
 
     def __init__(self) -> None:
         self._generation = -1
+        self._missed = False  # a step of the others, and all gradients since were not finite
         self._found: dict[str, int] = {}  # digests of parameters, by what they are of
 
     def look(
@@ -47,12 +48,20 @@ class FirstNotFinite:
         What was found first stays until they are finite again, or the world is another one.
         """
         if generation != self._generation:
-            self._generation = generation
+            self._generation, self._missed = generation, False
             self._found.clear()
         if all(map(finite, samples)):
             self._found.pop(of, None)
-        elif of not in self._found:
+            self._missed = False
+        elif of not in self._found and not self._missed:
             self._found[of] = digest((f"{of} {name}", each.detach()) for name, each in parameters)
+
+    def missed(self, generation: int) -> None:
+        """The others have stepped without this rank. What it knows may be of another step than what they know, so it
+        says nothing until gradients are finite again.
+        """
+        self._generation, self._missed = generation, True
+        self._found.clear()
 
     def digest(self, generation: int) -> int | None:
         """Of all that was found, equal on ranks whose parameters were; None: gradients of this world are finite."""

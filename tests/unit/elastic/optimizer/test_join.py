@@ -167,15 +167,21 @@ def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(w
         seen = lifecycle.current().first_not_finite = FirstNotFinite()
         model = net(3, 2)
         optimizer = sgd(model, lr=0.0)
-        train(model, optimizer, 1)
+        train(model, optimizer, 1, scale=math.inf)
         if rank:
             attendance.await_joined(1)
             train(model, optimizer, 1, scale=math.inf)
         join.join()
-        return seen.digest(lifecycle.current().generation)
+        found = []
+        for scale in (math.inf, 1.0, math.inf):
+            found.append(seen.digest(lifecycle.current().generation))
+            train(model, optimizer, 1, scale=scale)
+        return [*found, seen.digest(lifecycle.current().generation)]
 
     first, *others = world(3, run)
-    assert first is None and None not in others and len({*others}) == 1
+    assert first[:3] == [None, None, None] and others[0] == others[1]
+    assert None not in others[0][:2] and others[0][2] is None
+    assert first[3] == others[0][3] is not None  # all have seen what came later
 
 
 def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
