@@ -116,9 +116,9 @@ class Stuck(Part):
             return
         standing.line = event.line
         place = self.worlds.world.places.get(event.worker)
-        waiters = [each.worker for each in self.roster.inside.values()]
         suspected = self._suspicions.get(event.worker) is not None
         if suspected and place is not None and event.line and len(self._suspicions) <= NAMED:
+            waiters = [each.worker for each in self.roster.inside.values()]
             self.orders.do(TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _gpu_said(self, standing: Standing, event: WorkerProgressed) -> None:
