@@ -12,7 +12,7 @@ from torch.utils import data as torch_data
 from elastic.data import order
 from elastic.data.arguments import LoaderArguments
 from elastic.data.positions import Dealing, Position
-from elastic.data.seeded_dataset import SeededDataset
+from elastic.data.seeded_dataset import SeededDataset, as_it_is
 from elastic.data.stream import StreamDataset
 
 Collate = Callable[[Any], Any]
@@ -45,11 +45,14 @@ class IndexedSource:
         self._order = _order(arguments)
         self._indices = _Indices()
         dataset, collate = arguments.dataset, _collate(arguments)
-        self.seeded = SeededDataset(dataset, arguments.seed) if arguments.sample_seeds else None
+        collate = _CollateOne(collate) if _one(arguments) else collate
+        self.seeded = (
+            SeededDataset(dataset, arguments.seed, collate) if arguments.sample_seeds else None
+        )
         self._loader = torch_data.DataLoader(
             dataset if self.seeded is None else self.seeded,
             batch_sampler=self._indices,
-            collate_fn=_CollateOne(collate) if _one(arguments) else collate,
+            collate_fn=collate if self.seeded is None else as_it_is,
             **_options(arguments),
         )
 

@@ -650,6 +650,30 @@ def test_samples_have_seeds_of_their_own_in_exact_shards(monkeypatch):
     assert sorted(parts) == sorted(load(0, 1))
 
 
+def drawn_beside(samples: list[Any]) -> list[float]:
+    """A collate_fn that draws."""
+    return [*(each.item() for each in samples), torch.rand(1).item(), random.random()]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(monkeypatch, workers):
+    def load(rank: int, size: int, workers: int = 0) -> list[tuple[int, list[float]]]:
+        place = Place(rank, size, rank, size, 0, 1)
+        monkeypatch.setattr(lifecycle, "position", lambda: (place, 1))
+        shards = Shards(4)
+        loader = DataLoader(
+            Augmented(),
+            global_batch_size=8,
+            shards=shards,
+            collate_fn=drawn_beside,
+            num_workers=workers,
+        )
+        return [(loader.shard, batch) for step in loader for batch in shards.over(step)]
+
+    parts = [each for rank in range(3) for each in load(rank, 3)]
+    assert sorted(parts) == sorted(load(0, 1, workers))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(workers):
     """Within the shards and between two steps."""
