@@ -497,9 +497,14 @@ int Rounds::awaited() const {
 }
 
 uint64_t Rounds::missing() const {
+  if (empty()) return 0;
+  const uint64_t first = taken_ - queue_.front().taken, full = least_taken() + kSlots;
   uint64_t found = 0;
-  for (int rank = 0; rank < size_ && !empty(); ++rank) {
-    if (rank != rank_ && seat(rank).ready.load(std::memory_order_seq_cst) <= taken_) found |= uint64_t{1} << rank;
+  for (int rank = 0; rank < size_; ++rank) {
+    const uint64_t ready = seat(rank).ready.load(std::memory_order_seq_cst);
+    // Who has something to offer, and no room for it, waits itself until another rank takes more.
+    const bool waits = ready >= full && seat(rank).blocked.load(std::memory_order_seq_cst) != 0;
+    if (rank != rank_ && ready <= first && !waits) found |= uint64_t{1} << rank;
   }
   return found;
 }

@@ -147,6 +147,20 @@ def test_a_tensor_that_was_waited_for_is_let_go(pair):
     assert pair.on_all(reduced) == [0, 0]
 
 
+@pytest.mark.parametrize("windows", [1, 20])
+def test_who_has_come_and_waits_for_room_is_not_missing(windows):
+    """Ranks 0 and 1 are as far ahead of rank 2 as they may be, in a broadcast or behind some."""
+    world = World(3)
+    works: list[Any] = []
+    for _ in range(6):
+        for group in world.groups[:2]:
+            works.append(group.broadcast(torch.zeros(windows * (1 << 19), dtype=torch.uint8), 0))
+        for work in works[-2:] * 2:
+            work.within(0.05)
+    assert [work.missing() for work in works[-2:]] == [[2], [2]]
+    world.close()
+
+
 def test_what_does_not_lie_in_the_arena_is_refused_and_not_kept(pair):
     with pytest.raises(ValueError, match="arena"):
         pair.groups[0].reduce_shares(torch.ones(3), Op.SUM)
