@@ -41,5 +41,5 @@ class SeededDataset(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """For torch's loader, to which `SeededDataset` gives whole batches."""
+    """For torch's loader, where the dataset gives whole batches."""
     return batch

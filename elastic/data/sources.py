@@ -45,7 +45,6 @@ class IndexedSource:
         self._order = _order(arguments)
         self._indices = _Indices()
         dataset, collate = arguments.dataset, _collate(arguments)
-        collate = _CollateOne(collate) if _one(arguments) else collate
         self.seeded = (
             SeededDataset(dataset, arguments.seed, collate) if arguments.sample_seeds else None
         )
@@ -97,11 +96,13 @@ class StreamSource:
         self._arguments = arguments
         self.seeded: SeededDataset | None = None
         seed = arguments.seed if arguments.sample_seeds else None
-        self._dataset = StreamDataset(arguments.dataset, arguments.shards or 1, seed)
+        self._dataset = StreamDataset(
+            arguments.dataset, arguments.shards or 1, seed, _collate(arguments)
+        )
         self._loader = torch_data.DataLoader(
             self._dataset,
             batch_size=None,
-            collate_fn=_CollateCut(_collate(arguments), _one(arguments)),
+            collate_fn=as_it_is,
             **_options(arguments),
         )
 
@@ -141,26 +142,15 @@ class _CollateOne:
         return self._collate(samples[0])
 
 
-class _CollateCut:
-    """For what `StreamDataset` gives."""
-
-    def __init__(self, collate: Collate, one: bool) -> None:
-        self._collate = _CollateOne(collate) if one else collate
-
-    def __call__(self, cut: Any) -> Any:
-        start, stop, part, samples = cut
-        return start, stop, part, None if part == NOBODY else self._collate(samples)
-
-
 def _one(arguments: LoaderArguments) -> bool:
     return arguments.batch_size is None and arguments.batch_sampler is None
 
 
 def _collate(arguments: LoaderArguments) -> Collate:
-    if arguments.collate_fn is not None:
-        given: Collate = arguments.collate_fn
-        return given
-    return torch_data.default_convert if _one(arguments) else torch_data.default_collate
+    one = _one(arguments)
+    default: Collate = torch_data.default_convert if one else torch_data.default_collate
+    collate = default if arguments.collate_fn is None else arguments.collate_fn
+    return _CollateOne(collate) if one else collate
 
 
 def _options(arguments: LoaderArguments) -> dict[str, Any]:

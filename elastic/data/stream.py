@@ -9,8 +9,8 @@ which torch hands batches out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -29,13 +29,20 @@ END = object()
 
 
 class StreamDataset(IterableDataset[Any]):
-    """Parts of the steps of ``source``, from where `deal` says on. ``seed``: each sample is read under seeds of its
-    own. Loader workers that persist are told by shared memory.
+    """Parts of the steps of ``source``, from where `deal` says on. ``seed``: each sample is read, and each part made a
+    batch by ``collate``, under seeds of its own. Loader workers that persist are told by shared memory.
     """
 
-    def __init__(self, source: Iterable[Any], most_parts: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        source: Iterable[Any],
+        most_parts: int,
+        seed: int | None,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
         self._source = source
         self._seed = seed
+        self._collate = collate
         self._worker: tuple[int, int] | None = None  # in a loader worker: which, of how many
         self._told = torch.zeros(6 + most_parts, dtype=torch.int64, device="cpu").share_memory_()
 
@@ -45,7 +52,8 @@ class StreamDataset(IterableDataset[Any]):
         numbers += [int(dealing.drop_last), len(mine), *mine]
         self._told[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
-    def __iter__(self) -> Iterator[Cut]:
+    def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
+        """Where a step begins and ends, a part's number, and its batch."""
         epoch, consumed, parts, batch, drop_last, number, *mine = self._told.tolist()
         dealing = Dealing(parts, batch, bool(drop_last))
         info = get_worker_info()
@@ -55,9 +63,19 @@ class StreamDataset(IterableDataset[Any]):
             loader_worker._worker_info = None
         samples = self._samples(epoch, consumed)
         cuts = _cuts(_steps(samples, dealing, consumed), dealing, mine[:number])
-        return (
-            cuts if self._worker is None else islice(cuts, self._worker[0], None, self._worker[1])
-        )
+        if self._worker is not None:
+            cuts = islice(cuts, self._worker[0], None, self._worker[1])
+        return (self._collated(epoch, *cut) for cut in cuts)
+
+    def _collated(
+        self, epoch: int, start: int, stop: int, part: int, samples: list[Any]
+    ) -> tuple[int, int, int, Any]:
+        if part < 0:
+            return start, stop, part, None
+        if self._seed is None:
+            return start, stop, part, self._collate(samples)
+        with _under(seed_of("batch", self._seed, epoch, start, part), self._worker is not None):
+            return start, stop, part, self._collate(samples)
 
     def _samples(self, epoch: int, consumed: int) -> Iterator[Any]:
         """The rest of an epoch's stream."""
@@ -76,19 +94,22 @@ class StreamDataset(IterableDataset[Any]):
 def _seeded(source: Iterable[Any], seed: int, epoch: int, *, own_process: bool) -> Iterator[Any]:
     """Whatever is random in a stream from its beginning on, so that it is the same stream each time it is read."""
 
-    def guard() -> Any:
-        return nullcontext() if own_process else seeded(0)
-
-    with guard():
-        plant(seed_of("order", seed, epoch))
+    with _under(seed_of("order", seed, epoch), own_process):
         samples = iter(source)
     for index in count():
-        with guard():
-            plant(sample_seed(seed, epoch, index))
+        with _under(sample_seed(seed, epoch, index), own_process):
             sample = next(samples, END)
         if sample is END:
             return
         yield sample
+
+
+def _under(seed: int, own_process: bool) -> AbstractContextManager[None]:
+    """Generators begin at this seed, and are put back afterwards in the process that trains."""
+    if not own_process:
+        return seeded(seed)
+    plant(seed)
+    return nullcontext()
 
 
 def _steps(samples: Iterator[Any], dealing: Dealing, start: int) -> Iterator[tuple[range, Any]]:

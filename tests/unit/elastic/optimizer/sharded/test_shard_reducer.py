@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import create_autospec
@@ -575,6 +576,11 @@ class Augmented(torch.utils.data.Dataset[torch.Tensor]):
         return torch.rand(()) + index
 
 
+class Streamed(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.rand(()) + index for index in range(16))
+
+
 def loader_of(**options: Any) -> DataLoader:
     return DataLoader(range(16), global_batch_size=8, **options)
 
@@ -656,13 +662,16 @@ def drawn_beside(samples: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(monkeypatch, workers):
+@pytest.mark.parametrize("dataset", [Augmented(), Streamed()], ids=["indexed", "stream"])
+def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(
+    monkeypatch, dataset, workers
+):
     def load(rank: int, size: int, workers: int = 0) -> list[tuple[int, list[float]]]:
         place = Place(rank, size, rank, size, 0, 1)
         monkeypatch.setattr(lifecycle, "position", lambda: (place, 1))
         shards = Shards(4)
         loader = DataLoader(
-            Augmented(),
+            dataset,
             global_batch_size=8,
             shards=shards,
             collate_fn=drawn_beside,
