@@ -13,7 +13,6 @@ import torch
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.collectives.shared_memory.reused_memory import ReusedMemory
-from elastic.optimizer import malloc_tuning
 
 LARGE = 1 << 20  # bytes of one call: less is faster in memory that is new each time
 ALIGNED = 64  # bytes: TensorFlow copies an array that does not start at a multiple of it
@@ -30,9 +29,6 @@ def copied(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tenso
     """Copies, those of one dtype in one piece; and of which of the tensors each is one. The order depends on shapes and
     dtypes, and on nothing else.
     """
-    sizes = [tensor.nbytes for tensor in tensors]
-    # All gradients of a step are freed together, and the next ones find their pages.
-    malloc_tuning.of_process().keep(max(sizes), sum(sizes))
     # The others come last: each moves those after it off the multiple.
     places = sorted(
         range(len(tensors)), key=lambda at: (str(tensors[at].dtype), tensors[at].nbytes % ALIGNED)

@@ -138,17 +138,21 @@ class Release:
             last = self.last()
             return last.size == size and last.step >= begun + more
 
-        eventually(there, f"{size} workers make {more} steps\n{self.said()[-3000:]}", timeout_s)
+        try:
+            eventually(there, f"{size} workers make {more} steps", timeout_s)
+        except AssertionError as error:  # what the driver says is of interest now, not before
+            raise AssertionError(f"{error}\n{self.said()[-6000:]}") from None
         return self.last()
 
     def said(self) -> str:
         return "".join(self.plane.log(self.namespace, name) for name in self.drivers())
 
     def drivers(self) -> list[str]:
-        names = [path.stem for path in (self.plane.folder / "logs").iterdir()]
-        prefix = f"{self.namespace.name}_"
-        mine = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        return sorted(name for name in mine if name.startswith("job-driver"))
+        """Its pods, the newest last."""
+        begun = f"{self.namespace.name}_"
+        found = (self.plane.folder / "logs").glob(f"{begun}job-driver*")
+        newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
+        return [path.stem.removeprefix(begun) for path in newest_last]
 
     def driver(self) -> str:
         """The pod that drives now."""
