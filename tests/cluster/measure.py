@@ -98,6 +98,12 @@ def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
         "a spot taint on it", lambda: plane.api.patch(path, {"spec": {"taints": [SPOT]}}), 3 - there
     )
     plane.kubectl("uncordon", away)
+
+    def only_the_spot_taint() -> bool:
+        return [taint["key"] for taint in plane.api.get(path)["spec"]["taints"]] == [SPOT["key"]]
+
+    # Its controller writes the whole list when it takes back its own, and would bring back what is deleted meanwhile.
+    eventually(only_the_spot_taint, "the taint of what is cordoned is gone")
     plane.api.patch(path, {"spec": {"taints": []}})
     release.until(3, timeout_s=90)
     workers = {f"job-worker-{i}": pod(f"job-worker-{i}")["spec"]["nodeName"] for i in range(3)}
