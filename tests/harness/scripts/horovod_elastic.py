@@ -1,8 +1,9 @@
 """A script as Horovod's users write it: sampler, DataLoader, a commit every few batches, a callback; no word of ours.
 
 When it commits, a rank appends to ``samples/<worker>`` what it has done since, so that the files hold the committed
-history and nothing else. ``DIE`` has pairs of slot and total number of batches at which to die. ``FULL`` is the size of
-the world to wait for in the second epoch.
+history and nothing else. ``DIE`` has pairs of slot and total number of batches at which its first worker dies, or one
+later: where the others commit next, they would commit what it has had a part in and has not told. ``FULL`` is the size
+of the world to wait for in the second epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch.nn.functional as F
 import horovod.torch as hvd
 
 WORKER = os.environ["ELASTIC_WORKER"]
-SLOT = int(WORKER.rpartition(":")[2].partition("#")[0])
+SLOT, FIRST = WORKER.rpartition(":")[2].split("#")
+DIES = dict(pair.split(",") for pair in os.environ.get("DIE", "").split())
+DIE_AT = int(DIES.get(SLOT, 0)) if FIRST == "1" else 0
 SAMPLES = int(os.environ.get("SAMPLES", "203"))
 EPOCHS, BATCH, BATCHES_PER_COMMIT = 2, 4, 5
 LR = 0.01
@@ -81,7 +84,8 @@ def train(state: hvd.elastic.TorchState) -> None:
             sampler.record_batch(number, BATCH)
             state.total += 1
             done.append({"epoch": state.epoch, "batch": state.batch, "samples": indices.tolist()})
-            if f"{SLOT},{state.total}" in os.environ.get("DIE", "").split():
+            commits_next = (state.batch + 1) % BATCHES_PER_COMMIT == 0
+            if DIE_AT and state.total >= DIE_AT and not commits_next:
                 os.kill(os.getpid(), signal.SIGKILL)
             state.batch += 1
             if state.batch % BATCHES_PER_COMMIT == 0:
