@@ -43,6 +43,7 @@ MOST_BYTES = 1 << 18  # of what a process is told
 MOST_DESCRIPTORS = 8  # that it is given
 SPARE = 4  # workers beyond those of -np, for slots that return, and agents ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
+WHOLE_END = "ELASTIC_TEST_WHOLE_END"  # a variable: the interpreter is taken apart in the end
 # Read when a process starts, or when it imports torch or TensorFlow.
 EARLY = (
     "PYTHON",
@@ -354,30 +355,42 @@ def main() -> None:
     while program is not None:
         try:
             end(program)
+            program = None
         except Becomes as fork:
             program = fork.program
 
 
 def end(program: Program) -> None:
     """Runs it and ends as Python does, but that nothing is taken apart: this would touch, and so copy, all that was
-    imported before the fork, and took a process more time than all else that it does.
+    imported before the fork, and took a process more time than all else that it does. With WHOLE_END it is.
     """
     code = 0
     try:
         program()
     except SystemExit as left:
+        if WHOLE_END in os.environ:
+            raise
         if left.code is not None and not isinstance(left.code, int):
             print(left.code, file=sys.stderr)
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except Exception:
+        if WHOLE_END in os.environ:
+            raise
         sys.excepthook(*sys.exc_info())
         code = 1
+    if WHOLE_END in os.environ:
+        return
     threading._shutdown()  # type: ignore[attr-defined]
+    flush()  # before what wakes threads: none of them is to run once there is nothing left to write
     atexit._run_exitfuncs()
+    flush()
+    os._exit(code & 0xFF)
+
+
+def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
             stream.flush()
-    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

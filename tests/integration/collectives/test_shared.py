@@ -35,6 +35,7 @@ from elastic.protocol.messages import Address
 from harness import ranks
 from harness.collectives_contract import EVERY, FLOATS, INTEGERS, REFERENCE, CollectivesContract
 from harness.forked import MARK, Forked
+from harness.forking import WHOLE_END
 from harness.history import SCRIPTS
 from harness.ranks import Died, Ranks
 
@@ -812,7 +813,7 @@ def ended(how: str) -> list[tuple[int, str]]:
         Forked(
             [sys.executable, str(ENDS), how, str(rank), str(listener.address.port), "3"],
             folder=Path.cwd(),
-            env=clean_environment(),
+            env=clean_environment() | {WHOLE_END: "1"},
             mark=f"{MARK}={uuid.uuid4().hex}",
             passed=[socket] if rank == 0 else [],
         )
