@@ -95,8 +95,9 @@ train-keras: $(READY) $(FRAMEWORKS)
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/kill_workers.py --every 6 --workers 3 -- \
 	  $(BIN)/python examples/horovod/keras_elastic.py --epochs 20 --pause 0.05
 
-# Processes of pytest, each of which starts two to four more. On two cores a third one works while others wait.
-TESTS_AT_ONCE ?= 3
+# Processes of pytest, each of which starts two to four more. With three on two cores some tests were too slow for
+# their deadlines now and then.
+TESTS_AT_ONCE ?= 2
 # A run of the tests ends, whatever becomes of its processes.
 ENDS := timeout --foreground --kill-after=60
 
