@@ -183,6 +183,7 @@ class Failures(Part):
         """Nobody was in elastic.run, and who waits for a lost peer can't go on: the next world is a first one."""
         text = "no worker had come to elastic.run, so all start from the beginning"
         self.orders.say("warning", f"{why}; {text}")
+        self.worlds.gathering.anew = self.worlds.gathering.whole = True
         stranded = because(Why.STRANDED)
         for standing in [*self.roster.in_plans()]:
             if standing.stage is not Stage.STARTING:

@@ -345,7 +345,7 @@ class _Making:
 # Fields that older snapshots lack, and what they mean without them.
 ADDED: dict[str, dict[str, Any]] = {
     "Patience": {"_restarts": 0},
-    "Gathering": {"anew": False},
+    "Gathering": {"anew": False, "whole": False},
     "WorkerRaised": {"final": False},
     "WorkerSpent": {"commit": None},
     "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},

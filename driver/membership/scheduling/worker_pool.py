@@ -268,6 +268,14 @@ class Workforce:
             if next_at is not None:
                 yield next_at
 
+    def some_return(self) -> bool:
+        """Whether a slot that is to have a worker gets it soon: its last one is not dead yet, or it cools down. Not so
+        those of a machine that goes away.
+        """
+        at, soon = self.next_slot_at(), self.orders.now + self.settings.cooldown_max_s
+        later = self.roster.any_at(Stage.DISMISSED) or (at is not None and at <= soon)
+        return self._wanted() > 0 and later
+
     def next_slot_at(self) -> float | None:
         """When a cooling slot may be used again."""
         state = (self.roster.version, self.slots.version, self._short())

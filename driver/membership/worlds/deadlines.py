@@ -16,7 +16,9 @@ class Deadlines(Part):
     def all(self) -> Iterator[float]:
         """When to look again, if nothing happens."""
         starting = self.worlds.phase is not Phase.ENDING and self.worlds.inquest is None
-        yield from self.staff.deadlines(starting=starting, first=not self.worlds.members)
+        gathering = self.worlds.phase is Phase.GATHERING
+        first = not self.worlds.members or (gathering and self.worlds.gathering.anew)
+        yield from self.staff.deadlines(starting=starting, first=first)
         if self.worlds.inquest is not None:
             yield self.worlds.inquest.by
         by: list[float | None] = []

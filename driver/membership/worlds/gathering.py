@@ -36,8 +36,10 @@ class Gathering:
     somebody_lost: bool = False
     # ``late_at`` has passed: old members outside elastic.run are no longer awaited.
     late: bool = False
-    # From a checkpoint, because nobody holds a commit: all that start are waited for.
+    # From a checkpoint, or from the beginning, because nobody holds a commit: all that start are waited for.
     anew: bool = False
+    # From the beginning, outside elastic.run: who is still to be started as well, because nobody can join later.
+    whole: bool = False
     short_by: float | None = None  # too few, nobody awaited: until then
     said: tuple[int, int] | None = None  # the last word about being short: ready, and needed
     _more: int = 0  # lost, and not named in the reason

@@ -144,6 +144,8 @@ class Worlds:
             awaited = self.gathering.awaited(self.roster)
         if next(awaited, None) is not None:
             return
+        if self.gathering.whole and self.staff.some_return():
+            return
         ready = [s for s in self.roster.first_at(Stage.READY) if not s.killed_for]
         old, new, others = candidates(ready, self.members)
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})

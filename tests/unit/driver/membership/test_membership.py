@@ -283,6 +283,22 @@ def test_where_one_is_killed_before_elastic_run_all_begin_anew_as_often_as_the_l
     assert "--reset-limit 1 is reached" in str(end.reason)
 
 
+def test_who_begins_anew_outside_elastic_run_waits_for_those_that_come_back_later():
+    """Nobody can join a script without elastic.run: its first workers to be ready would train, the others wait."""
+    talk = started(3, reset_limit=1)
+    talk.tell(stranded("h:0", 1), exited("h:1"))
+    assert names(talk.tell(exited("h:0", 1))) == ["h:0#2"]
+    talk.tell(connected("h:0#2"))
+    assert not has(PublishWorld, talk.ready("h:0#2", generation=0, running=False))
+    assert names(talk.tell(exited("h:2"))) == ["h:2#2"]
+    talk.tell(connected("h:2#2"))
+    assert not has(PublishWorld, talk.ready("h:2#2", generation=0, running=False))
+    assert names(talk.wait(1.5)) == ["h:1#2"]
+    talk.tell(connected("h:1#2"))
+    world = the(PublishWorld, talk.ready("h:1#2", generation=0, running=False))
+    assert order(world) == ["h:0#2", "h:1#2", "h:2#2"]
+
+
 def test_what_a_script_does_before_elastic_run_is_not_tried_again():
     for events in ([exited("h:1", 3), stranded("h:0", 1)], [stranded("h:0", 1), exited("h:1", 3)]):
         talk = started(3, reset_limit=5)
