@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch.distributed
 
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.gloo import sockets
+from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
@@ -469,6 +471,22 @@ def test_a_cut_in_the_middle_of_allreduces_is_drained_at_once(three):
     for worst in three.run(cut_in_the_middle, addresses):
         print(f"drained {worst * 1e3:.1f} ms after the cut at worst")
         assert worst < WAKE_S / 4
+
+
+def test_a_gloo_that_locks_itself_out_holds_nobody_up(world, monkeypatch):
+    """Seen once after a cut: a receive with a timeout of a millisecond never came back."""
+    group, locked = world.group()[0], threading.Event()
+    assert isinstance(group, GlooCollectives)
+    monkeypatch.setattr(group, "_time_out", locked.wait)
+    stuck = create_autospec(torch.distributed.Work, instance=True)
+    stuck.is_completed.return_value = False
+    group._under_way.append(stuck)
+    drain = threading.Thread(target=group.drain, args=(0.1,), daemon=True)
+    drain.start()
+    drain.join(WAKE_S)
+    assert not drain.is_alive()
+    locked.set()
+    group._under_way.remove(stuck)
 
 
 def test_the_timeout_bounds_a_collective(world):
