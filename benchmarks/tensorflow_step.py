@@ -2,9 +2,9 @@
 
 Two workers. Both doors reduce the same tensors in one job, in turns: those of an MLP with 25M parameters, and 1,000
 small ones. Torch's are reduced in place, as its optimizer does, and into new tensors, as TensorFlow's have to be, which
-can't be written to. TensorFlow's is what a `tf.function` takes longer with
-the reduction than without. Then a whole step of that MLP with `DistributedGradientTape`, beside one with TensorFlow's
-own ``MultiWorkerMirroredStrategy``, each in a job of its own.
+can't be written to. TensorFlow's is what a `tf.function` takes longer with the reduction than without. Then a whole
+step of that MLP with `DistributedGradientTape`, beside one with TensorFlow's own ``MultiWorkerMirroredStrategy``, each
+in a job of its own.
 
     python benchmarks/tensorflow_step.py --steps 40
 """

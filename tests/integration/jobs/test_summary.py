@@ -130,7 +130,8 @@ def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch,
     for name, row in rows.items():
         assert sum(row[part] for part in PARTS[1:]) == pytest.approx(row["total"], abs=0.05)
         assert row["total"] == pytest.approx(lived[name], rel=0.001, abs=0.02)
-    assert everybody["total"] == pytest.approx(sum(lived.values()), rel=0.001)
+    # The table has hundredths, which are more than a thousandth of a short job.
+    assert everybody["total"] == pytest.approx(sum(lived.values()), rel=0.001, abs=0.005)
     # At the end all say the same, and it is the wall time: of the job, and of all its workers.
     told = explained(training.journal)
     assert told["page"]["workers"] == pytest.approx(told["explain"]["workers"])
