@@ -19,7 +19,8 @@ from elastic.data.arguments import LoaderArguments
 from elastic.data.batch_gradients import BatchGradients
 from elastic.data.positions import Dealing, Position
 from elastic.data.progress import DataProgress
-from elastic.data.sources import NOBODY, IndexedSource, Loaded, Source, StreamSource
+from elastic.data.sources import IndexedSource, Loaded, Source, StreamSource
+from elastic.data.stream import NOBODY
 from elastic.errors import Invalid, NotInitialized
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle

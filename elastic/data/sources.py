@@ -13,11 +13,10 @@ from elastic.data import order
 from elastic.data.arguments import LoaderArguments
 from elastic.data.positions import Dealing, Position
 from elastic.data.seeded_dataset import SeededDataset, as_it_is
-from elastic.data.stream import StreamDataset
+from elastic.data.stream import NOBODY, StreamDataset
 
 Collate = Callable[[Any], Any]
 Loaded = tuple[range, int, Any]  # a step, the number of a part, its batch
-NOBODY = -1  # in place of a part, where a rank has none of a step
 
 
 class Source(Protocol):

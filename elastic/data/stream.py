@@ -26,6 +26,7 @@ Cut = tuple[
     int, int, int, list[Any]
 ]  # where its step begins and ends, the part's number, its samples
 END = object()
+NOBODY = -1  # in place of a part, where a rank has none of a step
 
 
 class StreamDataset(IterableDataset[Any]):
@@ -70,7 +71,7 @@ class StreamDataset(IterableDataset[Any]):
     def _collated(
         self, epoch: int, start: int, stop: int, part: int, samples: list[Any]
     ) -> tuple[int, int, int, Any]:
-        if part < 0:
+        if part == NOBODY:
             return start, stop, part, None
         if self._seed is None:
             return start, stop, part, self._collate(samples)
@@ -129,7 +130,7 @@ def _cuts(
 ) -> Iterator[Cut]:
     for step, samples in steps:
         for part in mine:
-            if part < 0:  # a rank that has no part only hears of the step
+            if part == NOBODY:  # it only hears of the step
                 yield step.start, step.stop, part, []
                 continue
             # A part without samples is given one all the same, which is not to count.

@@ -22,22 +22,22 @@ from pathlib import Path
 import pytest
 
 BUDGETS_S = {
-    "tests/charts": 20.0,
-    "tests/cluster": 45.0,
-    "tests/conformance": 35.0,
-    "tests/frameworks": 130.0,
-    "tests/integration/collectives": 120.0,
-    "tests/integration/etcd": 40.0,
-    "tests/integration/hosts": 115.0,
-    "tests/integration/jobs": 300.0,
-    "tests/integration/launchers": 60.0,
-    "tests/integration/ray": 190.0,
-    "tests/simulation": 45.0,  # computes only, so a slow processor shows here most
-    "tests/unit": 25.0,
-    "tests/unit/chaos": 10.0,
-    "tests/unit/driver": 50.0,
-    "tests/unit/elastic": 90.0,
-    "tests/unit/horovod": 10.0,
+    "tests/charts": 12.0,
+    "tests/cluster": 30.0,
+    "tests/conformance": 25.0,
+    "tests/frameworks": 100.0,
+    "tests/integration/collectives": 110.0,
+    "tests/integration/etcd": 35.0,
+    "tests/integration/hosts": 100.0,
+    "tests/integration/jobs": 270.0,
+    "tests/integration/launchers": 55.0,
+    "tests/integration/ray": 160.0,
+    "tests/simulation": 35.0,  # computes only, so a slow processor shows here most
+    "tests/unit": 20.0,
+    "tests/unit/chaos": 5.0,
+    "tests/unit/driver": 45.0,
+    "tests/unit/elastic": 75.0,
+    "tests/unit/horovod": 5.0,
 }
 TOO_MUCH = 1.5  # times the budget
 SLACK_S = 10.0  # a small folder may vary by more than half

@@ -79,7 +79,8 @@ class ChartRelease:
         """Name and version of its chart."""
         states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
         flags = [f"--{state}" for state in states]  # Helm 4 has no --all
-        found = self._helm("list", "--output", "json", "--filter", f"^{self.name}$", *flags)
+        name = f"^{re.escape(self.name)}$"
+        found = self._helm("list", "--output", "json", "--filter", name, *flags)
         return next((str(each["chart"]) for each in json.loads(found)), None)
 
     def uninstall(self, *, if_there: bool = False) -> None:
