@@ -278,18 +278,19 @@ class GlooCollectives:
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
         before: thread_activity.Runs | None = None
-        closing: threading.Thread | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
             now = time.monotonic()
-            if closing is None and now >= look_at:
+            if now >= look_at:
                 # One that lost its wake-up never completes. When all that was read from is cut and read, and the
                 # threads that compute sleep on, nobody is left to write.
                 self.abort()
                 # In a thread of its own: Gloo, cut in the middle of what it does, may never come back from it.
                 closing = threading.Thread(target=self._time_out, daemon=True)
                 closing.start()
-            elif closing is not None and not closing.is_alive():
-                closing, unread = None, sockets.unread(self._own, self._peers, self._sockets)
+                closing.join(max(0.0, deadline - now))
+                if closing.is_alive():
+                    return self._connections() == 0
+                unread = sockets.unread(self._own, self._peers, self._sockets)
                 runs = thread_activity.runs() if unread == 0 else None
                 if runs is not None and runs == before:
                     return True
@@ -297,8 +298,6 @@ class GlooCollectives:
             if now > deadline:
                 return self._connections() == 0
             time.sleep(_DRAIN_STEP_S)
-        if closing is not None:
-            closing.join(max(0.0, deadline - time.monotonic()))
         return True
 
     def close(self) -> None:
