@@ -87,6 +87,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 for name in longest_first(self.workqueue):
                     self.workqueue.move_to_end(name)
 
+        def _reschedule(self, node: Any) -> None:
+            """Not yet who has not collected the tests: it has taken the place of one that died, and is asked again when
+            it has.
+            """
+            if node in self.registered_collections:
+                super()._reschedule(node)
+
         def remove_node(self, node: Any) -> str | None:
             """As xdist's, but that the test at which a worker died is not run again: it would end one after another,
             and the last of them leaves a run that never ends. The others of its scope still run.

@@ -5,10 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
 
+import execnet
 import pytest
+from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
-from harness.spread import longest_first
+from harness.spread import longest_first, pytest_xdist_make_scheduler
 
 HARNESS = Path(__file__).parents[1]
 NAMES = ("first", "second", "last")
@@ -18,6 +23,38 @@ def test_what_takes_longest_begins_first():
     first, ray, unit = "cluster", "tests/integration/ray/test_ray_faults.py", "tests/unit/test_x.py"
     scopes = [unit, ray, "tests/unit/test_a.py", first]
     assert longest_first(scopes) == [first, ray, unit, "tests/unit/test_a.py"]
+
+
+def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collected_the_tests(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Two that die at once: the first to take a place is ready, and the second is not."""
+    monkeypatch.setattr(request.config.option, "tx", ["2*popen"], raising=False)
+    scheduler = pytest_xdist_make_scheduler(request.config, Producer("scheduler"))
+    tests = [f"test_{module}.py::test_{name}" for module in "abcdefgh" for name in NAMES]
+
+    def comes() -> Any:
+        gateway = create_autospec(execnet.Gateway, instance=True, id="gw")
+        node = create_autospec(
+            WorkerController, instance=True, shutting_down=False, gateway=gateway
+        )
+        scheduler.add_node(node)
+        return node
+
+    first, second = comes(), comes()
+    scheduler.add_node_collection(first, tests)
+    scheduler.add_node_collection(second, tests)
+    scheduler.schedule()
+    died = [scheduler.remove_node(first), scheduler.remove_node(second)]
+    assert len(set(died)) == 2
+    third, fourth = comes(), comes()
+    scheduler.add_node_collection(third, tests)
+    scheduler.schedule()
+    assert third.send_runtest_some.called and not fourth.send_runtest_some.called
+    scheduler.add_node_collection(fourth, tests)
+    scheduler.schedule()
+    assert fourth.send_runtest_some.called
 
 
 @pytest.mark.slow
