@@ -162,8 +162,10 @@ def findings(story: Story, source: JournalState) -> list[JobFinding]:
     """Everything that there is to tell."""
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
-    if story.store_away is not None and story.end is None:  # more than that the journal ends
-        found.sort(key=lambda each: each.what is not What.STORE_AWAY)
+    if story.store_away is not None and story.end is None:
+        # What followed, and that the journal ends, come after.
+        first = [What.STORE_AWAY, What.CAUSE]
+        found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
     found += [JobFinding(What.ADVICE, each) for each in _advice(story, source, cause)]
     return [*found, *_file(source)]

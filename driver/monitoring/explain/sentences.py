@@ -160,10 +160,7 @@ def _capital(text: str) -> str:
 def _cause(facts: Facts) -> str:
     if "after_store_s" in facts:
         later = duration(facts["after_store_s"])
-        return (
-            f"The last event in the journal, {later} after etcd was gone: {_death(facts)}. Without etcd nobody could"
-            " take its place."
-        )
+        return f"What followed, {later} after etcd was lost: {_death(facts)}. Without etcd nobody could take its place."
     return f"{_capital(_death(facts))}."
 
 
@@ -185,7 +182,7 @@ def _runs(facts: Facts) -> str:
 def _cut_off(facts: Facts) -> str:
     if "after_store_s" in facts:
         return (
-            f"The journal ends {duration(facts['after_store_s'])} after etcd was gone, in the middle of the job: its"
+            f"The journal ends {duration(facts['after_store_s'])} after etcd was lost, in the middle of the job: its"
             " driver was killed, or its machine went down, or this is a copy of a journal that is still being written."
         )
     return (
@@ -205,8 +202,8 @@ def _nothing(facts: Facts) -> str:
 
 def _store_away(facts: Facts) -> str:
     return (
-        f"The job lost its control plane: etcd at {facts['store']} stopped answering {duration(facts['at_s'])} after"
-        f" the start ({facts['text']}), and did not come back. Without etcd the driver can decide nothing."
+        f"The job lost etcd, without which its driver can decide nothing: etcd at {facts['store']} stopped answering"
+        f" {duration(facts['at_s'])} after the start ({facts['text']}), and did not come back."
     )
 
 
@@ -545,7 +542,7 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
         "Training had succeeded by then: this came in the code that runs after it, which no commit protects."
     ),
     What.NOT_ELASTIC: lambda f: (
-        "It was started without --min-np, so the loss of any worker ends it."
+        "The job was started without --min-np, so the loss of any worker ends it."
     ),
     What.REPEATED: _repeated,
     What.TRACE: _trace,

@@ -42,9 +42,9 @@ JOBS = {
     "etcd-gone": (
         Cause.SIGNAL,
         [
-            "lost its control plane: etcd at 127.0.0.1:24790 stopped answering",
-            "the journal ends 3.8 s after etcd was gone",
-            "the last event in the journal, 3.8 s after etcd was gone: rank 1",
+            "the job lost etcd, without which its driver can decide nothing: etcd at 127.0.0.1:24790 stopped",
+            "the journal ends 3.8 s after etcd was lost",
+            "what followed, 3.8 s after etcd was lost: rank 1",
         ],
     ),
 }
@@ -230,7 +230,7 @@ def test_an_etcd_that_came_back_is_no_cause(tmp_path):
     )
     file.write_bytes(file.read_bytes() + encoded(back))
     text = "\n".join(as_text(read_journal(file)))
-    assert "control plane" not in text
+    assert "lost etcd" not in text
     assert "stopped answering (connection refused), and answered again 5.5 s later." in text
 
 
