@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from elastic.protocol.tls import Endpoint
 
 CONNECT_S = 20.0  # to reach the driver and prove who we are
-TICK_S = 1.0  # ``poked`` is called as often without a poke
 SEND_S = 10.0  # a driver that reads nothing for so long is lost
 
 
@@ -129,11 +128,11 @@ class Link:
     def start(
         self,
         receive: Callable[[Message], None],
-        poked: Callable[[], None],
+        poked: Callable[[], float],
         lost: Callable[[str], None],
     ) -> None:
-        """Delivers every message, poke and the loss of the connection from one daemon thread, which calls ``poked``
-        at least once a second.
+        """Delivers every message, poke and the loss of the connection from one daemon thread. ``poked`` returns after
+        how many seconds it is to be called again if nothing happens before.
         """
         self._socket.settimeout(SEND_S)
         self._thread = threading.Thread(
@@ -144,7 +143,7 @@ class Link:
     def _read(
         self,
         receive: Callable[[Message], None],
-        poked: Callable[[], None],
+        poked: Callable[[], float],
         lost: Callable[[str], None],
     ) -> None:
         with contextlib.suppress(ProtocolError):  # and if it is none, the next read says so
@@ -154,12 +153,13 @@ class Link:
         poll.register(self._socket, select.POLLIN)
         poll.register(self._poke_read, select.POLLIN)
         reason = "the driver closed the connection"
+        pause_s = 1.0
         while not self._closed:
-            ready = {fd for fd, _ in poll.poll(TICK_S * 1000)}
+            ready = {fd for fd, _ in poll.poll(pause_s * 1000)}
             if self._poke_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._poke_read, 4096)
-            poked()
+            pause_s = poked()
             if self._socket.fileno() in ready:
                 try:
                     data = self._socket.recv(65536)

@@ -1,4 +1,4 @@
-"""What the link thread does: the driver's messages, a look around once a second, SIGTERM. Acts."""
+"""What the link thread does: the driver's messages, a look around at least once a second, SIGTERM. Acts."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class LinkThread:
 
     # ---- in the thread -------------------------------------------------------------------------------------------
 
-    def poked(self) -> None:
-        """At every poke, and once a second."""
+    def poked(self) -> float:
+        """At every poke, and at least once a second: after how many seconds to look again."""
         session, now = self._session, time.monotonic()
         session.pulse.beat(now)
         if self._leave_asked:
@@ -105,6 +105,7 @@ class LinkThread:
         if came_in or now - told_at >= (FIRST_SPENT_S if leads else SPENT_S):
             self._spent_told = session.recovery.generation, now
             session.send(self.time_spent())
+        return self._progress.next_look_s(now)
 
     def time_spent(self) -> messages.TimeSpent:
         """Up to now."""

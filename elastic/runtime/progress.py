@@ -1,8 +1,8 @@
 """Where this worker's training thread is, and when that is worth telling the driver. Pure: times are passed in.
 
 The training thread writes it down at every collective: two attributes and two looks at the clock. The link thread looks
-once a second and says only what lasts: a wait of a second, again while it lasts, its end, a phase that was marked as
-long. So a step in which nobody waits costs no message.
+once a second, and when a wait that it has seen is a second old. It says only what lasts: a wait of a second, again
+while it lasts, its end, a phase that was marked as long. So a step in which nobody waits costs no message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from elastic.protocol import messages
 
 WAIT_S = 1.0  # inside one collective, before the driver is told
 REPEAT_S = 5.0  # ... and between two words about the same wait: a worker that falls silent may be stuck in there
+LOOK_S = WAIT_S  # between two looks, at most: no wait is first seen after it should have been told
 PACE_S = 30.0  # between two reports of how much was waited
 
 
@@ -93,6 +94,11 @@ class ProgressCounter:
             where = line(self.thread) if waits else ""
             said.append(self._progress(inside if waits else "", waited_s, launches, where))
         return said
+
+    def next_look_s(self, now: float) -> float:
+        """How long the link thread may sleep: what waits now is told as soon as it has waited for `WAIT_S`."""
+        inside, left_s = self.inside, WAIT_S - (now - self._since)
+        return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 
     def told(self, generation: int, rank: int, line: str) -> None:
         """The driver: this rank keeps this worker waiting."""

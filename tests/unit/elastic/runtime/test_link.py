@@ -109,7 +109,7 @@ def linked(driver, paths):
     """The link, and the queue of what it delivers; "poked" and the reason of a loss among it."""
     link = Link(driver.address, SECRET, A, tls=paths)
     told: queue.Queue = queue.Queue()
-    link.start(told.put, lambda: None, told.put)
+    link.start(told.put, lambda: 1.0, told.put)
     try:
         yield link, told
     finally:
@@ -213,6 +213,22 @@ def test_another_secret_is_refused_by_both(paths):
             Link(driver.address, b"x" * 32, A, tls=paths)
         assert "does not know the job's secret" in driver.line()
         assert driver.heard.empty()
+
+
+def test_it_looks_around_again_as_soon_as_it_was_asked_to(paths):
+    with driving(paths) as driver:
+        link = Link(driver.address, SECRET, A, tls=paths)
+        looks = threading.Semaphore(0)
+
+        def poked() -> float:
+            looks.release()
+            return 0.001
+
+        link.start(lambda message: None, poked, lambda reason: None)
+        try:
+            assert all(looks.acquire(timeout=DEADLINE_S) for _ in range(200))
+        finally:
+            link.close()
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ class Worker:
         tracing = create_autospec(TraceSession, instance=True)
         tracing.receive.return_value = False
         worlds = DriverWorlds(self.session)
-        self.thread = LinkThread(self.session, worlds, ProgressCounter(), tracing, None)
+        self.progress = ProgressCounter()
+        self.thread = LinkThread(self.session, worlds, self.progress, tracing, None)
 
     def waits(self) -> None:
         """In elastic.run, for a world."""
@@ -69,6 +70,13 @@ def worker(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(link_thread, "time", clock)
     return Worker(clock, monkeypatch)
+
+
+def test_it_looks_again_when_a_wait_is_a_second_old(worker):
+    assert worker.thread.poked() == 1.0
+    worker.progress.enter(1, "allreduce.loss", worker.clock.now)
+    worker.clock.now += 0.4
+    assert worker.thread.poked() == pytest.approx(0.6)
 
 
 def test_who_stands_by_is_idle_until_there_is_a_place(worker):

@@ -7,7 +7,7 @@ import pytest
 import elastic
 from elastic.errors import Invalid
 from elastic.protocol import messages as protocol
-from elastic.runtime.progress import PACE_S, ProgressCounter
+from elastic.runtime.progress import LOOK_S, PACE_S, ProgressCounter
 
 
 def told(progress: ProgressCounter, now: float) -> list[tuple[str, float, str]]:
@@ -35,6 +35,24 @@ def test_a_wait_of_a_second_is_said_and_so_is_its_end():
     assert progress.leave(17.0), "the driver thinks that it waits: it should hear at once"
     assert told(progress, 17.0) == [("", 0.0, "")]
     assert told(progress, 18.0) == []
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.3, 0.999])
+def test_a_wait_is_said_when_it_is_a_second_old_whenever_it_began(after_s):
+    """The look at 10 comes before it, with others between: none of them may be the one that is late."""
+    progress, now = ProgressCounter(), 10.0
+    progress.enter(2, "allreduce.loss", 9.9)
+    assert progress.tell(now) == [] and progress.next_look_s(now) == pytest.approx(0.9)
+    progress.leave(10.0)
+    next_look = now + progress.next_look_s(now)
+    progress.enter(2, "allreduce.loss", 10.0 + after_s)
+    for _ in range(3):
+        now, said = next_look, told(progress, next_look)
+        if said:
+            break
+        next_look = now + progress.next_look_s(now)
+    assert said[0][0] == "allreduce.loss" and now == pytest.approx(11.0 + after_s)
+    assert progress.next_look_s(now) == LOOK_S, "no more often while it lasts"
 
 
 def test_while_it_waits_it_says_how_far_its_gpu_is():
