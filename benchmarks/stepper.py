@@ -3,6 +3,7 @@ per step. It ends at the step whose number stands in ``DIR/stop``, which all ran
 
 Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its
 training function is called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
+``DIR/<pid>.ready`` has the time when it was ready to train.
 At the end it writes a digest of its weights to ``DIR/<pid>.weights``.
 """
 
@@ -26,11 +27,16 @@ class StepLog:
     """Of this process."""
 
     def __init__(self, directory: str) -> None:
-        self._weights = Path(directory, f"{os.getpid()}.weights")
+        self._weights, self._ready = (
+            Path(directory, f"{os.getpid()}.{kind}") for kind in ("weights", "ready")
+        )
         self._steps, self._entries = (
             os.open(f"{directory}/{os.getpid()}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for kind in ("steps", "entries")
         )
+
+    def ready(self) -> None:
+        self._ready.write_text(str(time.monotonic()))
 
     def entered(self, step: int) -> None:
         self._write(self._entries, step)
@@ -85,6 +91,7 @@ def main(directory: str, steps: int, width: int, ddp: bool) -> None:
             log.made(state.step)
             state.commit()
 
+    log.ready()
     train(state)
     log.ended(model.parameters())
 

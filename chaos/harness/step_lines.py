@@ -1,4 +1,4 @@
-"""Steps as jobs under test write them down, and what they amount to. Pure but for `read`.
+"""Steps as jobs under test write them down, and what they amount to. Pure but for `read` and `StepFiles`.
 
 Each worker appends ``time generation size rank step`` to ``FOLDER/PID.steps`` for each step that it has made, before it
 commits it. The time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
@@ -37,6 +37,31 @@ def read(file: Path, begin: int = 0) -> tuple[list[Step], int]:
         if len(parts) == 5
     ]
     return found, begin + len(whole) + len(end)
+
+
+class StepFiles:
+    """All of a folder, while a job writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._steps: list[Step] = []
+        self._read: dict[Path, int] = {}  # bytes of each file
+
+    def steps(self) -> list[Step]:
+        """All so far, by time. What was read before is not read again."""
+        for path in self.folder.glob("*.steps"):
+            found, self._read[path] = read(path, self._read.get(path, 0))
+            self._steps += found
+        self._steps.sort(key=lambda step: step.at)
+        return list(self._steps)
+
+    def newest_world(self) -> list[Step]:
+        """By rank, the last step of each member of the newest world; empty until all of them have stepped in it."""
+        steps = self.steps()
+        newest = max((step.generation for step in steps), default=0)
+        last = {step.pid: step for step in steps if step.generation == newest}
+        complete = last and len(last) == max(step.size for step in last.values())
+        return sorted(last.values(), key=lambda step: step.rank) if complete else []
 
 
 def repeated(steps: Iterable[Step]) -> int:

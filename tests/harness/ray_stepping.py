@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.chaos.harness.step_lines import Step, read
+from elastic.chaos.harness.step_lines import Step, StepFiles
 from harness.ray_cluster import RayCluster, RayJob
 
 SCRIPT = Path(__file__).with_name("scripts") / "ray_stepping.py"
@@ -25,8 +25,7 @@ class Stepping:
         """Its script writes FOLDER/PID.steps as `scripts/ray_stepping.py` does."""
         self.cluster = cluster
         self.folder = folder
-        self._steps: list[Step] = []
-        self._read: dict[Path, int] = {}  # bytes of each file
+        self._files = StepFiles(folder)
         self.job = RayJob(cluster, script, str(folder), *arguments, folder=folder)
 
     @classmethod
@@ -38,23 +37,16 @@ class Stepping:
 
     def steps(self) -> list[Step]:
         """All so far, by time."""
-        for path in self.folder.glob("*.steps"):
-            found, self._read[path] = read(path, self._read.get(path, 0))
-            self._steps += found
-        self._steps.sort(key=lambda step: step.at)
-        return list(self._steps)
+        return self._files.steps()
 
     def world(self, size: int) -> list[Step]:
         """The last step of each member of the newest world, once that has ``size`` and each has stepped in it."""
 
         def found() -> list[Step] | None:
-            steps = self.steps()
-            newest = max((step.generation for step in steps), default=0)
-            last = {step.pid: step for step in steps if step.generation == newest}
-            complete = len(last) == size == max(step.size for step in last.values())
-            return sorted(last.values(), key=lambda step: step.rank) if complete else None
+            world = self._files.newest_world()
+            return world if len(world) == size else None
 
-        return self.wait(lambda: found() if self.steps() else None, f"a world of {size}")
+        return self.wait(found, f"a world of {size}")
 
     def later(self, than: float, pids: set[int], count: int = 5) -> None:
         """Each of these processes does so many steps after this time."""

@@ -16,7 +16,7 @@ from elastic.driver.monitoring.explain.findings import What, findings
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.run_report import write_page
-from elastic.driver.monitoring.explain.sentences import HEADINGS, sections
+from elastic.driver.monitoring.explain.sentences import HEADINGS, parts_meant, sections
 from elastic.driver.monitoring.time_spent import summary
 from elastic.driver.processes.console import shown
 
@@ -25,7 +25,10 @@ Says what happened in a job: who was lost and why, what the others did, what it 
 JOURNAL is the file of --journal; the job may run, have ended, or have been killed."""
 
 
-_NAMES = "h:2#1 is the first process in slot 2 of host h, commit 3.25 the 25th of generation 3"
+_NAMES = (
+    "h:2#1 is the first process in slot 2 of host h; each new world is a generation, and commit 3.25 the 25th"
+    " of generation 3, which began with 3.0"
+)
 
 
 @dataclass
@@ -82,6 +85,7 @@ def as_text(reading: JournalReading) -> list[str]:
         for finding, text in told:
             if finding.what is What.TIME:
                 lines += [f"  {line}" for line in summary(reading.story.spent, zeros=False)]
+                lines += [f"    {meant}" for meant in [parts_meant(finding.facts)] if meant]
                 continue
             head, *more = text.splitlines() or [""]
             lines.append(f"{'  ' if HEADINGS[name] else ''}{head}")

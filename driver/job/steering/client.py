@@ -50,19 +50,23 @@ class JobAddress:
 
 
 def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
-    """One that runs on this machine: by its name, its driver's process, or its journal; without any, the only one.
+    """One that runs on this machine: by its name, or else its journal or its driver's process; without any, the only
+    one.
 
     Raises Invalid with those that there are.
     """
-    found = records(environ)
+    there = found = records(environ)
     which, whose, path, hint = "job of this user", "", "", ""
-    if journal is not None or (wanted and os.path.isfile(wanted)):
+    called = [] if journal is not None else [each for each in there if each.name == wanted]
+    if called:
+        found = called
+    elif journal is not None or (wanted and os.path.isfile(wanted)):
         path = os.path.abspath(journal or wanted)
-        found = [record for record in found if record.journal == path]
+        found = [record for record in there if record.journal == path]
         which, whose = f"job of this user whose journal is {path}", path
         hint = f" (if it has ended, elasticrun explain {path} says how)"
     elif wanted:
-        found = [each for each in found if wanted in (each.name, str(each.pid))]
+        found = [each for each in there if wanted == str(each.pid)]
         which = f"job {wanted!r} of this user"
         if wanted.isdecimal():
             whose, path = f"process {wanted}", f"/proc/{wanted}"
@@ -72,7 +76,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
                 f"{whose} belongs to user {other}, and a job answers only the user that"
                 f" started it: ask as {other}"
             )
-        raise Invalid(f"no {which} runs here{hint}; {_others(records(environ))}")
+        raise Invalid(f"no {which} runs here{hint}; {_others(there)}")
     if len(found) > 1:
         raise Invalid(f"{len(found)} jobs run here, so say which: {_listed(found)}")
     [record] = found

@@ -43,6 +43,7 @@ class Cause(enum.Enum):
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # it follows from another's loss
+    SPOILT = "spoilt"  # by the gradients of one whose memory was damaged
 
 
 # As it was raised, and where; a traceback that was said once is not said again.
@@ -60,6 +61,9 @@ RAISED = frozenset(
         Cause.LOST_PEER,
     }
 )
+FOLLOWS = frozenset(
+    {Cause.LOST_PEER, Cause.SPOILT}
+)  # from the loss of another, where that is known
 FENCES = {
     Why.FROZEN: Cause.FROZEN,
     Why.CUT_OFF: Cause.CUT_OFF,
@@ -77,7 +81,7 @@ FENCES = {
     Why.NOT_BACK: Cause.DISCONNECTED,
     Why.REJECTED: Cause.STATE_MISMATCH,
     Why.STRANDED: Cause.LOST_PEER,
-    Why.SPOILT: Cause.LOST_PEER,
+    Why.SPOILT: Cause.SPOILT,
 }
 
 

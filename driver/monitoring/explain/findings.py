@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
-from elastic.driver.monitoring.explain.causes import Cause, Death
+from elastic.driver.monitoring.explain.causes import FOLLOWS, Cause, Death
 from elastic.driver.monitoring.explain.story import Incident, StoreSilence, Story
 from elastic.driver.monitoring.time_spent import STRETCHES
 from elastic.driver.reasons import Reason, Why
@@ -93,6 +93,7 @@ class Advice(enum.Enum):
     MEND_START = "mend start"
     TEST_GPU = "test gpu"
     TEST_HOST = "test host"
+    TEST_HOSTS = "test hosts"
     LOOK_AT_STACKS = "look at stacks"
     WHO_FROZE_IT = "who froze it"
     LOOK_AT_NETWORK = "look at network"
@@ -132,6 +133,7 @@ ADVICE = {
     Cause.STUCK: Advice.LOOK_AT_STACKS,
     Cause.GPU_HANGS: Advice.TEST_GPU,
     Cause.DAMAGED: Advice.TEST_HOST,
+    Cause.SPOILT: Advice.TEST_HOSTS,
     Cause.TOO_SLOW: Advice.START_TIMEOUT,
     Cause.DISCONNECTED: Advice.LOOK_AT_NETWORK,
     Cause.HOST_LOST: Advice.LOOK_AT_HOST,
@@ -398,6 +400,7 @@ def _incident(incident: Incident, story: Story) -> JobFinding:
         "commit": str(incident.commit) if incident.commit else None,
         "newest": str(incident.newest) if incident.newest else None,
         "from_checkpoint": incident.from_checkpoint,
+        "spoilt": incident.spoilt,
         "ended": incident.ended,
         "ended_after_s": max(0.0, story.end_at - incident.at) if story.end else 0.0,
         "broke": one_line(incident.broke) if incident.broke else "",
@@ -427,14 +430,16 @@ def _losses(story: Story) -> Iterator[JobFinding]:
     lost_s = story.spent.total().lost
     failed = story.end is not None and story.end.code != 0
     if failed and story.newest is not None:
-        known = str(story.newest) if story.newest.number else None
-        yield JobFinding(What.LOST_ALL, {"commit": known, "checkpoints": story.checkpoints})
+        facts: dict[str, Any] = {"commit": str(story.newest), "checkpoints": story.checkpoints}
+        yield JobFinding(What.LOST_ALL, facts)
     if behind:
         worst = behind[-1]
-        facts: dict[str, Any] = {
+        facts = {
             "times": len(behind),
             "newest": str(worst.newest),
             "commit": str(worst.commit),
+            "from_checkpoint": worst.from_checkpoint,
+            "spoilt": worst.spoilt,
         }
         yield JobFinding(What.LOST_COMMITS, facts)
     if lost_s > 0.005:
@@ -507,9 +512,10 @@ def _advices(
         yield Advice.CHECKPOINTS, {}
     if end is None and not source.runs and story.store_away is None:
         yield Advice.RESUME, {}
+    yield from (_against(each) for each in story.losses() if each.cause is Cause.DAMAGED)
     counted = Counter((each.cause, each.what) for each in story.losses() if each is not cause)
     for (kind, _), count in counted.most_common(3):
-        if count >= REPEATS and kind is not Cause.LOST_PEER:
+        if count >= REPEATS and kind not in FOLLOWS:
             alike = next(each for each in story.losses() if each.cause is kind)
             yield _against(alike)
     yield from _about_time(story, failed)

@@ -19,7 +19,13 @@ from typing import Any
 
 from elastic.driver.monitoring.explain.findings import JobFinding, What, time_facts
 from elastic.driver.monitoring.explain.reported_series import STEP, ReportedSeries
-from elastic.driver.monitoring.explain.sentences import GOODPUT, HEADINGS, duration, sections
+from elastic.driver.monitoring.explain.sentences import (
+    GOODPUT,
+    HEADINGS,
+    duration,
+    parts_meant,
+    sections,
+)
 from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
 from elastic.driver.monitoring.time_spent import WORDS
@@ -226,7 +232,7 @@ def _cost(job: PageJob, told: Told) -> Iterable[str]:
     yield from _bar(f"The job, {duration(facts['job_s'])}", facts["job"], words)
     yield from _bar(f"All workers, {duration(facts['workers_s'])}", facts["workers"], {})
     if facts["goodput"] is not None:
-        yield f'<p class="faint">Goodput {facts["goodput"]:.3f}: {GOODPUT}.</p>'
+        yield f'<p class="faint">Goodput {facts["goodput"]:.3f}: {GOODPUT}. {escape(parts_meant(facts))}</p>'
     yield "</section>"
 
 

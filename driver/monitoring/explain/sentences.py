@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.findings import Advice, JobFinding, What
-from elastic.driver.monitoring.time_spent import WORDS
+from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
 from elastic.driver.reasons import Why, counted
 
 Facts = Mapping[str, Any]
@@ -130,7 +130,7 @@ def _death(facts: Facts) -> str:
         case Cause.NOT_STARTED:
             return f"{who} could not be started: {what}"
         case Cause.FROZEN:
-            return f"{who} was frozen: {facts.get('how', what)}; it answered nothing, so this job killed it"
+            return f"{who} was frozen: {facts.get('how', what)}; it answered nothing, so this job killed it (SIGKILL)"
         case Cause.CUT_OFF:
             return f"{who} was cut off: its host answered nothing any more"
         case Cause.STUCK:
@@ -151,6 +151,11 @@ def _death(facts: Facts) -> str:
             return f"host {facts['host']} was lost, and {who} with it: {what}"
         case Cause.LOST_PEER:
             return f"{who} lost its peers and could not go on: {what}"
+        case Cause.SPOILT:
+            return (
+                "damaged memory of a worker, nobody knows whose, has made gradients infinite or NaN, and spoilt the"
+                f" replicas of all by commit {facts.get('commit', '')}"
+            )
 
 
 def _capital(text: str) -> str:
@@ -248,7 +253,7 @@ def _then(facts: Facts) -> str:
 
 def _repeated(facts: Facts) -> str:
     same = f", each of them as rank {facts['rank']}" if facts.get("rank") is not None else ""
-    return f"{facts['times']} workers were lost in this way{same}."
+    return f"{facts['times']} workers were lost in this way in the whole job{same}."
 
 
 def _trace(facts: Facts) -> str:
@@ -280,17 +285,20 @@ def _incident(facts: Facts) -> str:
 
 
 def _others(facts: Facts) -> str:
-    others = facts.get("others") or []
+    others = [each for each in facts.get("others") or [] if each["cause"] != Cause.SPOILT.value]
+    first, spoilt = facts.get("first") or {}, ""
+    if facts["spoilt"] and first.get("cause") == Cause.DAMAGED.value:
+        spoilt = " Its gradients had spoilt the replicas of all others too."
     if not others:
-        return ""
+        return spoilt
     count = len(others) + facts["more"]
     alike = {each["cause"] for each in others} == {facts["first"]["cause"]}
     if alike:
         names = ", ".join(each["who"].removeprefix("worker ") for each in others)
-        return f" The same happened to {names}{' and others' if facts['more'] else ''}."
+        return f"{spoilt} The same happened to {names}{' and others' if facts['more'] else ''}."
     told = "; ".join(_death(each) for each in others[:3])
     more = f"; and {count - 3} more" if count > 3 else ""
-    return f" Then {told}{more}."
+    return f"{spoilt} Then {told}{more}."
 
 
 def _after(facts: Facts) -> str:
@@ -302,15 +310,25 @@ def _after(facts: Facts) -> str:
         size = facts["size_after"]
         if size is None:
             return "" if facts["broke"] or not facts["size"] else "Nobody else was disturbed."
-        return f"{counted(size, 'worker')} formed a new world."
+        begun = ", begun anew from a checkpoint" if facts["from_checkpoint"] else ""
+        return f"{counted(size, 'worker')} formed a new world{begun}."
     held = f" from commit {facts['commit']}" if facts["commit"] else ""
     if facts["from_checkpoint"]:
-        held = " from a checkpoint: nobody held a commit in memory any more"
+        why = (
+            "commits in memory were spoilt"
+            if facts["spoilt"]
+            else "nobody held a commit in memory any more"
+        )
+        held = f" from {_checkpoint(facts)}, as {why}"
     size = facts["size_after"]
     who = counted(size, "worker") if size else "The others"
     copied = facts["copied_bytes"] / 1e6
     much = f", {copied:.1f} MB copied to newcomers" if copied >= 0.1 else ""
     return f"{who} trained on {milliseconds(facts['recovered_ms'])} later{held}{much}."
+
+
+def _checkpoint(facts: Facts) -> str:
+    return f"the checkpoint of commit {facts['commit']}" if facts["commit"] else "a checkpoint"
 
 
 def _request(facts: Facts) -> str:
@@ -362,22 +380,28 @@ def _lost_steps(facts: Facts) -> str:
 
 def _lost_commits(facts: Facts) -> str:
     times = "Once" if facts["times"] == 1 else f"{facts['times']} times"
+    if facts["spoilt"]:
+        why = "damaged memory of a worker had spoilt the newer ones"
+    elif facts["from_checkpoint"]:
+        why = "that of the newest checkpoint, as nobody held a newer one any more"
+    else:
+        why = "who held the newer one was lost"
     return (
         f"{times} training went on from an older commit than the newest ({facts['commit']} and not {facts['newest']}):"
-        " who held the newer one was lost."
+        f" {why}."
     )
 
 
 def _lost_all(facts: Facts) -> str:
+    upto = f"up to commit {facts['commit']},"
     if facts["checkpoints"]:
         return (
-            f"Commits up to {facts['commit']} were in the memory of the workers; the newest of"
+            f"What was trained {upto} was in the memory of the workers; the newest of"
             f" {counted(facts['checkpoints'], 'checkpoint')} can be gone on from."
         )
-    upto = f"All commits, up to {facts['commit']}" if facts["commit"] else "All that was trained"
     return (
-        f"{upto}: commits were in the memory of the workers, which have ended. Files that the script wrote itself are"
-        " still there."
+        f"All that was trained, {upto} was in the memory of the workers, which have ended. Files that the script wrote"
+        " itself are still there."
     )
 
 
@@ -401,6 +425,21 @@ def _time(facts: Facts) -> str:
     )
 
 
+_MEANT = {
+    "storage": "reading a checkpoint, or waiting for one",
+    "recovering": "from the end of a world until the next one trains",
+    "joining": "from its start until it trains, and while others join or leave",
+    "lost": "was to be trained again",
+    "idle": "after its training, until its exit",
+}
+
+
+def parts_meant(facts: Facts) -> str:
+    """What those parts of the workers' time are that are not plain, and that somebody had; empty: none."""
+    had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
+    return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
+
+
 def _lines_left_out(facts: Facts) -> str:
     told = []
     if facts["count"]:
@@ -411,6 +450,9 @@ def _lines_left_out(facts: Facts) -> str:
 
 
 # ---- what to change -------------------------------------------------------------------------------------------------
+
+
+_GOES_ON = "from what its workers hold if they still train, and else from the newest checkpoint, if it makes any"
 
 
 def _advice(facts: Facts) -> str:
@@ -428,7 +470,10 @@ def _advice(facts: Facts) -> str:
                 " fragmentation."
             )
         case Advice.FREE_DISK:
-            return f"Make room on {host} on the disk of the file that the traceback names, or write elsewhere."
+            return (
+                f"Make room on {host} on the disk that the script writes to in the traceback's last line of its own, or"
+                " write elsewhere."
+            )
         case Advice.SAME_CALLS:
             return (
                 "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes. A rank that"
@@ -457,6 +502,8 @@ def _advice(facts: Facts) -> str:
             return (
                 f"Have the memory and the processor of {host} tested, and leave it out until then."
             )
+        case Advice.TEST_HOSTS:
+            return "Have the memory and the processors of all hosts tested: whose bits have changed could not be told."
         case Advice.LOOK_AT_STACKS:
             return (
                 f"Look at the stacks of {who} in the log: they were written before it was killed. If the pause is"
@@ -511,13 +558,13 @@ def _advice(facts: Facts) -> str:
             return "--standbys 1 keeps a worker ready to take the place of a lost one at once."
         case Advice.ETCD:
             return (
-                f"Bring etcd at {facts['store']} back, and run several members of it: the same command with --resume"
-                " goes on with the job."
+                f"Bring etcd at {facts['store']} back, and run several members of it. The same command with --resume"
+                f" then goes on with the job, {_GOES_ON}."
             )
         case Advice.REPORT_BUG:
             return "Please report the bug, with this journal."
         case Advice.RESUME:
-            return "The same command goes on with the job if it had --resume; its workers may still train."
+            return f"The same command goes on with the job if it had --resume, {_GOES_ON}."
         case Advice.LOOK_AT_EXIT:
             return f"Look at what {who} wrote last: the script, or a library, ended it without an exception."
 

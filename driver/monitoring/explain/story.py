@@ -38,7 +38,14 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerSpent,
 )
-from elastic.driver.monitoring.explain.causes import Cause, Death, of_exit, of_fence, of_raised
+from elastic.driver.monitoring.explain.causes import (
+    FOLLOWS,
+    Cause,
+    Death,
+    of_exit,
+    of_fence,
+    of_raised,
+)
 from elastic.driver.monitoring.explain.reported_series import Series
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, Why
@@ -69,9 +76,14 @@ class Incident:
     ended: bool = False  # the job ended in it
 
     @property
+    def spoilt(self) -> bool:
+        """Damaged memory of one worker had made the commits of all worthless."""
+        return self.broke is not None and self.broke.kind is Why.SPOILT
+
+    @property
     def first(self) -> Death | None:
         """Who was lost first, and not because of another."""
-        own = [death for death in self.deaths if death.cause is not Cause.LOST_PEER]
+        own = [death for death in self.deaths if death.cause not in FOLLOWS]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
 
 
@@ -122,6 +134,7 @@ class Story:
         self.members: dict[Worker, int] = {}  # of the present world: their ranks
         self.generation = 0
         self.newest: Commit | None = None
+        self.durable: Commit | None = None  # that of the newest checkpoint
         self.commits = Series(0)  # how many were made, as far as it is told
         self._ranks: dict[Worker, int] = {}  # the last that each had
         self._connected: set[Worker] = set()
@@ -227,8 +240,9 @@ class Story:
                         self._lost(Death(worker, now, Cause.SIGNAL, rank, trace=""), now)
             case StopRequested(reason):
                 self.stop = reason
-            case CheckpointMade():
+            case CheckpointMade(commit):
                 self.checkpoints += 1
+                self.durable = commit
             case DriverRestarted():
                 self.drivers += 1
             case _:
@@ -303,8 +317,8 @@ class Story:
             self.trained_at = now
         if self._open is not None:
             self._open.size_after = len(world.members)
-            self._open.commit = world.commit
             self._open.from_checkpoint = not world.holders and self._open.newest is not None
+            self._open.commit = self.durable if self._open.from_checkpoint else world.commit
         self._dead &= self._connected  # the others have long gone
 
     def _knows(self, commit: Commit | None) -> None:

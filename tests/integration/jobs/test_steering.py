@@ -19,7 +19,8 @@ from harness.etcd import one_etcd
 from harness.history import RETURN, TRAINING, History, sizes
 from harness.job import Job, elasticrun
 
-# From the last newcomer that is ready, or from the request, to the new world: a tenth of it on an idle machine.
+# From the last newcomer that is ready, or from the request, to the new world. How soon it is on an idle machine,
+# benchmarks/steering.py says.
 WITHIN_S = 10.0
 UNTIL_TOLD = {"ELASTIC_DIGESTS": "1", "ENDS": "end", "PACE": "0.01"}
 

@@ -319,6 +319,21 @@ def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
     assert records(environ) == []
 
 
+def test_a_name_that_is_also_a_process_or_a_file_means_the_job_of_that_name(tmp_path, monkeypatch):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    monkeypatch.chdir(tmp_path)
+    Path("bert").touch()
+    left = [
+        LeftRecord(environ, record("job", 1)),
+        LeftRecord(environ, record(str(os.getpid()), 2)),
+        LeftRecord(environ, record("bert", 3)),
+    ]
+    assert find_job(str(os.getpid()), environ).address == "127.0.0.1:2"
+    assert find_job("bert", environ).address == "127.0.0.1:3"
+    for each in left:
+        each.close()
+
+
 def test_what_a_killed_driver_has_left_is_removed(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     left = LeftRecord(environ, record("bert", 1))

@@ -74,7 +74,7 @@ def test_its_first_three_lines_name_the_cause(name, tmp_path):
 
 
 def test_who_was_lost_as_the_same_rank_each_time_is_told(tmp_path):
-    assert "4 workers were lost in this way, each of them as rank 1." in as_text(
+    assert "4 workers were lost in this way in the whole job, each of them as rank 1." in as_text(
         job("stuck", tmp_path)
     )
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import dataclasses
 import gzip
 
+import msgspec
 import pytest
 
 from elastic.driver.events import (
     AnswerRequest,
     BreakWorld,
+    CheckpointMade,
     EndJob,
     Event,
     HostLost,
     HostsChanged,
+    KillWorker,
     RemoveRequested,
+    ReplicasSpoilt,
     ReportRecovery,
     ScaleRequested,
     StopRequested,
     WorkerConnected,
+    WorkerDiffers,
     WorkerExited,
     WorkerFrozen,
+    WorkerPaced,
     WorkerRaised,
     WorkerReady,
     WorkerSpent,
@@ -46,6 +52,7 @@ from unit.driver.monitoring.explain.test_explain import JOURNALS
 from unit.driver.monitoring.explain.test_page import SETTINGS, STORE, first_start, world
 
 A, B, C = (Worker("h", slot) for slot in range(3))
+A2, B2 = (Worker("h", slot, 2) for slot in range(2))
 
 
 class Told:
@@ -85,6 +92,38 @@ def test_who_complains_of_a_lost_peer_is_not_to_blame():
     told.at(5.1, WorkerExited(B, -11), EndJob(1, because(Why.ENDED, who="x", exit="y")))
     [cause] = told.found(What.CAUSE)
     assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 of 3 (h:1#1)")
+
+
+def test_damaged_memory_that_spoils_all_replicas_is_told_once_and_the_checkpoint_that_training_went_on_from():
+    told = Told()
+    told.at(3.0, CheckpointMade(Commit(2, 5)))
+    told.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
+    damaged = because(Why.DAMAGED, parts="model", commit="2.9", equal=2)
+    spoilt = because(Why.SPOILT, commit="2.9")
+    told.at(5.0, WorkerDiffers(C, 2, Commit(2, 9), ["model"], 2), KillWorker(C, damaged))
+    others = [KillWorker(A, spoilt), KillWorker(B, spoilt), BreakWorld(2, [], spoilt)]
+    told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), *others)
+    begun = WorkerReady(A2, 0, None, STORE)
+    told.at(6.0, begun, msgspec.structs.replace(world(3, A2, B2), holders=0))
+    told.at(6.1, begun, ReportRecovery(3, "recovery", spoilt, 2, 1100.0, {}, 0))
+    [incident] = told.found(What.INCIDENT)
+    text = sentence(incident)
+    assert "Rank 2 of 3 (h:2#1) held wrong numbers" in text
+    assert "Its gradients had spoilt the replicas of all others too." in text
+    assert "2 workers trained on 1.1 s later from the checkpoint of commit 2.5, as commits" in text
+    [lost] = told.found(What.LOST_COMMITS)
+    assert "2.5 and not 2.9): damaged memory of a worker had spoilt the newer" in sentence(lost)
+    assert Advice.TEST_HOST.value in [each.facts["advice"] for each in told.found(What.ADVICE)]
+
+
+def test_where_nobody_knows_whose_memory_spoilt_all_the_hosts_are_to_be_tested():
+    told = Told()
+    spoilt = because(Why.SPOILT, commit="2.9")
+    told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), KillWorker(A, spoilt), KillWorker(B, spoilt))
+    told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), EndJob(1, because(Why.RESTARTS_SPENT, limit=1)))
+    [cause] = told.found(What.CAUSE)
+    assert "nobody knows whose, has made gradients infinite or NaN" in sentence(cause)
+    assert told.found(What.ADVICE)[0].facts["advice"] == Advice.TEST_HOSTS.value
 
 
 def test_an_error_in_the_code_after_training_fails_the_job():

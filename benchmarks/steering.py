@@ -1,0 +1,225 @@
+"""How soon is an operator's command in effect, and is a step lost? On one machine, with agents and etcd, on Ray.
+
+    python benchmarks/steering.py [--launchers machine etcd ray] [--json FILE]
+
+A job of four workers is told to have 8, then 3; one worker is removed; it is told to have 5, and a host of some of them
+is drained. Counted is the time until each member of the first world that is as told has made a step in it: from when
+the last newcomer was ready to train, or from the command, where nobody comes. Newcomers' imports are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import elastic
+import shown
+from disturbed import Disturbed
+from elastic.chaos.harness.step_lines import Step, StepFiles, committed_lost, repeated
+from elastic.driver.network.secret import make_secret_file
+from figures import Mark
+from harness.etcd import one_etcd
+from harness.ray_cluster import ray_nodes
+from harness.ray_stepping import Stepping
+
+WITHIN_S = 1.0  # the mark
+START_S, CHANGE_S = 90.0, 120.0  # deadlines; a newcomer imports torch beside others
+SETTLED = 5  # steps of each member, before the next command
+ONE_MACHINE, ETCD, RAY = "one machine", "agents and etcd", "Ray"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Of one command. ``newcomers``: in the world that it led to."""
+
+    launcher: str
+    command: str
+    size: int
+    newcomers: int
+    seconds: float
+
+
+class Steered:
+    """A job that trains, and what commands do to it."""
+
+    def __init__(self, launcher: str, folder: Path, job: elastic.Job) -> None:
+        self.launcher = launcher
+        self.files = StepFiles(folder)
+        self.job = job
+        self.effects: list[Effect] = []
+
+    def world(self, true: Callable[[list[Step]], bool], awaited: str) -> list[Step]:
+        """The last step of each member, once all of them have stepped and this is true of them."""
+        deadline = time.monotonic() + CHANGE_S
+        while time.monotonic() < deadline:
+            world = self.files.newest_world()
+            if world and true(world):
+                return world
+            time.sleep(0.02)
+        raise SystemExit(f"{self.launcher}: waited {CHANGE_S:g} s in vain for {awaited}")
+
+    def settled(self, size: int) -> list[Step]:
+        """A world of this size that has trained for a while."""
+        begun = self.world(lambda world: len(world) == size, f"{size} workers")
+        after = {step.pid: step.step + SETTLED for step in begun}
+        return self.world(
+            lambda world: all(step.step >= after.get(step.pid, 0) for step in world), "more steps"
+        )
+
+    def hosts(self) -> dict[int, str]:
+        """Of the workers, by process."""
+        rows = self.job.status()["rows"]["workers"].values()
+        return {row["pid"]: row["host"] for row in rows if row["pid"]}
+
+    def told(
+        self, command: str, ask: Callable[[], str], true: Callable[[list[Step]], bool]
+    ) -> list[Step]:
+        """Measures until it is true of a world that is newer than the command."""
+        before = self.files.newest_world()[0].generation
+        asked_at = time.monotonic()
+        ask()
+        world = self.world(lambda now: now[0].generation > before and true(now), command)
+        steps = self.files.steps()
+        old = {step.pid for step in steps if step.generation <= before}
+        first: dict[int, float] = {}
+        for step in steps:
+            if step.generation == world[0].generation:
+                first.setdefault(step.pid, step.at)
+        new = first.keys() - old
+        ready = [float((self.files.folder / f"{pid}.ready").read_text()) for pid in new]
+        took = max(first.values()) - max([asked_at, *ready])
+        self.effects.append(Effect(self.launcher, command, len(world), len(new), took))
+        return world
+
+    def go_through(self) -> None:
+        job = self.job
+
+        def of(size: int) -> Callable[[list[Step]], bool]:
+            return lambda world: len(world) == size
+
+        self.settled(4)
+        self.told("scale 8", lambda: job.scale(8), of(8))
+        self.settled(8)
+        self.told("scale 3", lambda: job.scale(3), of(3))
+        last = self.settled(3)[-1].pid
+        self.told("remove 2", lambda: job.remove(2), lambda world: last not in pids(world))
+        self.told("scale 5", lambda: job.scale(5), of(5))
+        there = {pid: host for pid, host in self.hosts().items() if pid in pids(self.settled(5))}
+        counts = [*there.values()]
+        host = min(counts, key=lambda name: (counts.count(name), name))
+        going = {pid for pid in there if there[pid] == host}
+        self.told("drain", lambda: job.drain(host), lambda world: pids(world).isdisjoint(going))
+
+
+def pids(world: list[Step]) -> set[int]:
+    return {step.pid for step in world}
+
+
+# ---- under each launcher -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_machine(folder: Path) -> Iterator[Steered]:
+    hosts = ["-H", "localhost:4,127.0.0.2:4"]
+    with Disturbed(4, "--max-np", "4", *hosts) as job:
+        job.wait("four workers", lambda: job.full(SETTLED), START_S)
+        yield Steered(ONE_MACHINE, job.directory, elastic.Job())
+
+
+@contextlib.contextmanager
+def agents_and_etcd(folder: Path) -> Iterator[Steered]:
+    """Two agents; commands find the job through etcd."""
+    secret = folder / "secret"
+    make_secret_file(str(secret))
+    with contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(one_etcd(folder / "etcd")).access.endpoints[0]
+        common = ["--etcd", etcd, "--job", "steered", "--secret-file", str(secret)]
+        for host in ("a", "b"):
+            stack.enter_context(agent(folder, [*common, "--host", host, "--slots", "4"]))
+        job = stack.enter_context(Disturbed(4, "--max-np", "4", *common))
+        job.wait("four workers", lambda: job.full(SETTLED), START_S)
+        found = elastic.Job("steered", etcd=etcd, secret_file=str(secret))
+        yield Steered(ETCD, job.directory, found)
+
+
+@contextlib.contextmanager
+def agent(folder: Path, flags: list[str]) -> Iterator[None]:
+    words = [sys.executable, "-m", "elastic.driver.commandline.cli", "agent", *flags]
+    with open(folder / "agents.log", "ab") as log:
+        running = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder)
+    try:
+        yield
+    finally:
+        running.terminate()
+        running.wait(20)
+
+
+@contextlib.contextmanager
+def on_ray(folder: Path) -> Iterator[Steered]:
+    """Three nodes, and room for twice the workers."""
+    nodes = [{"num_cpus": 4}] * 3
+    job_folder = folder / "job"
+    job_folder.mkdir()
+    with ray_nodes(folder, nodes, env={"XDG_RUNTIME_DIR": str(folder)}) as cluster:
+        training = Stepping.elastic(cluster, job_folder, 4, 4)
+        try:
+            training.world(4)
+            yield Steered(RAY, job_folder, elastic.Job())
+            training.finish()
+        finally:
+            training.job.end()
+
+
+LAUNCHERS = {"machine": one_machine, "etcd": agents_and_etcd, "ray": on_ray}
+
+
+def main() -> None:
+    parser = shown.options_of(__doc__)
+    parser.add_argument(
+        "--launchers", nargs="+", choices=LAUNCHERS, default=[*LAUNCHERS], metavar="LAUNCHER"
+    )
+    options = parser.parse_args()
+    console = shown.console()
+    effects: list[Effect] = []
+    lost = 0
+    for name in options.launchers:
+        with tempfile.TemporaryDirectory(prefix="steering-") as folder:
+            os.environ["XDG_RUNTIME_DIR"] = folder  # no other job is found there
+            with LAUNCHERS[name](Path(folder)) as steered:
+                steered.go_through()
+                launcher = steered.launcher
+            steps = steered.files.steps()
+        again, gone = repeated(steps), committed_lost(steps)
+        lost += again + gone
+        table = shown.table(
+            f"{launcher}: {again} steps made again, {gone} commits lost",
+            "",
+            "workers",
+            "newcomers",
+            "in effect after ms",
+        )
+        for each in steered.effects:
+            table.add_row(
+                each.command, str(each.size), str(each.newcomers), f"{each.seconds * 1e3:.0f}"
+            )
+        console.print(table)
+        effects += steered.effects
+    marks = [
+        Mark("in effect after s, the slowest", WITHIN_S, max(each.seconds for each in effects)),
+        Mark("steps made again and commits lost", 0, lost),
+    ]
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"effects": [asdict(each) for each in effects]}, marks)
+
+
+if __name__ == "__main__":
+    main()
