@@ -7,7 +7,8 @@ In all starters ``pick`` makes the result of what was computed, and ``soon`` say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,18 @@ Members = tuple[int, ...] | None
 
 _CPU = torch.device("cpu")
 _handles = Handles()
+_callers: Members = None
+
+
+@contextlib.contextmanager
+def among(callers: Members) -> Iterator[None]:
+    """Until then those that are for all ranks of the world are for these, who run the same code: the others don't."""
+    global _callers
+    _callers = callers
+    try:
+        yield
+    finally:
+        _callers = None
 
 
 def _need_tensors(kind: str, tensors: Sequence[object]) -> None:
@@ -119,6 +132,10 @@ def start_broadcast(
         raise ValueError(f"root_rank is {root_rank!r}; give a rank between 0 and {size - 1}")
     if members is not None and root_rank not in members:
         raise ValueError(f"root_rank {root_rank} is not in the process set {list(members)}")
+    if members is None and _callers is not None and len(_callers) > 1 and root_rank not in _callers:
+        raise ValueError(
+            f"root_rank {root_rank} has just joined, and calls no reset callbacks: only {list(_callers)} do"
+        )
 
     return _submit(
         BROADCAST, name, [tensor], None, members, soon, in_place=in_place, root=root_rank
@@ -198,6 +215,8 @@ def _submit(
         devices = sorted({str(tensor.device) for tensor in tensors})
         raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
     rt = context.current()
+    if members is None and kind not in (AGREE, JOIN):
+        members = _callers
     pending = Pending(
         kind,
         "" if name is None else name if kind == JOIN else f"{kind}.{name}",
@@ -293,6 +312,7 @@ def group_size(device: torch.device, members: Members = None) -> int:
     rt = context.current()
     if rt.provisional:
         return 1
+    members = _callers if members is None else members
     return rt.place.size if members is None else len(members)
 
 

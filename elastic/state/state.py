@@ -19,6 +19,7 @@ from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
+from elastic.negotiation import submission
 from elastic.runtime import lifecycle
 from elastic.state import exchange
 from elastic.state.exchange import GroupOn
@@ -118,8 +119,9 @@ class State:
         """The world has changed: forgets old news, resets, calls the callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
-        for callback in self._reset_callbacks:
-            callback()
+        with submission.among(_callers()):
+            for callback in self._reset_callbacks:
+                callback()
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
         """News of the hosts, from any thread; the next check looks at it."""
@@ -381,3 +383,15 @@ def _is_ours(method: Callable[..., Any]) -> bool:
 def _rank() -> int:
     found = lifecycle.position()
     return 0 if found is None else found[0].rank
+
+
+def _callers() -> tuple[int, ...] | None:
+    """Among whom collectives of reset callbacks are, None for all: whoever has just joined runs none, and waits for the
+    state. So do those that hold an older commit, whom the others don't tell from these: each is by itself.
+    """
+    rt = lifecycle.active()
+    world = None if rt is None else rt.world
+    if world is None or world.holders == world.place.size:
+        return None
+    rank, holders = world.place.rank, max(1, world.holders)
+    return tuple(range(holders)) if rank < holders else (rank,)

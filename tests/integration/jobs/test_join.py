@@ -101,6 +101,21 @@ def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimiz
     assert [enter["step"] for enter in joined][:2] == [6, 6]
 
 
+def test_collectives_of_reset_callbacks_are_among_those_who_call_them(job):
+    """As in Horovod's example for Keras, which trains a step in one. A newcomer calls none, and awaits the state."""
+    training = started(
+        job,
+        3,
+        RETURN,
+        DIE=JOINERS,
+        WAIT="start=any,place=reset,file=history,then=collective",
+        HOLD="5:size=3",
+    )
+    training.succeed()
+    History(training).check()
+    assert sizes(training)[-2:] == [2, 3]
+
+
 def test_a_newcomer_is_ready_in_the_middle_of_a_recovery(job):
     """Defect K: survivors and a newcomer in one new world agree on who is sent the state."""
     training = started(
