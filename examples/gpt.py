@@ -55,7 +55,7 @@ def learning_rate(step: int) -> float:
 
 def record(**values: Any) -> None:
     """For the report of the run, and for a file. ``at``: on the clock of the driver's journal."""
-    elastic.report(values)
+    elastic.report({**values, "steps": args.steps})
     with (args.out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"at": time.monotonic(), **values}) + "\n")
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from elastic.driver.monitoring.dashboard.page_state import PageState
 from elastic.driver.reasons import counted
 
+PACE_S = 60.0
+
 
 def one_line(state: PageState) -> str:
-    """``bert: 4 workers, generation 5 | step 960, 15.9 commits/s, loss 0.02 | recovered in 24 ms: lost h:1#1``."""
+    """``bert: 4 workers, generation 5 | step 960 of 2000, 15.9 commits/s, 2 min left, loss 0.02 | recovered in 24 ms:
+    lost h:1#1``. Of how many steps, a script says by reporting ``steps``.
+    """
     job, reported = state.values["job"], state.tables["reported"]
     if not job["generation"]:
         return f"{job['name']}: {job['phase']}"
@@ -15,16 +22,20 @@ def one_line(state: PageState) -> str:
     phase = "" if job["phase"] == "training" else f" ({job['phase']})"
     parts = [f"{job['name']}: {size}, generation {job['generation']}{phase}"]
     far = []
-    step, commit = reported.get("step"), state.values["commit"]
-    if step is not None and step["value"] is not None:
-        far.append(f"step {step['value']:.0f}")
+    step, steps = (_value(reported, name) for name in ("step", "steps"))
+    commit = state.values["commit"]
+    if step is not None:
+        far.append(f"step {step:.0f}" + (f" of {steps:.0f}" if steps is not None else ""))
     elif commit is not None:
         far.append(counted(commit["total"], "commit"))
     if state.series["speed"]:
         far.append(f"{state.series['speed'][-1][1]:g} commits/s")
-    loss = reported.get("loss")
-    if loss is not None and loss["value"] is not None:
-        far.append(f"loss {loss['value']:.4g}")
+    left_s = None if steps is None else _left_s(state, steps)
+    if left_s is not None:
+        far.append(f"{_roughly(left_s)} left")
+    loss = _value(reported, "loss")
+    if loss is not None:
+        far.append(f"loss {loss:.4g}")
     if far:
         parts.append(", ".join(far))
     if state.series["recoveries"]:
@@ -33,3 +44,25 @@ def one_line(state: PageState) -> str:
         if last["kind"] != "start":
             parts.append(f"{verb} in {last['total_ms']:.0f} ms: {last['why']}")
     return " | ".join(parts)
+
+
+def _value(reported: Mapping[str, Any], name: str) -> float | None:
+    row = reported.get(name)
+    value: float | None = None if row is None else row["value"]
+    return value
+
+
+def _left_s(state: PageState, steps: float) -> float | None:
+    """At the pace of the last minute; None: it is not known yet."""
+    told = [(at, value) for at, name, value in state.series["metrics"] if name == "step"]
+    recent = [each for each in told if each[0] >= told[-1][0] - PACE_S]
+    if len(recent) < 2:
+        return None
+    (began, first), (now, last) = recent[0], recent[-1]
+    return max(0.0, steps - last) * (now - began) / (last - first) if last > first else None
+
+
+def _roughly(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

@@ -14,6 +14,7 @@ NAMES = 12
 POINTS = 2000
 TEXT = 4000  # characters of one
 STEP = "step"  # by this name a script says which step it has come to
+STEPS = "steps"  # and of how many: that is no curve
 
 
 class Series:
@@ -54,6 +55,8 @@ class ReportedSeries:
     def report(self, rank: int, metrics: Mapping[str, Any], at: float) -> None:
         """One report; ``at`` in seconds since 1970."""
         for name, value in metrics.items():
+            if name == STEPS:
+                continue
             if isinstance(value, str):
                 if name in self.texts or len(self.texts) < NAMES:
                     self.texts[name] = value[:TEXT]

@@ -36,3 +36,16 @@ def test_it_grows_with_what_is_known():
     assert one_line(page.state) == (
         "bert: 1 worker, generation 3 | step 960, 10 commits/s, loss 0.1235 | recovered in 83 ms: lost h:1#1"
     )
+
+
+def test_how_long_it_takes_yet_is_told_where_the_script_says_of_how_many_steps():
+    page = PageModel(name="bert", command=[], least=1, most=2)
+    world = PublishWorld(3, [Member(A, PLACE)], Address("h", 1), 0, None, in_words("x"))
+    page.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, in_words("x")), world], 10.0)
+    page.report(0, {"step": 100, "steps": 2000}, 11.0)
+    assert one_line(page.state).endswith("| step 100 of 2000")
+    page.report(0, {"step": 300, "steps": 2000}, 31.0)
+    assert one_line(page.state).endswith("| step 300 of 2000, 3 min left")
+    page.report(0, {"step": 2000, "steps": 2000}, 100.0)
+    page.report(0, {"step": 50, "steps": 2000}, 110.0)  # it went back
+    assert one_line(page.state).endswith("| step 50 of 2000")
