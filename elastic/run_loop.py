@@ -15,12 +15,14 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import torch
 
 from elastic import failpoints
+from elastic.api.broadcasting import allgather_object
 from elastic.checkpoints import durable
 from elastic.errors import (
     CollectiveFailed,
@@ -49,11 +51,19 @@ from elastic.state.state import State, has_custom_sync
 from elastic.torch_backend import following_group
 
 Value = TypeVar("Value")
+AGAIN = (
+    "this script has trained before, and only a job's first training is elastic: in this one a lost worker ends the"
+    " job, nobody joins, and --checkpoint-dir keeps nothing; put all training into one function under elastic.run, or"
+    " start a job for each"
+)
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
     """Decorates a training function whose first argument is a State; returns what the function
     returns.
+
+    A script may train again, by another such function or another fit() of a trainer, once the first has returned on
+    all workers; that training is not elastic any more, and a line says so.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure)
     or the present one (after a planned change). Raises StateMismatch if this worker's state can't
@@ -84,6 +94,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
                 f" {type(state).__name__}; pass TorchState(model=..., optimizer=...)"
             )
         rt = lifecycle.current()
+        if rt.training.over:
+            return _train_again(rt, func, state, args, kwargs)
         rt.training.enter()
         if failpoints.in_use():
             bit_flips.offer(state)
@@ -158,6 +170,31 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             state.on_reset()
 
 
+def _train_again(
+    rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwargs: Any
+) -> Value:
+    """A second training of one job, and each that follows: in the last world, which nobody can leave or join."""
+    if rt.elastic and rt.place.rank == 0:
+        print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
+    assert rt.world is not None
+    try:
+        _same_layout(allgather_object(state.layout(), name="elastic.layout"))
+        state.reset()
+        _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
+        return unwrapped(rt.session, lambda: func(state, *args, **kwargs))
+    except PeerLost as lost:
+        raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None
+
+
+def _same_layout(layouts: Sequence[str]) -> None:
+    """Raises StateMismatch, with what rank 0 has and another rank lacks, or the other way round."""
+    lines = [set(layout.splitlines()) for layout in layouts]
+    for rank, others in enumerate(lines):
+        if others != lines[0]:
+            differs = "; ".join(sorted(others ^ lines[0])[:4])
+            raise StateMismatch(f"the states of rank 0 and rank {rank} differ: {differs}")
+
+
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
     """What user code returns. torch makes a RuntimeError of whatever a callback of its futures raises, as in a
     communication hook of DDP that reduces twice: where user code was told of a loss, that is raised in its place.
@@ -192,17 +229,21 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
         state.reset()
     else:
         state.on_reset()
-    copied = 0
     if world.holders == 0:
         durable.resume(rt, state)
-    if has_custom_sync(state):
-        state.sync()
-    else:
-        copied = _copy_state(rt, state, world)
+    copied = _bring(rt, state, world)
     memory_ahead.leave()
     rt.commits.adopt(copied)
     if copied:
         rt.commits.report_digest(state.digest(), 0)
+
+
+def _bring(rt: Runtime, state: State, world: World) -> int:
+    """All hold the same state now. Returns bytes copied, as far as they are known."""
+    if has_custom_sync(state):
+        state.sync()
+        return 0
+    return _copy_state(rt, state, world)
 
 
 def _copy_state(rt: Runtime, state: State, world: World) -> int:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 
-from elastic.errors import JobFailed, PeerLost
+from elastic.errors import PeerLost
 from elastic.monitoring import data_waits, timeline
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
@@ -26,14 +26,13 @@ class Training:
         self._entered = False
         self._trains_in: int | None = None  # the thread that is in elastic.run
 
+    @property
+    def over(self) -> bool:
+        """Whether the job's training has ended with success: nobody joins any more, and a loss is for good."""
+        return not self._session.alone and self._session.recovery.phase is Phase.FINISHED
+
     def enter(self) -> None:
-        """``elastic.run`` begins. Raises JobFailed if the job's training is over already."""
-        if not self._session.alone and self._session.recovery.phase is Phase.FINISHED:
-            raise JobFailed(
-                "every worker has returned from elastic.run, and with that the job ends: put all"
-                " training into one function under elastic.run; a second fit() or train() of a"
-                " trainer needs a job of its own"
-            )
+        """``elastic.run`` begins."""
         with self._session.lock:
             self._session.recovery.enter()
         self._session.account.begin("joining", time.monotonic())

@@ -121,6 +121,47 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_line(job: Any, tmp_pat
     training.wait_for(rf"said: allreduce: {line}$", 60)
 
 
+AGAIN = """
+import os, sys, torch, torch.distributed as dist, elastic
+dist.init_process_group()
+
+def train(number):
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are everybody's
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    @elastic.run
+    def go(state):
+        while state.step < 10:
+            model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+            state.step += 1
+            if sys.argv[1:] == [f"{number} {dist.get_rank()} {state.step}"]:
+                os._exit(9)
+            state.commit()
+        return sum(each.grad.sum().item() for each in model.parameters())
+    print("training", number, go(elastic.TorchState(model=model, step=0)), flush=True)
+
+train(1)
+train(2)
+"""
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("die", ["", pytest.param("2 1 5", marks=pytest.mark.nightly)])
+def test_a_script_trains_again_in_a_world_that_no_worker_leaves(job: Any, tmp_path: Path, die: str):
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    training = job("-np 2 --min-np 1", ["python", script, *filter(None, [die])])
+    if die:
+        assert training.wait(60) == 1
+        assert (
+            "has ended; this script has trained before, and only a job's first" in training.output
+        )
+    else:
+        training.succeed()
+    found = re.findall(r"training (\d) (.+)", training.output)
+    assert found.count(("1", "140.0")) == 2
+    assert found.count(("2", "140.0")) == (0 if die else 2)
+
+
 @pytest.mark.nightly
 def test_fully_sharded_layers_train_as_one_process_does(job: Any):
     found = job("-np 2", ["python", SCRIPTS / "fully_sharded.py"]).succeed(120)
