@@ -1,5 +1,5 @@
-"""What membership is told (events, past tense) and what it asks for (actions, imperative). Values
-only.
+"""What membership is told (events, past tense) and what it asks for (actions, imperative). Pure:
+values only.
 
 They are msgspec structs, so that the journal can write each as one JSON object and read it back.
 """

@@ -65,6 +65,11 @@ def read_ready(sentence: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+def out_of_memory(exit_reason: str) -> bool:
+    """Whether the kernel killed a worker for want of memory, where ``WorkerExited`` says that in words only."""
+    return ": out of memory" in exit_reason
+
+
 def renewed(action: bytes) -> bytes:
     """An action of a journal, as JSON, as this version would have written it."""
     if _REASON not in action and not (action.startswith(_REPORT) and b'"about":' not in action):

@@ -1,5 +1,5 @@
 """What can go wrong, in three kinds: an interruption, an error a user may see, a bug (an
-``assert``).
+``assert``). Pure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A script that only imports `elastic` sees ``PeerLost`` and ``WorldChanging``, which nobody catches by accident. A script
 that imports Horovod's names has ``except HorovodInternalError:`` in it, to log, to clean up or to retry: there the
-same two are raised as classes that are both. Importing this module changes nothing; the door calls `raise_as_horovod`.
+same two are raised as classes that are both. Pure. Importing this module changes nothing; the door calls
+`raise_as_horovod`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an `AgentPool` hears (events, past tense) and what it asks for (actions, imperative). Values only.
+"""What an `AgentPool` hears (events, past tense) and what it asks for (actions, imperative). Pure: values only.
 
 It hears `driver.events.HostsChanged` and ``TimePassed`` besides, and asks for ``Report`` where a line is for the log.
 """

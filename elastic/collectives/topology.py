@@ -1,5 +1,5 @@
-"""Decides how the ranks of a group on the CPU reach each other: shared memory, both, or Gloo. Deterministic: every rank
-has the same rows, and comes to the same plan. No clock, no network, no memory.
+"""Decides how the ranks of a group on the CPU reach each other: shared memory, both, or Gloo. Pure: no clock, no
+network, no memory. Every rank has the same rows, and comes to the same plan.
 
 A host is what processes can share memory in: one boot of one kernel, one namespace of process ids, so that a process
 is found by its id, and one network, so that what is cut off by its network is cut off altogether.

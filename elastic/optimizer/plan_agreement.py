@@ -1,4 +1,4 @@
-"""Decides on which group the gradients of one optimizer travel, and what a rank without gradients must know of them.
+"""Decides on which group the gradients of one optimizer travel, and what a rank without gradients must know. Pure.
 
 The ranks of a generation agree on each plan once (see `elastic.optimizer.gradients.gradient_reducer`), all in the same
 order, so the agreements can be numbered: every plan has a group of its own, and plans of two optimizers never wait for

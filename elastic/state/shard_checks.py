@@ -1,4 +1,4 @@
-"""What a state with shards has to have, so that a commit is all that a run needs to go on exactly. Pure."""
+"""What a state with shards has to have, so that a commit is all that a run needs to go on exactly."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ class Use(NamedTuple):
 class Facts(NamedTuple):
     """Of one file. Trees are not kept: they are half a gigabyte."""
 
+    docstring: str
     imported: list[tuple[str, int]]  # every module's full name, wherever it stands, and the line
     classes: list[tuple[str, int, int]]  # name, line, and how many methods each has of its own
     names: set[str]  # of variables that are read or written
@@ -42,9 +43,10 @@ def facts(file: Path) -> Facts:
 
 
 def facts_of(source: str) -> Facts:
-    found = Facts([], [], set(), set(), [], [])
+    tree = ast.parse(source)
+    found = Facts(ast.get_docstring(tree) or "", [], [], set(), set(), [], [])
     private = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=context):
                 found.names.add(name)

@@ -1,4 +1,4 @@
-"""The state of a job as lines for people. Pure; `monitoring.dashboard.page_state` has the format of a state."""
+"""A job's state as lines for people, in local time; `monitoring.dashboard.page_state` has the format of a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this driver reads of the pods and nodes of Kubernetes: values, made from the API's JSON.
+"""What this driver reads of the pods and nodes of Kubernetes: values, made from the API's JSON. Pure.
 
 Whatever is missing or of another kind than the API says counts as not there: no object of somebody else's can bring the
 driver down.

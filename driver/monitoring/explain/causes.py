@@ -13,6 +13,7 @@ import signal
 from dataclasses import dataclass, field
 
 from elastic import errors
+from elastic.driver import old_reasons
 from elastic.driver.events import WorkerExited, WorkerRaised
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Worker
@@ -210,7 +211,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
     worker, code, output = event.worker, event.code, event.output.rstrip()
     if not code:
         return None
-    if event.out_of_memory or (code == -signal.SIGKILL and _said_by_kernel(event.reason)):
+    if event.out_of_memory or (code == -signal.SIGKILL and old_reasons.out_of_memory(event.reason)):
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)
     if event.reason and not connected and code >= 0:
@@ -221,11 +222,6 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
         return Death(worker, at, cause, rank, code, summary, trace, connected)
     cause = Cause.SIGNAL if code < 0 else Cause.EXIT_CODE
     return Death(worker, at, cause, rank, code, event.reason, output, connected)
-
-
-def _said_by_kernel(reason: str) -> bool:
-    """In journals of versions that said it in words only."""
-    return ": out of memory" in reason
 
 
 def of_fence(worker: Worker, reason: Reason, at: float, rank: int | None) -> Death | None:

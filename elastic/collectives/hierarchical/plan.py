@@ -1,4 +1,4 @@
-"""Decides who carries what when a group has several hosts with several ranks each. No clock, no network, no torch.
+"""Decides who carries what when a group has several hosts with several ranks each. Pure.
 
 Two networks are joined here: the memory of a host, and the wire between hosts. Every rank has a seat: the number of its
 host, and its index on that host. What crosses the wire is carried by some of the seats:
