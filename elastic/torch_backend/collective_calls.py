@@ -17,6 +17,7 @@ from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
 _FUSED_BYTES = 1 << 20  # tensors that are smaller together travel as one
+_SMALL_BYTES = 64 << 10  # of all ranks together: then all are sent all, which takes fewer turns
 _LARGE_BYTES = (
     256 << 10
 )  # from here on a part travels alone: putting all in a row would cost more than a collective
@@ -57,6 +58,12 @@ def scatter(
     begun, length = Begun(), output.numel()
     if not length:
         return begun
+    if group.size * output.nbytes <= _SMALL_BYTES:
+        row = output.new_empty(group.size * length) if inputs is None else _joined(inputs)
+        mine = slice(group.rank * length, (group.rank + 1) * length)
+        begun.works.append(group.broadcast(row, root))
+        begun.then(lambda: output.detach().copy_(row[mine].view(output.shape)))
+        return begun
     place = _in_row(begun, output, read=False)
     if output.nbytes > _LARGE_BYTES:
         for rank in range(group.size):
@@ -85,6 +92,13 @@ def gather(
     if not length:
         return begun
     rows = _row(tensor)
+    if group.size * tensor.nbytes <= _SMALL_BYTES:
+        if outputs is None:
+            outputs = list(rows.new_empty((group.size, length)))
+        begun.works.append(
+            group.allgather([_in_row(begun, each, read=False) for each in outputs], rows)
+        )
+        return begun
     if tensor.nbytes > _LARGE_BYTES:
         for rank in range(group.size):
             if rank != root:
