@@ -12,6 +12,7 @@ import asyncio
 import difflib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
@@ -109,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Invalid as error:
         print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads what a command prints has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"{_called()}: the driver can't start: {error}", file=sys.stderr)
         return 1

@@ -11,8 +11,8 @@ import pytest
 from charts.rendering import Helm
 from charts.test_chart import MATRIX, OTHERS
 from cluster.api import PATHS
-from cluster.control_plane import ControlPlane, Node, cache
-from cluster.release import Release
+from cluster.control_plane import ControlPlane, Node, cache, eventually
+from cluster.release import SCRIPT, Release
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -113,12 +113,29 @@ def test_a_release_of_another_chart_is_not_ours_to_scale_or_remove(
     assert "has no job nobody; `helm list" in release.k8s_refuses("stop", "nobody")
 
 
-def test_a_job_that_would_be_lost_without_pods_is_not_scaled_to_none(
+def test_a_job_that_could_not_go_on_is_not_scaled_so_far_down(
     release: Release, nodes: list[Node]
 ) -> None:
-    release.install(1)
-    assert "would end without a pod; give 1 or more" in release.k8s_refuses("scale", "job", "0")
-    assert release.namespace.get("StatefulSet", "job-worker")["spec"]["replicas"] == 1
+    release.install(2, at_least=2)
+    assert "would end without a pod; give 2 or more" in release.k8s_refuses("scale", "job", "0")
+    assert "needs 2 worker pods to go on" in release.k8s_refuses("scale", "job", "1")
+    assert release.namespace.get("StatefulSet", "job-worker")["spec"]["replicas"] == 2
+
+
+def test_of_two_who_run_a_job_of_one_name_at_once_the_second_is_refused(
+    release: Release, nodes: list[Node]
+) -> None:
+    """It may find out when it looks, or when helm does: it leaves the other's job alone either way."""
+    both = [release.k8s_run("python", str(SCRIPT), "/steps") for _ in range(2)]
+    eventually(lambda: any(each.poll() is not None for each in both), "one is refused", 60.0)
+    [refused] = [each for each in both if each.poll() is not None]
+    [running] = [each for each in both if each is not refused]
+    _, errors = refused.communicate(timeout=60)
+    assert refused.returncode == 2 and "has a job job already; give another --name" in errors
+    release.until(2)
+    (release.folder / "stop").touch()
+    _, errors = running.communicate(timeout=110)
+    assert running.returncode == 0, errors
 
 
 @pytest.mark.timeout(600)

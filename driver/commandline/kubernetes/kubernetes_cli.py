@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from elastic.driver.commandline.arguments import Names, Parser, add_declared, flag, switch, whole
-from elastic.driver.commandline.kubernetes.kubernetes_release import ApiSilent, ChartRelease
+from elastic.driver.commandline.kubernetes.kubernetes_release import (
+    ApiSilent,
+    ChartRelease,
+    NameTaken,
+)
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -103,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
             raise Invalid(f"give a job, as in: elasticrun k8s {verb} [flags] {wanted}")
         release = ChartRelease(job_name(words[0]), options.namespace)
         if verb == "status":
-            print("\n".join(release.lines()))
+            print("\n".join(release.lines()), flush=True)
         elif verb == "logs":
             return release.follow(_write, _say)
         elif verb == "stop":
@@ -169,15 +173,15 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     where = f"-n {release.namespace} {release.name}"
     signal.signal(signal.SIGTERM, _interrupted)
     if release.exists():
-        raise Invalid(
-            f"namespace {release.namespace} has a job {name} already; give another --name"
-        )
+        raise release.taken()
     try:
         release.install(options.values or [], values, options.settings or [])
     except KeyboardInterrupt:
         _uninstall(release, if_there=True)
         _say(f"interrupted: nothing of job {release.name} is left")
         return 130
+    except NameTaken:  # by one that was started at the same time
+        raise
     except Invalid:
         _uninstall(release, if_there=True)  # helm leaves what it has made
         raise
@@ -191,7 +195,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         code = release.follow(_write, _say)
     except KeyboardInterrupt:
         code = 130
-    except Invalid:
+    except (Invalid, BrokenPipeError):  # who reads what we write may have seen enough
         _say(f"the release is still there; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)

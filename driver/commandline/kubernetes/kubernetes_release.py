@@ -18,10 +18,12 @@ from elastic.driver.commandline.kubernetes.release_state import (
     Follow,
     JobOver,
     PodState,
+    least_pods,
     next_step,
     pod_state,
     saves,
     table,
+    wanted,
     warnings,
 )
 from elastic.driver.discovery.kubernetes.cluster import ANSWER_S, CONNECT_S, WATCH_S, connection
@@ -32,6 +34,8 @@ CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
 AWAY_S = 300.0  # so long may the API server not answer while a job is followed
+# What helm says of a name that is in use: at its first look, and where two install it at once.
+TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
 
@@ -50,18 +54,29 @@ class ChartRelease:
         self._refused: Any = client.ApiException
 
     def install(self, files: Sequence[str], values: Json, settings: Sequence[str]) -> None:
-        """``files`` and ``settings`` as helm's ``--values`` and ``--set``: of these three the later wins."""
+        """``files`` and ``settings`` as helm's ``--values`` and ``--set``: of these three the later wins. Raises
+        NameTaken if another has installed one of this name.
+        """
         words = []
         for file in files:
             words += ["--values", os.path.abspath(file)]
         words += ["--values", "-"]
         for setting in settings:
             words += ["--set", setting]
-        self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
+        try:
+            self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
+        except Invalid as error:
+            if any(said in str(error) for said in TAKEN):
+                raise self.taken() from None
+            raise
 
     def exists(self) -> bool:
         """Whether helm knows a release of this name, in whatever state, of whatever chart."""
         return self._chart() is not None
+
+    def taken(self) -> NameTaken:
+        where = f"namespace {self.namespace} has a job {self.name} already"
+        return NameTaken(f"{where}; give another --name")
 
     def stop(self) -> None:
         """Removes it. Raises Invalid if there is no release of this name, or one of another chart."""
@@ -88,14 +103,24 @@ class ChartRelease:
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
-        """How many worker pods were wanted before. Raises Invalid where the job would be lost with the last of them."""
-        if pods == 0 and not saves(self._job()):
+        """How many worker pods were wanted before. Raises Invalid where the job could not go on with so many."""
+        job, workers = self._job(), self._workers()
+        least, end_it = (
+            least_pods(job, workers),
+            f"`elasticrun k8s stop -n {self.namespace} {self.name}`",
+        )
+        if pods == 0 and not saves(job):
             raise Invalid(
-                f"job {self.name} keeps its commits in its workers' memory, and would end without a pod; give 1 or"
-                f" more, or end it with `elasticrun k8s stop -n {self.namespace} {self.name}`"
+                f"job {self.name} keeps its commits in its workers' memory, and would end without a pod; give {least}"
+                f" or more, or end it with {end_it}"
+            )
+        if 0 < pods < least:
+            raise Invalid(
+                f"job {self.name} needs {least} worker pods to go on (job.minWorkers); give {least} or more, or end it"
+                f" with {end_it}"
             )
         body = {"spec": {"replicas": pods}}
-        before = self._wanted()
+        before = wanted(workers)
         self._ask(
             self._apps.patch_namespaced_stateful_set_scale,
             f"{self.name}-worker",
@@ -106,7 +131,7 @@ class ChartRelease:
 
     def lines(self) -> list[str]:
         """How it is, for people, and what Kubernetes has warned of."""
-        return [*table(self._job(), self._pods(), self._wanted()), *self._warnings()]
+        return [*table(self._job(), self._pods(), wanted(self._workers())), *self._warnings()]
 
     def _warnings(self) -> list[str]:
         read = self._core.list_namespaced_event
@@ -202,10 +227,9 @@ class ChartRelease:
         found = self._json(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
         return [pod_state(each) for each in found.get("items") or ()]
 
-    def _wanted(self) -> int:
+    def _workers(self) -> Json:
         read = self._apps.read_namespaced_stateful_set
-        found = self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
-        return int((found.get("spec") or {}).get("replicas", 0))
+        return self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
 
     def _ours(self, found: Json) -> Json:
         """Others may have a Job or a StatefulSet of such a name. Raises Invalid."""
@@ -214,7 +238,7 @@ class ChartRelease:
         return found
 
     def _no_job(self) -> Invalid:
-        lists = f"`helm list -n {self.namespace}` lists releases"
+        lists = "`helm list -A` lists releases of all namespaces"
         return Invalid(f"namespace {self.namespace} has no job {self.name}; {lists}")
 
     def _json(self, call: Any, *words: Any, **options: Any) -> Json:
@@ -266,6 +290,10 @@ class ChartRelease:
                 said += f"; make it with `kubectl create namespace {self.namespace}`"
             raise Invalid(f"helm {words[0]} failed: {said.removeprefix('Error: ')}")
         return done.stdout
+
+
+class NameTaken(Invalid):
+    """There is a release of this name, which another has made."""
 
 
 class ApiSilent(Exception):

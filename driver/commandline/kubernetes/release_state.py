@@ -100,10 +100,31 @@ def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
 def saves(job: Json) -> bool:
     """Whether its commits are also written where they outlive all workers."""
     [driver] = job["spec"]["template"]["spec"]["containers"]
-    ours = itertools.takewhile(lambda word: word != "--", driver["args"])  # the program's follow
     variables = {each["name"] for each in driver.get("env") or ()}
-    flags = {word.partition("=")[0] for word in ours}
+    flags = {word.partition("=")[0] for word in _our_words(job)}
     return "--checkpoint-dir" in flags or "ELASTIC_CHECKPOINT_DIR" in variables
+
+
+def wanted(workers: Json) -> int:
+    """Pods of this StatefulSet."""
+    return int((workers.get("spec") or {}).get("replicas", 0))
+
+
+def least_pods(job: Json, workers: Json) -> int:
+    """That hold as many workers as the job needs to go on; the chart gives both numbers as words of their own."""
+
+    def number(words: Sequence[str], flag: str) -> int:
+        return next(
+            (int(b) for a, b in itertools.pairwise(words) if a == flag and b.isdecimal()), 1
+        )
+
+    return -(-number(_our_words(job), "--min-np") // max(1, number(_our_words(workers), "--slots")))
+
+
+def _our_words(owner: Json) -> list[str]:
+    """Of elasticrun, in pods of this Job or StatefulSet; those of the program follow."""
+    args = owner["spec"]["template"]["spec"]["containers"][0].get("args") or ()
+    return [*itertools.takewhile(lambda word: word != "--", args)]
 
 
 def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:
@@ -146,7 +167,7 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
     ours = re.compile(
         rf"Pod/{re.escape(name)}-(worker-\d+|driver-[a-z0-9]+)"
         rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-driver"
-        rf"|PersistentVolumeClaim/{re.escape(name)}-\S+"
+        rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
     found: dict[tuple[str, str, str], tuple[str, int]] = {}  # when last, and how often
     for event in events:

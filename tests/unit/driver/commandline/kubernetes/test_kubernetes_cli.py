@@ -21,6 +21,7 @@ from elastic.driver.commandline.kubernetes.kubernetes_release import (
     ApiSilence,
     ApiSilent,
     ChartRelease,
+    NameTaken,
 )
 from elastic.driver.discovery.kubernetes.cluster import connection
 from elastic.errors import Invalid
@@ -128,10 +129,29 @@ def test_a_number_of_pods_that_is_none_or_cannot_be_meant_is_refused(release, po
 
 def test_a_job_that_is_there_already_is_left_alone(release):
     release.exists.return_value = True
-    with pytest.raises(Invalid, match="has a job bert already; give another --name"):
+    release.taken.return_value = NameTaken("has a job bert already")
+    with pytest.raises(Invalid, match="has a job bert already"):
         main(RUN)
     release.install.assert_not_called()
     release.uninstall.assert_not_called()
+
+
+def test_a_job_that_another_has_just_installed_is_left_alone(release):
+    """Both looked before either had installed anything."""
+    release.install.side_effect = NameTaken("has a job bert already")
+    with handlers_put_back(), pytest.raises(NameTaken, match="has a job bert already"):
+        main(RUN)
+    release.uninstall.assert_not_called()
+
+
+def test_a_job_whose_output_nobody_reads_any_more_goes_on(release, capsys):
+    release.follow.side_effect = BrokenPipeError
+    with handlers_put_back(), pytest.raises(BrokenPipeError):
+        main(RUN)
+    release.uninstall.assert_not_called()
+    assert (
+        "still there; remove it with `elasticrun k8s stop -n lab bert`" in capsys.readouterr().err
+    )
 
 
 def test_what_helm_has_made_of_a_job_that_it_could_not_install_is_removed(release):

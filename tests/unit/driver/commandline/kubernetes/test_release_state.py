@@ -5,10 +5,13 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
+import pytest
+
 from elastic.driver.commandline.kubernetes.release_state import (
     Follow,
     JobOver,
     Wait,
+    least_pods,
     next_step,
     pod_state,
     saves,
@@ -167,6 +170,9 @@ def test_the_same_of_two_events_is_one_line():
 def test_other_releases_warnings_are_left_out():
     names = ("bert2-worker-1", "bert-worker", "bert-driver", "bert-worker-1-x", "my-bert-worker-1")
     assert warnings([an_event(name, "Failed") for name in names], "bert", NOW) == []
+    for name, lines in {"bert-2-journal": 0, "bert-journal": 2}.items():
+        event = an_event(name, "ProvisioningFailed", kind="PersistentVolumeClaim")
+        assert len(warnings([event], "bert", NOW)) == lines
     assert warnings([], "bert", NOW) == []
 
 
@@ -194,3 +200,15 @@ def test_a_job_with_a_folder_for_checkpoints_outlives_its_pods():
     assert not saves(job())
     env.append({"name": "ELASTIC_CHECKPOINT_DIR", "value": "s3://a/b"})
     assert saves(job())
+
+
+@pytest.mark.parametrize(
+    ("least", "slots", "pods"), [("1", "1", 1), ("3", "1", 3), ("9", "8", 2), ("16", "8", 2)]
+)
+def test_a_job_needs_pods_for_as_many_workers_as_it_goes_on_with(least, slots, pods):
+    def owner(*words: str) -> Any:
+        return {"spec": {"template": {"spec": {"containers": [{"args": [*words]}]}}}}
+
+    job = owner("--job", "bert", "--min-np", least, "--", "train", "--min-np", "99")
+    assert least_pods(job, owner("agent", "--job", "bert", "--slots", slots)) == pods
+    assert least_pods(owner(), owner()) == 1
