@@ -500,6 +500,17 @@ OLD: dict[str, tuple[Json, str]] = {
 }
 
 
+def test_all_of_them_are_told_at_once(helm):
+    """Whoever comes from there has a whole file of them."""
+    values = merged(*(values for values, _ in OLD.values()))
+    with pytest.raises(Refused) as refused:
+        helm.render(values)
+    untold = [
+        key for key in OLD if f"{key} is a value of Horovod's chart: " not in str(refused.value)
+    ]
+    assert untold == []
+
+
 @pytest.mark.parametrize("which", REFUSED)
 def test_what_cannot_work_is_told_in_a_sentence(helm, which):
     values, told = REFUSED[which]

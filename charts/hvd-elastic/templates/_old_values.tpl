@@ -20,9 +20,11 @@ worker.privileged: use securityContext.privileged instead
 
 {{- define "hvd-elastic.refuseOldValues" -}}
 {{- $old := include "hvd-elastic.oldValues" . | fromYaml -}}
+{{- $told := list -}}
 {{- range $key, $instead := $old -}}
 {{- $given := hasKey $.Values $key -}}
 {{- if hasPrefix "worker." $key }}{{ $given = hasKey $.Values.worker (trimPrefix "worker." $key) }}{{ end -}}
-{{- if $given }}{{ fail (printf "%s is a value of Horovod's chart: %s." $key $instead) }}{{ end -}}
+{{- if $given }}{{ $told = append $told (printf "%s is a value of Horovod's chart: %s." $key $instead) }}{{ end -}}
 {{- end -}}
+{{- with $told }}{{ fail (join "\n" .) }}{{ end -}}
 {{- end }}
