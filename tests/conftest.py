@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from elastic.chaos.harness.processes import MarkedProcess
 from harness.fake_cuda import start as made_up
@@ -51,7 +51,11 @@ EXAMPLES, NIGHTLY_EXAMPLES = 40, 400  # that Hypothesis draws for a test
 def pytest_configure(config: pytest.Config) -> None:
     """A shell without job control starts ``make test &`` with SIGINT ignored, and so would all that tests start."""
     nightly = config.getoption("--nightly")
-    settings.register_profile("ours", max_examples=NIGHTLY_EXAMPLES if nightly else EXAMPLES)
+    examples = NIGHTLY_EXAMPLES if nightly else EXAMPLES
+    too_slow = [HealthCheck.too_slow]  # it times what a busy machine draws, as deadlines do
+    settings.register_profile(
+        "ours", max_examples=examples, deadline=None, suppress_health_check=too_slow
+    )
     settings.load_profile("ours")  # before any test is imported
     os.environ["ELASTIC_PREEMPTION"] = "off"  # no test asks the cloud that this machine may be of
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -313,7 +313,7 @@ class Conversation:
 
 
 @given(st.integers(1, 5), EVENTS)
-@settings(max_examples=3 * settings().max_examples, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 def test_whatever_happens_no_slot_is_too_many_and_no_claim_is_lost(most, events):
     conversation = Conversation(most)
     conversation.look()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.driver.monitoring.report_ledger import PRESSING_BYTES, ReportLedger
@@ -216,7 +216,6 @@ class Road:
 STEPS = ["make", "hear", "answer", "lose_and_go_on", "another_driver"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(STEPS), max_size=60))
 def test_whatever_is_lost_on_the_way_nothing_is_missing_in_the_end(steps):
     road = Road()
@@ -226,7 +225,6 @@ def test_whatever_is_lost_on_the_way_nothing_is_missing_in_the_end(steps):
     assert len(set().union(*road.drivers)) == road.made, "the window had room for all"
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*STEPS, "overflow"]), max_size=12))
 def test_what_found_no_room_is_counted(steps):
     road = Road()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.protocol import messages as protocol
@@ -103,7 +103,6 @@ def sealed(*, secret=b"s", nonces=(b"d" * 32, b"w" * 32)):
     return driver, worker
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # it times what a busy machine draws
 @given(st.booleans(), st.lists(st.sampled_from(FROM_DRIVER), max_size=8), st.data())
 def test_a_stream_may_be_cut_anywhere(seal, messages, data):
     driver, worker = sealed() if seal else (Wire(protocol.from_worker), Wire(protocol.from_driver))

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import Invalid
@@ -42,7 +42,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(), PLAIN, max_size=5))
 def test_plain_values_come_out_as_they_went_in(metrics):
     assert come_out(metrics) == metrics

@@ -182,7 +182,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=2 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     length=st.integers(1, 60),
     size=st.integers(1, 6),

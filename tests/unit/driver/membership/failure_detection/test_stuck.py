@@ -642,7 +642,7 @@ SAYING = st.one_of(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=3 * settings().max_examples)
+@settings(max_examples=3 * settings().max_examples)
 @given(st.lists(SAYING, max_size=12), st.sets(SLOTS))
 def test_whatever_is_said_there_is_a_reason_for_every_kill_and_an_end_to_every_wait(story, idle):
     talk = running(4, workers_min=1)

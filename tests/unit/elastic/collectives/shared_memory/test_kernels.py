@@ -177,7 +177,7 @@ def test_every_length_and_number_of_sources_gives_the_bits_of_the_reference(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_destinations_in_any_order(kind, data):
     n_sources = data.draw(st.integers(1, 10))
     overwritten = data.draw(st.lists(st.integers(0, n_sources - 1), unique=True))
