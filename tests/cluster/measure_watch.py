@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cluster.api import STRATEGIC_MERGE, Namespace
 from cluster.control_plane import ControlPlane
+from elastic.driver.discovery.kubernetes.objects import Json
 
 WATCHED_S = 30.0
 CHANGES_PER_S = 10
@@ -26,21 +27,30 @@ CHANGES_PER_S = 10
 
 async def follow(wanted: int) -> None:
     """In the process that is measured."""
-    from elastic.driver.discovery.kubernetes.cluster import ApiServer
+    from elastic.driver.discovery.kubernetes.cluster import ApiServer, Resource
     from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 
+    class Counted(ApiServer):
+        lists = 0
+
+        def all(self, kind: Resource) -> tuple[list[Json], str]:
+            self.lists += kind is Resource.PODS
+            return super().all(kind)
+
     started = time.monotonic()
-    cluster = ApiServer("app=w", os.environ["NAMESPACE"])
-    lists = 0
+    cluster = Counted("app=w", os.environ["NAMESPACE"])
+    changes = 0
 
     async def watch() -> None:
-        nonlocal lists
+        nonlocal changes
         discovery = PodDiscovery(cluster, lambda *_: None, noticed=lambda _: None)
         async for hosts in discovery.watch():
-            lists += 1
-            if lists == 1:
+            changes += 1
+            if changes == 1:
+                took_ms = (time.monotonic() - started) * 1000
                 print(
-                    f"{len(hosts)} of {wanted} pods listed {(time.monotonic() - started) * 1000:.0f} ms after the start"
+                    f"{len(hosts)} of {wanted} pods listed {took_ms:.0f} ms after the start",
+                    flush=True,
                 )
                 own[0] = time.process_time()
                 memory[0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,7 +61,10 @@ async def follow(wanted: int) -> None:
     watching.cancel()
     core = (time.process_time() - own[0]) / WATCHED_S
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"{core:.2%} of a core while {CHANGES_PER_S} pods a second changed, {lists} lists")
+    print(
+        f"{core:.2%} of a core while {CHANGES_PER_S} pods a second changed: {changes - 1} changes of hosts"
+    )
+    print(f"pods were listed {cluster.lists} times, and followed after")
     print(f"memory {memory[0] / 1024:.0f} MB after the list, {now / 1024:.0f} MB at most")
 
 
@@ -87,13 +100,19 @@ def main() -> None:
                 [*pool.map(lambda number: make(namespace, number), range(pods))]
             environ = plane.environment() | {"NAMESPACE": namespace.name, "PYTHONPATH": "."}
             process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.measure_watch", str(pods)], env=environ
+                [sys.executable, "-m", "cluster.measure_watch", str(pods)],
+                env=environ,
+                stdout=subprocess.PIPE,
+                text=True,
             )
+            assert process.stdout is not None
+            print(process.stdout.readline(), end="", flush=True)
             number = 0
             while process.poll() is None:
                 say(namespace, number % pods, "Failed" if number // pods % 2 == 0 else "Running")
                 number += 1
                 time.sleep(1 / CHANGES_PER_S)
+            print(process.stdout.read(), end="")
     finally:
         plane.close()
 

@@ -52,20 +52,30 @@ def podman(*words: str, timeout: float = 60.0) -> str:
     return done.stdout
 
 
+def working() -> set[str]:
+    """Containers that buildah works in."""
+    words = ["buildah", "containers", "--quiet"]
+    return {*subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=60).stdout.split()}
+
+
 def build(tag: str, **settings: str) -> Image:
-    """By images/build.sh."""
-    done = subprocess.run(
+    """By images/build.sh. Nothing of a build that is broken off goes on, and nothing is left of it."""
+    before = working()
+    program = Program(
         ["nice", str(ROOT / "images/build.sh"), "hvd-elastic", str(CACHE)],
+        folder=ROOT,
         env=os.environ | {"TAG": tag, "PYTHON": sys.executable} | settings,
-        capture_output=True,
-        text=True,
-        timeout=BUILD_S,
+        mark="ELASTIC_TEST_BUILD",
+        called="images/build.sh",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    megabytes = re.match(r"\d+", said["packed"])
-    assert megabytes is not None, done.stdout
-    return Image(said["image"], said["digest"], int(megabytes[0]))
+    try:
+        output = program.succeed(BUILD_S)
+    finally:
+        program.end()
+        for container in working() - before:
+            subprocess.run(["buildah", "rm", container], stdout=subprocess.DEVNULL, timeout=60)
+    said = dict(re.findall(r"^(\w+) +(\S+)", output, re.MULTILINE))
+    return Image(said["image"], said["digest"], int(said["packed"]))
 
 
 @pytest.fixture(scope="session")
