@@ -54,6 +54,7 @@ _SAYS_NOTHING = {
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints")
+TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])  # as `head`, readers of theirs may have seen enough
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
@@ -110,10 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Invalid as error:
         print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who reads what a command prints has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and arguments and arguments[0] in TELLING:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 128 + signal.SIGPIPE
         print(f"{_called()}: the driver can't start: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
