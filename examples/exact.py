@@ -22,9 +22,8 @@ import elastic
 from elastic.data import DataLoader
 
 EPOCHS = int(os.environ.get("EPOCHS", "10"))
-PAUSE_S = float(
-    os.environ.get("PAUSE", "0.05")
-)  # after each step, so that there is time to kill something
+# After each step, so that there is time to kill something.
+PAUSE_S = float(os.environ.get("PAUSE", "0.05"))
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):

@@ -62,9 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(
-    tryfirst=True
-)  # before those that a run is not to have are left out by their markers
+# Before those that a run is not to have are left out by their markers.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--nightly"):
         for item in items:

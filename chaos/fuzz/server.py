@@ -82,9 +82,8 @@ class OnLoopback:
         self._said: dict[Worker, deque[Any]] = {worker: deque() for worker in HONEST}
         self._inside: set[Worker] = set()  # turncoats that are authenticated, or about to be
         self._numbers = iter(range(10**9))
-        self._stolen: deque[bytes] = deque(
-            maxlen=50
-        )  # frames of honest workers, as a listener sees them
+        # Frames of honest workers, as a listener sees them.
+        self._stolen: deque[bytes] = deque(maxlen=50)
         self._replayed: deque[messages.Answer] = deque(maxlen=50)
         self._server = Server(
             secret=SECRET,

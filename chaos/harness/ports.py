@@ -38,9 +38,8 @@ def _block(pid: int) -> Iterator[int]:
     low, high = map(int, KERNELS.read_text().split())
     blocks = range(FIRST, 65536 - BLOCK, BLOCK)
     outside = [first for first in blocks if first + BLOCK <= low or first > high]
-    for first in (
-        outside or blocks
-    ):  # where the kernel takes all, tests at least keep out of each other's way
+    # Where the kernel takes all, tests at least keep out of each other's way.
+    for first in outside or blocks:
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0hvd-elastic ports {first}")  # as ports, of this network namespace

@@ -9,9 +9,8 @@ from pathlib import Path
 from elastic.chaos.hosts.namespaces import Host
 from elastic.chaos.hosts.programs import Program
 
-CONFIG = Path(
-    "/etc/ssh/ssh_config"
-)  # where ssh looks if the user has none; only the driver's host sees ours there
+# Where ssh looks if the user has none; only the driver's host sees ours there.
+CONFIG = Path("/etc/ssh/ssh_config")
 PRIVILEGES = Path("/run/sshd")  # sshd wants this folder
 
 _SSHD = """\

@@ -88,9 +88,8 @@ class Training:
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
-        self.epoch = (
-            61 if sim.workers < 30 else 8 * sim.workers + 1
-        )  # samples; no world's size divides it
+        # Samples; no world's size divides it.
+        self.epoch = 61 if sim.workers < 30 else 8 * sim.workers + 1
         self.worlds: dict[int, PublishWorld] = {}
         self.ranks: dict[int, dict[Worker, int]] = {}
         self._runs: dict[int, WorldRun] = {}

@@ -540,10 +540,8 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         notes.append(("warning", other))
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         value = environ.get(name, "")
-        if value.lower() not in (
-            "",
-            "gloo",
-        ):  # what workers get from us, also of a job within a job
+        # What workers get from us, also of a job within a job.
+        if value.lower() not in ("", "gloo"):
             why = "workers are started directly and talk over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no meaning here: {why}"))
     parser = flags.parser()

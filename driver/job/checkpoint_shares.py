@@ -98,9 +98,8 @@ class CheckpointShares:
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # by rank
-    _written: dict[int, dict[Worker, dict[str, int]]] = field(
-        default_factory=dict
-    )  # digests, by request
+    # Digests, by request.
+    _written: dict[int, dict[Worker, dict[str, int]]] = field(default_factory=dict)
     _ever_equal: bool = False  # all replicas were, at some checkpoint of this job
     _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # by request
     _done: dict[int, Commit] = field(default_factory=dict)

@@ -407,9 +407,8 @@ class Driver:
             yield
         finally:
             for number, handler in before.items():
-                if (
-                    handler is not None
-                ):  # None: it was not set from Python, and cannot be restored from there
+                # None: it was not set from Python, and cannot be restored from there.
+                if handler is not None:
                     signal.signal(number, handler)
 
     def _post(self, event: Event) -> None:

@@ -29,10 +29,8 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-READABLE = (
-    1,
-    FORMAT,
-)  # until 1, reasons were sentences; see `old_reasons`. One journal may have both
+# Until 1, reasons were sentences; see `old_reasons`. One journal may have both.
+READABLE = (1, FORMAT)
 ABANDONED = 0  # in the place of the format: its driver could not go on writing it
 BEGINNING = b'{"journal":'  # of a header, and thus of a journal
 SNAPSHOT = b'{"snapshot":'  # of a line with one

@@ -82,9 +82,8 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enu
     *Action.__subclasses__(),
 )
 METHODS = {(Roster, "_file")}  # kept in fields
-PASSING: dict[tuple[type, str], type] = {
-    (Orders, "actions"): list
-}  # begun anew with each event; the caller has them
+# Begun anew with each event; the caller has them.
+PASSING: dict[tuple[type, str], type] = {(Orders, "actions"): list}
 
 _NAMED: dict[str, type] = {
     cls.__name__: cls

@@ -82,9 +82,8 @@ class WorkerReports(Part):
         standing = self.roster.get(event.worker)
         if standing is None or standing.stage is Stage.DISMISSED:
             if standing is not None and standing.killed_for:
-                self.staff.part_again(
-                    standing
-                )  # given up, and it has woken: the kill did not reach it
+                # Given up, and it has woken: the kill did not reach it.
+                self.staff.part_again(standing)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
             return  # it has not yet seen the world that it was published in

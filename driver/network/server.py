@@ -148,9 +148,8 @@ class Server(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        listening.listen(
-            WAITING_LIMIT
-        )  # asyncio has one number for this and for what it accepts at once
+        # Asyncio has one number for this and for what it accepts at once.
+        listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
     def send(self, who: Who, *messages: msgspec.Struct) -> bool:

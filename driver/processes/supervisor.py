@@ -94,9 +94,8 @@ class Agent:
             reason = why_not_started(command[0], error)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
-        self._warden.tell(
-            f"+{process.pid}\n"
-        )  # again, should the warden have been replaced meanwhile
+        # Again, should the warden have been replaced meanwhile.
+        self._warden.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         streams: tuple[Stream, ...] = ("stdout", "stderr")
         for stream, file in zip(streams, (process.popen.stdout, process.popen.stderr), strict=True):
@@ -163,9 +162,8 @@ class Agent:
             self.kill(worker)
         deadline = self._loop.time() + DEATH_S
         while (self._processes or self._unreaped or self._pipes) and self._loop.time() < deadline:
-            await asyncio.sleep(
-                0.002
-            )  # nothing else is left to do; exits and pipes are still watched
+            # Nothing else is left to do; exits and pipes are still watched.
+            await asyncio.sleep(0.002)
         for process in self._processes.values():
             self._log("error", f"{process.worker} (pid {process.pid}) cannot be killed; leaving it")
         for pipe in list(self._pipes):

@@ -40,9 +40,8 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 def value_of(variable: Any) -> torch.Tensor:
     """Of a variable or a tensor of any framework that numpy can read, on the CPU: a view where there can be one."""
     held = getattr(variable, "value", None)
-    value = (
-        variable if held is None or callable(held) else held
-    )  # of Keras; TensorFlow has a method
+    # Of Keras; TensorFlow has a method.
+    value = variable if held is None or callable(held) else held
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     read = getattr(value, "numpy", None)

@@ -55,9 +55,8 @@ class Storage:
             loop.set_exception_handler(_retried_anyway)
         self.local = isinstance(fs, LocalFileSystem)
         self.outlives_us = not isinstance(fs, MemoryFileSystem)
-        self.absolute: str = (
-            self._root if self.local else self.url
-        )  # means the same from any working directory
+        # Means the same from any working directory.
+        self.absolute: str = self._root if self.local else self.url
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

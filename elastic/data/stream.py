@@ -22,9 +22,8 @@ from elastic.data.order import plant, seeded
 from elastic.data.positions import Dealing, Position
 from elastic.data.seeds import sample_seed, seed_of
 
-Cut = tuple[
-    int, int, int, list[Any]
-]  # where its step begins and ends, the part's number, its samples
+# Where its step begins and ends, the part's number, its samples.
+Cut = tuple[int, int, int, list[Any]]
 END = object()
 NOBODY = -1  # in place of a part, where a rank has none of a step
 

@@ -96,9 +96,8 @@ class OwnLine:
         heard = [self._hub.own.get(), *self._waiting()]
         decisions = [each for each in heard if isinstance(each, Decision)]
         if None in heard:
-            with (
-                self._deciding
-            ):  # what the others are being told at this moment is meant for this rank too
+            # What the others are being told at this moment is meant for this rank too.
+            with self._deciding:
                 rest = self._waiting()
             self._hub.own.put(None)  # for whoever asks next
             decisions += [each for each in rest if isinstance(each, Decision)]

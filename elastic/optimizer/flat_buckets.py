@@ -226,9 +226,8 @@ class FlatBucket:
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
-            self._give(
-                position
-            )  # again, because a model.zero_grad() since backward takes them away
+            # Again, because a model.zero_grad() since backward takes them away.
+            self._give(position)
         self._work.wait()
         self._work = None
         if self._heard is not None:

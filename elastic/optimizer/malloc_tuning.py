@@ -21,9 +21,8 @@ MOST_THRESHOLD = 64 << 20  # the larger the pieces, the more is lost between the
 _ROOM = 4096  # a piece is asked for with its header and its alignment, and has to stay below the threshold
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_MOST_KEPT = (
-    256 << 20
-)  # bytes at the end of the heap: a gradient is freed before the next but one is made
+# Bytes at the end of the heap: a gradient is freed before the next but one is made.
+_MOST_KEPT = 256 << 20
 _MOST_TOLD = (1 << 31) - 1  # mallopt takes an int
 
 

@@ -55,9 +55,8 @@ class DriverSpec:
     wanted: Wanted
     limits: Limits
     environ: Mapping[str, str] = dataclasses.field(repr=False)  # added to that of the workers
-    telemetry: Mapping[str, str] = dataclasses.field(
-        default_factory=dict, repr=False
-    )  # OTEL_*, of the driver
+    # OTEL_*, of the driver.
+    telemetry: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     secret: bytes = dataclasses.field(repr=False)
     detached: bool = False
     call: bytes | None = dataclasses.field(default=None, repr=False)  # of a detached job

@@ -18,10 +18,8 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 
 PORT_OFFSET = 1009  # from MASTER_PORT, which a script's own init_process_group may want
-FIRST_PORT, PORTS = (
-    21_000,
-    8_000,
-)  # where only a job id is known: below those that the system hands out
+# Where only a job id is known: below those that the system hands out.
+FIRST_PORT, PORTS = (21_000, 8_000)
 ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
 

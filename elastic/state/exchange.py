@@ -26,9 +26,8 @@ from elastic.state.snapshots import change_detection, memory_ahead
 from elastic.state.snapshots.snapshot import as_bytes
 
 PACK = 4 << 20  # bytes; tensors up to a quarter of it are packed into chunks of this size
-PIECE = (
-    64 << 20
-)  # bytes; larger tensors go in pieces, because not every backend counts beyond 2**31
+# Bytes; larger tensors go in pieces, because not every backend counts beyond 2**31.
+PIECE = 64 << 20
 WINDOW = 4  # broadcasts under way at once
 ALIGNMENT = 16  # bytes; so that a packed tensor of any dtype can be viewed in place
 DIFFERENCES = 5  # lines of a layout named in an error
@@ -37,9 +36,8 @@ Key = tuple[str, str]  # part, tensor
 
 
 GroupOn = Callable[[torch.device], Collectives]
-Road = tuple[
-    Collectives, torch.device, dict[Key, TensorSpec]
-]  # what goes over which group, from where
+# What goes over which group, from where.
+Road = tuple[Collectives, torch.device, dict[Key, TensorSpec]]
 
 CPU = torch.device("cpu")
 

@@ -48,9 +48,8 @@ from elastic.tensorflow.packing import pack
 from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
-Members = Callable[
-    [], "Ranks | None"
-]  # who takes part, asked when it runs: a graph outlives a world
+# Who takes part, asked when it runs: a graph outlives a world.
+Members = Callable[[], "Ranks | None"]
 _CPU = torch.device("cpu")
 
 

@@ -18,9 +18,8 @@ from elastic.torch_backend.reductions import Reduction
 
 _FUSED_BYTES = 1 << 20  # tensors that are smaller together travel as one
 _SMALL_BYTES = 64 << 10  # of all ranks together: then all are sent all, which takes fewer turns
-_LARGE_BYTES = (
-    256 << 10
-)  # from here on a part travels alone: putting all in a row would cost more than a collective
+# From here on a part travels alone: putting all in a row would cost more than a collective.
+_LARGE_BYTES = 256 << 10
 
 
 class Begun:

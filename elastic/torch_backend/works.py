@@ -87,9 +87,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         """
         limit_s: float | None = timeout.total_seconds() if timeout is not None else 0.0
         limit_s = limit_s or self._timeout_s
-        if (
-            self.generation != self._owner.generation()
-        ):  # what became of it is known, and concerns no other world
+        # What became of it is known, and concerns no other world.
+        if self.generation != self._owner.generation():
             self.complete(limit_s)
             return True
         with self._owner.guard(self._name), recorded(f"{self._name} wait"):

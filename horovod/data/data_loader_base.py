@@ -121,9 +121,8 @@ class _Ahead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join(
-                CLOSE_S
-            )  # it may be inside the user's read, which nobody can interrupt
+            # It may be inside the user's read, which nobody can interrupt.
+            self._thread.join(CLOSE_S)
 
 
 __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

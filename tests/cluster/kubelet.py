@@ -383,7 +383,6 @@ def arguments() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # for whom tests are interrupted, the fixture ends all
+    # For whom tests are interrupted, the fixture ends all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Kubelet(arguments().parse_args(sys.argv[1:])).run()

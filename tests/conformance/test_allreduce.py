@@ -160,9 +160,8 @@ def test_many_small_tensors_give_the_bits_that_each_alone_gives(rank, size):
         fused = [hvd.synchronize(handles[n]) for n in range(1024)]
         for n in range(0, 1024, 64):
             alone = hvd.allreduce(tensors[n], op=op, name=f"alone {op} {n}")
-            if (
-                size == 2
-            ):  # a sum of two has one order; of more, a ring's depends on the place in the buffer
+            # A sum of two has one order; of more, a ring's depends on the place in the buffer.
+            if size == 2:
                 assert torch.equal(alone, fused[n]), n
             assert torch.allclose(alone, fused[n], rtol=1e-5, atol=1e-6), n
         # Whatever the order of summation was, it was the same on every rank.

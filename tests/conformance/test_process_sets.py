@@ -206,9 +206,8 @@ def test_gradients_within_a_set(rank, size):
                 (lambda t: hvd.reducescatter(t, process_set=some), [low, low, high]),
             ]
             for moved, rows in calls:
-                tensor = torch.ones(
-                    len(rows), requires_grad=True
-                )  # a row that is not sent has none
+                # A row that is not sent has none.
+                tensor = torch.ones(len(rows), requires_grad=True)
                 (moved(tensor) * (rank + 1)).sum().backward()
                 assert tensor.grad is not None and tensor.grad.tolist() == rows
 

@@ -38,9 +38,8 @@ def test_it_is_batch_norm_over_all_ranks_batches(rank, size):
                 every = inputs(size, shape, uneven=uneven)
                 ours: Any = hvd.SyncBatchNorm(4, **options).double()
                 wanted = plain(4, len(shape) - 1, **options)
-                for _ in range(
-                    2
-                ):  # so that running statistics are updated from others than the first
+                # So that running statistics are updated from others than the first.
+                for _ in range(2):
                     own = every[rank].clone().requires_grad_()
                     whole = torch.cat(every).requires_grad_()
                     result, reference = ours(own), wanted(whole)

@@ -21,9 +21,8 @@ import horovod.torch as hvd
 from harness.ranks import Ranks, store_to_be
 
 SIZES = (pytest.param(2, marks=pytest.mark.nightly), 3, 4)
-DEVICE = os.environ.get(
-    "CONFORMANCE_DEVICE", "cpu"
-)  # cuda: needs as many GPUs as the largest world has ranks
+# cuda: needs as many GPUs as the largest world has ranks.
+DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
 TEST_S = 20.0  # a test that takes longer waits for something that will not come
 FORM_S = 60.0  # with the imports that come first
 

@@ -371,10 +371,8 @@ def test_a_world_that_changes_after_the_last_batch_of_an_epoch_repeats_none(rank
     def changes():
         done.append((state.epoch, state.batch))
         commit()
-        if len(done) in (
-            steps,
-            steps + 2,
-        ):  # the last commit of the first epoch, and one in the second
+        # The last commit of the first epoch, and one in the second.
+        if len(done) in (steps, steps + 2):
             raise WorldChanging("a worker joins")
 
     object.__setattr__(state, "commit", changes)

@@ -220,9 +220,8 @@ class InRay:
     async def refuses_a_second(self, journal: Journal) -> None:
         await self.archive().past()
         journal.record(0.0, TimePassed())  # to which nobody does anything
-        with pytest.raises(
-            Deposed
-        ):  # after it was written: `test_journal_ray` tells what becomes of it
+        # After it was written: `test_journal_ray` tells what becomes of it.
+        with pytest.raises(Deposed):
             await journal.settle()
         before = dict(self.kept)
         with pytest.raises(Deposed):

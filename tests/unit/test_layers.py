@@ -72,11 +72,8 @@ PURE_ROOMS = ["driver/membership", "chaos/invariants"]  # whole, and what is in 
 # Elsewhere a file is pure that says so of itself: "Pure." or "Pure: no clock, no network."
 SAYS_PURE = re.compile(r"\bPure[.:;]|; pure\.|\bDeterministic: no ")
 IMPURE = {"time", "random", "socket", "threading", "asyncio", "os", "logging", "torch"}
-OPTIONAL = {
-    "aetcd",
-    "kubernetes",
-    "ray",
-}  # extras; a driver module that needs one imports it lazily
+# Extras; a driver module that needs one imports it lazily.
+OPTIONAL = {"aetcd", "kubernetes", "ray"}
 
 
 def within(name: str, package: str) -> bool:

@@ -29,9 +29,8 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
 
 RUN = "run"
 MOST_PODS = 100_000  # as the chart's schema says
-NAME = re.compile(
-    r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?"
-)  # the chart makes names of pods and services of it
+# The chart makes names of pods and services of it.
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 IMAGE = re.compile(
     r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
 )

@@ -219,9 +219,8 @@ REFUSALS = {
 
 def _refusal(code: int, error: Exception) -> ApiTrouble:
     said = f"HTTP {code}"
-    with contextlib.suppress(
-        ValueError, TypeError, AttributeError, KeyError
-    ):  # no Status of the API
+    # No Status of the API.
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
         said = str(msgspec.json.decode(getattr(error, "body", "") or "")["message"])[:300]
     return ApiTrouble(REFUSALS.get(code, Refusal.OTHER), said)
 

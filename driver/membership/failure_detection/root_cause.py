@@ -73,9 +73,8 @@ class Inquest:
         return worker not in self.witnesses
 
 
-_NUMBERS = re.compile(
-    r"0x[0-9a-f]+|\d+"
-)  # addresses, indices and the like differ from rank to rank
+# Addresses, indices and the like differ from rank to rank.
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass

@@ -20,9 +20,8 @@ class Slots:
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether there was a list
         self.version = 0  # grows when a slot may have become usable
-        self.completed: set[Slot] = (
-            set()
-        )  # their program ended with exit code 0, outside elastic.run
+        # Their program ended with exit code 0, outside elastic.run.
+        self.completed: set[Slot] = set()
         self.cooldown = Cooldown(
             settings.cooldown_min_s,
             settings.cooldown_max_s,

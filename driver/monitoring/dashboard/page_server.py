@@ -31,9 +31,8 @@ VISITORS = 128  # connections that have not asked for events
 VISIT_S = 5.0
 FLUSH_S = 0.05  # between two patches, at least: what changes together travels together
 IDLE_S = 1.0  # between two patches while nothing happens: times go on, and a lost viewer shows
-BACKLOG = (
-    4 * 1024 * 1024
-)  # bytes, and what the kernel keeps; the whole state of 8,000 workers is 2 MB
+# Bytes, and what the kernel keeps; the whole state of 8,000 workers is 2 MB.
+BACKLOG = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html")
 
 _encode = msgspec.json.Encoder().encode

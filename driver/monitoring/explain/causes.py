@@ -62,9 +62,8 @@ RAISED = frozenset(
         Cause.LOST_PEER,
     }
 )
-FOLLOWS = frozenset(
-    {Cause.LOST_PEER, Cause.SPOILT}
-)  # from the loss of another, where that is known
+# From the loss of another, where that is known.
+FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SPOILT})
 FENCES = {
     Why.FROZEN: Cause.FROZEN,
     Why.CUT_OFF: Cause.CUT_OFF,

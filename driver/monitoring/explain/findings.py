@@ -23,13 +23,8 @@ from elastic.protocol.messages import Times
 FIRST, LAST = 12, 12  # incidents that are told one by one
 MUCH_LOST = 0.1  # of the workers' time: worth a word
 MUCH_JOINING = 0.3
-STALLS = (
-    Cause.STUCK,
-    Cause.FROZEN,
-    Cause.CUT_OFF,
-    Cause.HOST_LOST,
-    Cause.GPU_HANGS,
-)  # what is lost was a wait
+# What is lost was a wait.
+STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 REPEATS = 3  # of one cause: it will not go away by itself
 

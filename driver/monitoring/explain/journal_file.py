@@ -210,9 +210,8 @@ def _again(membership: Membership, entry: Entry) -> list[Action]:
     """What was decided, where only a digest of it is kept."""
     try:
         return membership.handle(entry.event, entry.at)
-    except (
-        Exception
-    ):  # a bug of that version, which the entry may tell, or lines that were left out before
+    # A bug of that version, which the entry may tell, or lines that were left out before.
+    except Exception:
         return []
 
 

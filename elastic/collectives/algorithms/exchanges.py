@@ -13,9 +13,8 @@ import torch
 from elastic.collectives.algorithms.reductions import Started
 from elastic.collectives.interface import Collectives
 
-_PAD_BYTES = (
-    1 << 20
-)  # up to here a padded allgather beats a broadcast per rank, however uneven the ranks
+# Up to here a padded allgather beats a broadcast per rank, however uneven the ranks.
+_PAD_BYTES = 1 << 20
 
 
 def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: bool) -> Started:

@@ -345,9 +345,8 @@ class GlooCollectives:
             return
         for peer in range(self.size):
             if peer != self.rank:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # it timed out, or that one is closed already
+                # It timed out, or that one is closed already.
+                with contextlib.suppress(RuntimeError):
                     backend.recv([nothing], peer, 0).wait(_AT_ONCE)
 
     def _connections(self) -> int:

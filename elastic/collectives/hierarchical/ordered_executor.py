@@ -25,9 +25,8 @@ class InOrder:
         self._name = name
         self._wake = wake
         self._changed = threading.Condition()
-        self._queue: collections.deque[Ordered] = (
-            collections.deque()
-        )  # its first is being carried out
+        # Its first is being carried out.
+        self._queue: collections.deque[Ordered] = collections.deque()
         self._running = False
         self.failure: CollectiveFailed | None = None  # why nothing is carried out any more
         self.forgotten = False

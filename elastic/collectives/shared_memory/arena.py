@@ -142,9 +142,8 @@ class Arena:
     def leave_to_parent(self) -> None:
         """In a forked child: tensors keep their values, but what the child writes into them stays its own."""
         reach = self._regions.reach
-        with contextlib.suppress(
-            OSError
-        ):  # somebody has closed the descriptor: the pages stay shared
+        # Somebody has closed the descriptor: the pages stay shared.
+        with contextlib.suppress(OSError):
             if os.fstat(self.fd).st_ino == self.inode:
                 if reach:
                     memfd.make_private(self.fd, self.address, reach)

@@ -80,9 +80,8 @@ class TrainerProgress(Carried):
             found = state["callbacks"].get(callback.state_key)
             if found:
                 if isinstance(callback, Checkpoint) and "dirpath" in found:
-                    callback.dirpath = found[
-                        "dirpath"
-                    ]  # rank 0's: a newcomer would have a folder of its own
+                    # Rank 0's: a newcomer would have a folder of its own.
+                    callback.dirpath = found["dirpath"]
                 callback.load_state_dict(found)
         trainer.precision_plugin.load_state_dict(state["precision"])
         trainer._logger_connector._callback_metrics.clear()

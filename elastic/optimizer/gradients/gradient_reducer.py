@@ -113,9 +113,8 @@ class GradientReducer:
         self._partial = 0  # slots that have some of their gradients
         self._ended = 0  # backward passes that brought any
         self._usual = 0  # such passes in other steps; 0: not known
-        self._known_pass = (
-            -1
-        )  # of autograd's engine; it brings gradients of a step that began as agreed
+        # Of autograd's engine; it brings gradients of a step that began as agreed.
+        self._known_pass = -1
         self._late = False  # no pass is the last of this step: all ranks reduce in finish()
         self._never: int | None = None  # the generation in which none is the last of any step
         self._early = False  # the last pass is over, and nothing is missing or to come

@@ -29,9 +29,8 @@ class MemoryAhead:
         zeros = torch.frombuffer(self._pages, dtype=torch.uint8)
         memfd.huge(zeros.data_ptr(), size)
         try:
-            memfd.populate(
-                zeros.data_ptr(), size
-            )  # without Python's lock, to which the link thread must come
+            # Without Python's lock, to which the link thread must come.
+            memfd.populate(zeros.data_ptr(), size)
         except OSError:  # a kernel before 5.14
             zeros.zero_()
 

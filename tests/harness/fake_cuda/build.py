@@ -194,9 +194,8 @@ def link(library: str, needed: dict[str, str], answers: dict[str, int]) -> None:
     objects = [OBJECTS / f"{module}.o" for module in OURS.get(library, ())]
     have = run("nm", "--defined-only", "--format=posix", *objects) if objects else ""
     defined = {line.split()[0] for line in have.splitlines() if line}
-    code = (
-        801 if library == CUDART else 1
-    )  # an error in each of these interfaces; 801: not supported
+    # An error in each of these interfaces; 801: not supported.
+    code = 801 if library == CUDART else 1
     lines = ["#include <stdio.h>"]
     for name in sorted(needed.keys() - defined):
         said = f'fputs("[fake cuda] {name} was called, which is not made up\\n", stderr); return {code};'

@@ -75,9 +75,8 @@ def wrapped(network: Network, feature: str) -> Any:
         "unused": {"find_unused_parameters": True},
         "bucket_view": {"gradient_as_bucket_view": True},
     }.get(feature, {})
-    small = (
-        None if feature == "compiled" else 0.005
-    )  # the compiler takes no first bucket that is the largest
+    # The compiler takes no first bucket that is the largest.
+    small = None if feature == "compiled" else 0.005
     model = DistributedDataParallel(network, bucket_cap_mb=small, **options)
     if feature == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)

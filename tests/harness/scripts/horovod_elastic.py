@@ -71,10 +71,8 @@ def train(state: hvd.elastic.TorchState) -> None:
         offset = state.batch
         for number, (indices, data, target) in enumerate(loader):
             state.batch = offset + number
-            waits = (state.epoch, state.batch) >= (
-                1,
-                BATCHES_PER_COMMIT,
-            )  # also who comes back here
+            # Also who comes back here.
+            waits = (state.epoch, state.batch) >= (1, BATCHES_PER_COMMIT)
             while waits and hvd.size() < int(os.environ.get("FULL", "0")):
                 time.sleep(0.01)
                 commit(state)

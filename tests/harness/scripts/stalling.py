@@ -40,9 +40,8 @@ def loops(rule: dict[str, str]) -> None:
 def holds_the_interpreter_in_c(rule: dict[str, str]) -> None:
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # not sleep(), which ends when a signal comes
-        ctypes.PyDLL(None).pthread_mutex_lock(
-            mutex
-        )  # unlike CDLL, which would let other threads run
+        # Unlike CDLL, which would let other threads run.
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def works(rule: dict[str, str]) -> None:

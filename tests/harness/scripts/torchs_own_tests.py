@@ -33,10 +33,8 @@ torch.set_num_threads(1)
 distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
 distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
 sync: Any = distributed_test.Barrier.sync
-sync.__func__.__defaults__ = (
-    None,
-    60,
-)  # 10 s are few where two cores have much to do
+# 10 s are few where two cores have much to do.
+sync.__func__.__defaults__ = (None, 60)
 
 
 class TestElastic(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):

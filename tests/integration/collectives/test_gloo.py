@@ -340,9 +340,8 @@ def lose_a_peer(rank: int, size: int, address: Address, end: int, child: bool) -
     for _ in range(3):
         group.allreduce(tensor, Op.SUM).wait()
     if rank == 2:
-        if (
-            child and os.fork() == 0
-        ):  # as a DataLoader's worker: it lives on and holds what it inherited
+        # As a DataLoader's worker: it lives on and holds what it inherited.
+        if child and os.fork() == 0:
             attempt.close_in_forked_child()
             time.sleep(5)
             os._exit(0)

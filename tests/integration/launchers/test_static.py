@@ -98,10 +98,8 @@ def test_a_static_job_with_elastic_run_ends_with_its_first_lost_worker(job):
 def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job):
     """At the first peer that is lost: it can't recover, and is told what it takes."""
     running = job("-np 3 --min-np 1", [*PLAIN, "1", "kill"])
-    assert running.wait(40) in (
-        1,
-        137,
-    )  # that of whose word came first, the survivor's or the victim's
+    # That of whose word came first, the survivor's or the victim's.
+    assert running.wait(40) in (1, 137)
     running.wait_for(r"the job ends with exit code .*localhost:1#1.*signal 9 SIGKILL")
     running.wait_for("@elastic.run to survive lost workers")
     assert "step 4" not in running.output

@@ -309,9 +309,8 @@ async def test_a_worker_that_nobody_can_reach_is_fenced_at_once(s):
 async def test_a_worker_is_told_for_how_long_to_wait(s):
     env = s.launcher.environments[A]
     assert env["ELASTIC_COLLECTIVE_TIMEOUT"] == "30"
-    assert (
-        env["ELASTIC_WAIT_TIMEOUT"] == "1380"
-    )  # twice --elastic-timeout, --start-timeout, a minute
+    # Twice --elastic-timeout, --start-timeout, a minute.
+    assert env["ELASTIC_WAIT_TIMEOUT"] == "1380"
 
 
 @story()
@@ -373,9 +372,8 @@ async def test_a_signal_while_all_is_closed_is_not_lost(s):
 async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
     close = s.driver._journal.close
 
-    def closed() -> (
-        None
-    ):  # the last that the driver does: the loop comes to nothing else before its end
+    # The last that the driver does: the loop comes to nothing else before its end.
+    def closed() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         close()
 

@@ -1,4 +1,7 @@
-"""Who trains together: starting, losing members, and forming the next world."""
+"""Who trains together: starting, losing members, and forming the next world.
+
+The usual courses are among the scenarios.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from elastic.driver.events import (
     LetGo,
     PrepareChange,
     PublishWorld,
-    RejectWorker,
     Report,
     ReportRecovery,
     StartWorker,
@@ -375,15 +377,6 @@ def test_a_survivor_may_notice_before_the_exit_is_known():
     assert str(world.reason).startswith("lost h:1#1 (signal 9 SIGKILL); 3 of 4")
 
 
-def test_two_at_once_and_another_while_the_survivors_gather():
-    talk = running(4, workers_min=1)
-    talk.tell(exited("h:0"), exited("h:2"))
-    talk.tell(ready("h:1", 2, (2, 5)))
-    world = the(PublishWorld, talk.tell(exited("h:3")))
-    assert order(world) == ["h:1#1"]
-    assert "lost h:0#1" in str(world.reason) and "lost h:3#1" in str(world.reason)
-
-
 def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_lost():
     talk = running(20)
     talk.tell(*(exited(f"h:{slot}") for slot in range(15)))
@@ -437,24 +430,6 @@ def test_survivors_that_hold_nothing_are_nobody_to_go_on_from():
     talk.tell(exited("h:1"), exited("h:2"))
     end = the(EndJob, talk.tell(ready("h:0#2", 4, None)))
     assert str(end.reason).startswith("no survivor holds a commit: lost h:1#1")
-
-
-def test_below_the_minimum_survivors_wait_for_newcomers():
-    talk = running(3, workers_min=3)
-    talk.tell(exited("h:2"))
-    actions = talk.ready("h:0", "h:1", commit=(2, 5))
-    assert "waiting for 1 more worker: 2 ready, 3 needed" in said(actions)
-    assert names(talk.wait(1)) == ["h:2#2"]
-    world = the(PublishWorld, talk.join("h:2#2"))
-    assert order(world) == ["h:0#1", "h:1#1", "h:2#2"]
-    assert (world.holders, world.commit) == (2, Commit(2, 5))
-
-
-def test_below_the_minimum_for_too_long_ends_the_job():
-    talk = running(3, workers_min=3, elastic_timeout_s=30)
-    talk.tell(hosts(h=2), exited("h:2"))
-    talk.ready("h:0", "h:1", commit=(2, 5))
-    assert "only 2 of 3 workers ready after 30 s" in str(the(EndJob, talk.wait(31)).reason)
 
 
 def test_who_holds_everybody_up_is_named_within_seconds():
@@ -557,16 +532,6 @@ def test_replicas_that_differ_under_one_commit():
     assert not has(KillWorker, talk.tell(WorkerDigested(worker("h:1"), 2, commit, 78)))
 
 
-def test_a_state_of_another_layout_is_rejected_and_the_world_goes_on():
-    talk = running(2, workers_max=3)
-    talk.tell(hosts(h=3))
-    talk.connect("h:2")
-    actions = talk.tell(ready("h:2", 0, layout="y"))
-    assert the(RejectWorker, actions).expected == "x"
-    assert not has(PrepareChange, actions)
-    assert not has(BreakWorld, talk.tell(exited("h:2", 1)))
-
-
 # ---- cooling down -------------------------------------------------------------------------------
 
 
@@ -661,12 +626,6 @@ def test_a_loss_after_all_others_have_returned_undoes_nothing_if_rank_0_is_there
     talk = running(3)
     talk.tell(returned("h:0", 2), returned("h:1", 2))
     assert the(EndJob, talk.tell(exited("h:2"))).code == 0
-
-
-def test_without_rank_0_the_end_is_done_again_because_nobody_else_saves_the_model():
-    talk = running(3)
-    talk.tell(returned("h:1", 2), returned("h:2", 2))
-    assert has(BreakWorld, talk.tell(exited("h:0")))
 
 
 def test_who_has_returned_does_not_wait_for_ever():

@@ -304,9 +304,8 @@ def test_an_agents_words_are_checked(spoilt):
 
 def test_few_visitors_of_the_metrics_are_heard_at_a_time(monkeypatch):
     monkeypatch.setattr(metrics, "VISITORS", 3)
-    monkeypatch.setattr(
-        metrics, "VISIT_S", 60.0
-    )  # nobody is closed only because this machine is slow
+    # Nobody is closed only because this machine is slow.
+    monkeypatch.setattr(metrics, "VISIT_S", 60.0)
     served = Metrics("127.0.0.1", 0)
     url = f"http://127.0.0.1:{served.port}/metrics"
     visitors = []

@@ -312,9 +312,8 @@ def test_a_bit_that_flips_in_one_replica_is_found_before_the_next_checkpoint(job
     victim = drawn.randrange(3)
     tensor = drawn.choice([*ranks.states[victim].model.parameters()]).detach()
     words = tensor.view(torch.int32).view(-1)
-    words[drawn.randrange(len(words))] ^= 1 << drawn.randrange(
-        20
-    )  # a mantissa's: adding 1 keeps it
+    # A mantissa's: adding 1 keeps it.
+    words[drawn.randrange(len(words))] ^= 1 << drawn.randrange(20)
     ranks.commit(5)
     wait_until(lambda: ranks.damaged, "a word about it")
     assert ranks.damaged == [victim] and ranks.made == [Commit(2, 5)]

@@ -153,12 +153,8 @@ def test_a_change_of_the_world_deals_the_rest_anew(monkeypatch):
     assert next(passing).tolist() == [0, 1]
     world(monkeypatch, 0, 1, generation=2)
     state.on_reset()
-    assert lists(passing) == [
-        [4, 5],
-        [6, 7],
-        [8, 9],
-        [10, 11],
-    ]  # even the old iterator goes on right
+    # Even the old iterator goes on right.
+    assert lists(passing) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_what_loader_workers_have_fetched_is_not_consumed():
@@ -208,9 +204,8 @@ def test_a_commit_half_way_through_an_accumulation_deals_its_batches_again():
             optimizer.step()
             optimizer.zero_grad()
     state.restore()
-    assert loader.position == Position(
-        0, 2
-    )  # the last commit came after one step, and in the middle of another
+    # The last commit came after one step, and in the middle of another.
+    assert loader.position == Position(0, 2)
     assert weight.tolist() == [-1.0, -1.0] + [0.0] * 6
 
 

@@ -61,9 +61,8 @@ def test_a_commit_in_the_last_batch_is_at_the_end_of_its_epoch():
     progress.stepped()
     restored = DataProgress()
     restored.load_state_dict(progress.state_dict())
-    assert restored.begin(10) == at(
-        0, 10
-    )  # there is nothing left of it: the script counts its epoch itself
+    # There is nothing left of it: the script counts its epoch itself.
+    assert restored.begin(10) == at(0, 10)
     restored.finish()
     assert restored.position == at(1, 0)
 

@@ -400,13 +400,8 @@ def test_freezing_and_thawing_makes_a_new_plan(world):
         optimizer.step()
         sent.append([numel for op, numel in world.gradients.calls[before:] if op == "SUM"])
         assert (model[0].weight.grad is None) == frozen
-    assert sent == [
-        [33],
-        [33, 65],
-        [65],
-        [65],
-        [33],
-    ]  # a change is told with the plan that all have
+    # A change is told with the plan that all have.
+    assert sent == [[33], [33, 65], [65], [65], [33]]
 
 
 def test_an_added_group_travels_too(world):

@@ -160,10 +160,8 @@ def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
     [
         (Place(0, 4, 0, 4, 0, 1), bucket_plan.GPU_FULL_BYTES),
         (Place(0, 4, 0, 3, 0, 2), bucket_plan.GPU_FULL_BYTES_APART),
-        (
-            Place(2, 4, 2, 3, 0, 1),
-            bucket_plan.GPU_FULL_BYTES_APART,
-        ),  # alone on the first host with this number
+        # Alone on the first host with this number.
+        (Place(2, 4, 2, 3, 0, 1), bucket_plan.GPU_FULL_BYTES_APART),
         (Place(3, 4, 0, 1, 1, 2), bucket_plan.GPU_FULL_BYTES_APART),
     ],
 )

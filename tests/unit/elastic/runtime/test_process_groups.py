@@ -83,9 +83,8 @@ def test_a_group_whose_threads_still_run_is_not_drained_yet(group, clock, monkey
     seen = iter([None, frozenset({("7", b"1/0")}), frozenset({("7", b"2/0")})])
     monkeypatch.setattr(thread_activity, "runs", lambda: next(seen, frozenset({("7", b"2/0")})))
     assert group.drain(1.0)
-    assert (
-        clock.now - 100.0 >= 0.08
-    )  # two looks in a row must be equal, and those are the third and fourth
+    # Two looks in a row must be equal, and those are the third and fourth.
+    assert clock.now - 100.0 >= 0.08
 
 
 @linux

@@ -1,4 +1,7 @@
-"""Workers that can't run, or can't be reached: fenced at once, because their world stands still."""
+"""Workers that can't run, or can't be reached: fenced at once, because their world stands still.
+
+The usual courses are among the scenarios.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.membership.membership import Phase
-from elastic.driver.reasons import Why, because
 from harness.conversation import (
     Talk,
     checked,
@@ -41,19 +43,6 @@ from harness.conversation import (
 # ---- frozen -------------------------------------------------------------------------------------
 
 
-def test_a_frozen_member_is_fenced_at_once_and_the_others_go_on():
-    talk = running(4)
-    actions = talk.tell(frozen("h:2"))
-    assert the(KillWorker, actions) == KillWorker(
-        worker("h:2"), because(Why.FROZEN, how="stopped by a signal")
-    )
-    assert not has(BreakWorld, actions)  # first the fence, then the shrink
-    broken = the(BreakWorld, talk.tell(exited("h:2")))
-    assert str(broken.reason) == "lost h:2#1 (killed: it is frozen)"
-    world = the(PublishWorld, talk.ready("h:0", "h:1", "h:3", commit=(2, 5)))
-    assert order(world) == ["h:0#1", "h:1#1", "h:3#1"]
-
-
 def test_it_is_fenced_once_and_what_is_said_of_it_later_changes_nothing():
     talk = running(3)
     talk.tell(frozen("h:2"))
@@ -72,16 +61,6 @@ def test_who_says_that_it_is_ready_runs_whatever_its_agent_saw_last():
     actions = talk.ready("h:1", running=False)
     assert not has(KillWorker, actions)
     assert order(the(PublishWorld, actions)) == ["h:0#1", "h:1#1"]
-
-
-def test_alone_in_its_world_it_may_have_been_stopped_on_purpose():
-    talk = running(1, workers_min=1)
-    actions = talk.tell(frozen("h:0"))
-    assert "rank 0 (h:0#1 on h) is frozen (stopped by a signal); nobody else" in said(actions)
-    assert not has(KillWorker, actions)
-    assert talk.wait(10_000) == []  # said once
-    assert "rank 0 (h:0#1 on h) runs again" in said(talk.tell(thawed("h:0")))
-    assert "is frozen" in said(talk.tell(frozen("h:0")))
 
 
 def test_newcomers_that_wait_are_no_reason_to_kill_the_only_one_that_has_learned():

@@ -1,4 +1,7 @@
-"""Joining and leaving a healthy world: everybody stops in the same place, and nothing that was learned is lost."""
+"""Joining and leaving a healthy world: everybody stops in the same place, and nothing that was learned is lost.
+
+The usual courses are among the scenarios.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,8 @@ from elastic.driver.events import (
     PrepareChange,
     PublishWorld,
     StartWorker,
-    StopMembersAt,
 )
 from elastic.driver.membership.membership import Phase
-from elastic.protocol.messages import Commit
 from harness.conversation import (
     Talk,
     checked,
@@ -43,23 +44,6 @@ def joining(workers: int = 2, **settings) -> Talk:
 
 
 # ---- joining ------------------------------------------------------------------------------------
-
-
-def test_a_newcomer_joins_where_all_have_stopped():
-    talk = running(2, workers_max=3)
-    assert names(talk.tell(hosts(h=3))) == ["h:2#1"]
-    prepare = the(PrepareChange, talk.join("h:2"))
-    assert (prepare.generation, prepare.change) == (2, 1)
-    assert prepare.members == [worker("h:0"), worker("h:1")]
-    assert str(prepare.reason) == "h:2#1 joined"
-    assert talk.tell(checked("h:0", 2, 17)) == []
-    stop = the(StopMembersAt, talk.tell(checked("h:1", 2, 18)))
-    assert stop.check == 19
-    assert talk.tell(ready("h:1", 2, (2, 19))) == []
-    world = the(PublishWorld, talk.tell(ready("h:0", 2, (2, 19))))
-    assert order(world) == ["h:0#1", "h:1#1", "h:2#1"]
-    assert (world.holders, world.commit) == (2, Commit(2, 19))
-    assert str(world.reason) == "h:2#1 joined; 2 of 2 old members ready, 1 new"
 
 
 def test_one_interruption_serves_newcomers_that_come_within_a_moment():
@@ -94,14 +78,6 @@ def test_more_than_the_largest_world_wait_as_spares():
     assert not has(PrepareChange, talk.join("g:0"))
     talk.tell(exited("h:1"))
     assert order(the(PublishWorld, talk.ready("h:0", commit=(2, 2)))) == ["h:0#1", "g:0#1"]
-
-
-def test_a_newcomer_that_dies_again_is_not_waited_for():
-    talk = joining()
-    call_off = the(CallOffChange, talk.tell(exited("h:2")))
-    assert str(call_off.reason) == "nobody wants to join or leave any more"
-    assert talk.m.phase is Phase.TRAINING
-    assert talk.tell(checked("h:0", 2, 3)) == []  # stale
 
 
 def test_a_newcomer_that_dies_when_all_are_stopping_costs_a_short_pause():

@@ -1,4 +1,7 @@
-"""Workers beyond the largest world: they wait, cost nobody anything, and take the next place that is free."""
+"""Workers beyond the largest world: they wait, cost nobody anything, and take the next place that is free.
+
+The usual courses are among the scenarios.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +67,6 @@ def test_its_start_says_what_for():
 def test_it_is_told_once():
     talk = with_standby()
     assert not has(TellStandby, [*talk.resume(), *talk.wait(3600)])
-
-
-def test_it_takes_the_place_of_the_lost_one_in_the_same_recovery():
-    talk = with_standby()
-    talk.tell(exited("h:1"))
-    world = the(PublishWorld, talk.ready("h:0", commit=(2, 5)))
-    assert order(world) == ["h:0#1", "h:2#1"]
-    assert world.holders == 1  # it is sent the state
 
 
 def test_two_lost_and_one_standby_make_a_smaller_world():

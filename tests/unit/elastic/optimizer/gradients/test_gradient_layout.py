@@ -23,9 +23,8 @@ from harness.small_worlds import World, net, sgd
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
-    monkeypatch.setattr(
-        gradient_reducer, "reducers", weakref.WeakSet()
-    )  # without those of other tests
+    # Without those of other tests.
+    monkeypatch.setattr(gradient_reducer, "reducers", weakref.WeakSet())
     world = World(2)
     monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world

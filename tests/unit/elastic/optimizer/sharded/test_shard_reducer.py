@@ -396,9 +396,8 @@ def run_step(model: Any, shards: Shards, within: Any = None) -> None:
         ({"groups": 2}, "groups"),
         ({"shards": 8}, "give an elastic.Shards"),
     ],
-    ids=lambda it: (
-        " ".join(it) if isinstance(it, dict) else it
-    ),  # an address differs in each process of a run
+    # An address differs in each process of a run.
+    ids=lambda it: " ".join(it) if isinstance(it, dict) else it,
 )
 def test_what_would_depend_on_who_holds_what_is_refused(ranks, options, said):
     with pytest.raises(Invalid, match=said):
