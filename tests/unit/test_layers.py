@@ -96,7 +96,7 @@ def pure() -> list[Path]:
 def bare(program: str) -> None:
     """Runs a program in a process of its own, where nothing has been imported yet."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
 
