@@ -43,7 +43,9 @@ class Schedule:
         self._next = False  # the script wants the next commit
         self._wanted: int | None = None  # the script wanted this one
         self._owed: int | None = None  # one that was due was begun, and is not known to be durable
-        self._asked_at: float | None = None
+        self._asked: tuple[int, float] | None = (
+            None  # by rank 0, which has had no answer: for what, and when
+        )
         self._stretch = 1  # how many times LEAD_S the next one is named ahead
         self._last_at: float | None = None
         self._interval_s = 0.0  # between two commits, smoothed
@@ -74,7 +76,7 @@ class Schedule:
     def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
         """This one was just made. ``leads``: by rank 0. ``busy``: one before it is still being written."""
         if commit.generation != self._generation:
-            self._generation, self._target, self._asked_at = commit.generation, None, None
+            self._generation, self._target, self._asked = commit.generation, None, None
             if self._owed is not None:  # whatever was begun in another world stays undone
                 self._due_at, self._owed = min(self._due_at, now), None
         self._newest = commit.number
@@ -82,7 +84,7 @@ class Schedule:
         wanted, self._next = self._next, False
         target = self._target
         if target is not None and commit.number >= target:
-            self._target = self._asked_at = None
+            self._target = self._asked = None
             self._began(target, now)
             return Step(begin=target)
         if wanted:
@@ -92,7 +94,7 @@ class Schedule:
         if not leads or busy or not self._interval_s or not (due or self._every_commits):
             return Step()
         patience = UNANSWERED_S + 3 * LEAD_S * self._stretch
-        if self._asked_at is not None and now - self._asked_at < patience:
+        if self._asked is not None and now - self._asked[1] < patience:
             return Step()
         ahead = math.ceil(LEAD_S * self._stretch / max(self._interval_s, 1e-4))
         lead = min(ahead + (self._interval_s < SLOW_S), 10_000)
@@ -101,7 +103,7 @@ class Schedule:
             ask = -(-ask // self._every_commits) * self._every_commits
             if ask > commit.number + 2 * lead:
                 return Step()  # soon enough when it is nearer
-        self._asked_at = now
+        self._asked = ask, now
         return Step(ask=ask)
 
     def dropped(self, number: int, now: float, *, again: bool) -> None:
@@ -109,7 +111,11 @@ class Schedule:
         if number == self._owed and (again or number == self._wanted):
             self._due_at = now  # then one of the next, when that can be
         self.settled(number)
-        self._target = self._asked_at = None
+        # Another one may have been asked for since.
+        if self._target == number:
+            self._target = None
+        if self._asked is not None and self._asked[0] == number:
+            self._asked = None
         if again:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
