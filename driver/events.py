@@ -334,11 +334,14 @@ class WorkerDiffers(Event):
 
 class ReplicasSpoilt(Event):
     """Gradients that were infinite or NaN have made all replicas worthless, ``commit`` and others in memory with them:
-    the memory of one worker was damaged.
+    the memory of one worker was damaged. ``damaged``: those whose parameters before that differed from those of
+    ``equal`` others. Older journals name them before, as WorkerDiffers.
     """
 
     generation: int
     commit: Commit
+    damaged: list[Worker] = []
+    equal: int = 0
 
 
 class TimePassed(Event):

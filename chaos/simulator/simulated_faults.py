@@ -21,9 +21,7 @@ from elastic.driver.events import (
     RemoveRequested,
     ReplicasSpoilt,
     ScaleRequested,
-    WorkerDiffers,
 )
-from elastic.protocol.messages import SPOILT
 
 Fault = Callable[[SimulatedJob], None]
 
@@ -189,10 +187,9 @@ def spoil_all(sim: SimulatedJob) -> None:
     process = sim.clock.random.choice(committed)
     sim.note(f"a bit flips in the memory of {process.worker}, and has spoilt all")
     commit = process.recovery.newest
-    driver.hear(WorkerDiffers(process.worker, generation, commit, [SPOILT], 2))
-    spoilt = ReplicasSpoilt(generation, commit)
+    spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
     driver.hear(spoilt)
-    if driver.entries[-1].event == spoilt:  # it did not die of the one before
+    if driver.entries[-1].event == spoilt:  # it did not die before
         for each in members:
             sim.training.spoils(each)
 

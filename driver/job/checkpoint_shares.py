@@ -3,7 +3,8 @@
     CheckpointDue from rank 0 --> MakeDurable to all
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
     ShareDropped from one     --> DropCheckpoint to all
-    replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual, Spoilt
+    replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual
+    NotFinite from all        --> Spoilt, if they differed before
 
 It lives as long as one world: whatever that has not completed stays undone. Nothing here has to survive the driver.
 Ranks say what has had no answer again and again, so that another one hears it too.
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.protocol.messages import (
-    SPOILT,
     CheckpointDone,
     CheckpointDue,
     CheckpointWritten,
@@ -24,6 +24,7 @@ from elastic.protocol.messages import (
     DropCheckpoint,
     MakeDurable,
     Message,
+    NotFinite,
     SealCheckpoint,
     ShareDropped,
     ShareWritten,
@@ -83,10 +84,14 @@ class NotEqual:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """Damaged memory of one has reached all replicas, by gradients: none of them is right any more."""
+    """Damaged memory of one has reached all replicas, by gradients: none of them is right any more. ``damaged``: those
+    that differed before from ``equal`` others; nobody, where it can't be told.
+    """
 
     generation: int
     commit: Commit
+    damaged: list[Worker]
+    equal: int
 
 
 Action = TellRanks | Made | Failed | Damaged | NotEqual | Spoilt
@@ -103,6 +108,7 @@ class CheckpointShares:
     _ever_equal: bool = False  # all replicas were, at some checkpoint of this job
     _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # by request
     _done: dict[int, Commit] = field(default_factory=dict)
+    _not_finite: dict[Worker, NotFinite] = field(default_factory=dict)
 
     def world(self, generation: int, members: Sequence[Worker]) -> None:
         """Another world trains."""
@@ -110,13 +116,19 @@ class CheckpointShares:
         self._written.clear()
         self._off.clear()
         self._done.clear()
+        self._not_finite.clear()
 
     def handle(self, worker: Worker, message: Any) -> list[Action] | None:
         """None: the message is about something else."""
-        if not isinstance(message, (CheckpointDue, ShareWritten, ShareDropped, CheckpointWritten)):
+        if not isinstance(
+            message, (CheckpointDue, NotFinite, ShareWritten, ShareDropped, CheckpointWritten)
+        ):
             return None
         if message.generation != self._generation or worker not in self._members:
             return self._of_the_past(message)
+        if isinstance(message, NotFinite):
+            self._not_finite[worker] = message
+            return self._compare_before()
         number = message.number
         match message:
             case CheckpointDue():
@@ -150,12 +162,6 @@ class CheckpointShares:
         self, number: int, commit: Commit, written: dict[Worker, dict[str, int]]
     ) -> list[Action]:
         """All have written. What differs between replicas is never made durable."""
-        if not all(SPOILT in said for said in written.values()):
-            # A rank that had joined has seen no gradients of the last step.
-            written = {
-                worker: {part: value for part, value in said.items() if part != SPOILT}
-                for worker, said in written.items()
-            }
         groups: dict[tuple[tuple[str, int], ...], list[Worker]] = {}
         for worker in self._members:
             groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
@@ -174,16 +180,29 @@ class CheckpointShares:
                 if written[each[0]].get(part) != right[part]
             ]
             parts = [*dict.fromkeys(wrong)]
-            if self._ever_equal and SPOILT in parts:
-                return [drop, Spoilt(self._generation, commit)]
             return [drop, NotEqual(commit, [most, *others], parts, self._ever_equal)]
         damaged: list[Action] = []
         for worker in (worker for each in others for worker in each):
             parts = [part for part, value in right.items() if written[worker].get(part) != value]
             damaged.append(Damaged(worker, self._generation, commit, parts, len(most)))
-        if any(written[each[0]].get(SPOILT) != right.get(SPOILT) for each in others):
-            damaged.append(Spoilt(self._generation, commit))
         return [drop, *damaged]
+
+    def _compare_before(self) -> list[Action]:
+        """Replicas as they were before gradients became infinite or NaN, once all have said what they know."""
+        said = {w: each for w, each in self._not_finite.items() if each.digest is not None}
+        commits = {each.commit for each in said.values()}
+        if not self._ever_equal or len(commits) != 1 or len(self._not_finite) < len(self._members):
+            return []
+        groups: dict[int | None, list[Worker]] = {}
+        for worker in filter(said.__contains__, self._members):
+            groups.setdefault(said[worker].digest, []).append(worker)
+        if len(groups) == 1:
+            return []
+        self._not_finite.clear()
+        most, *others = sorted(groups.values(), key=len, reverse=True)
+        known = 2 * len(most) > len(said)
+        damaged = [worker for each in others for worker in each] if known else []
+        return [Spoilt(self._generation, commits.pop(), damaged, len(most))]
 
     def _drop(self, number: int, *, again: bool) -> TellRanks:
         off = self._off[number] = DropCheckpoint(self._generation, number, again)

@@ -356,8 +356,8 @@ class Driver:
                     self._about_checkpoints.not_equal(action)
                 case checkpoint_shares.Damaged(worker, generation, commit, parts, equal):
                     self._post(WorkerDiffers(worker, generation, commit, parts, equal))
-                case checkpoint_shares.Spoilt(generation, commit):
-                    self._post(ReplicasSpoilt(generation, commit))
+                case checkpoint_shares.Spoilt(generation, commit, damaged, equal):
+                    self._post(ReplicasSpoilt(generation, commit, damaged, equal))
 
     def _connection_gone(self, worker: Worker, silent: bool) -> None:
         self._tracing.gone(worker)

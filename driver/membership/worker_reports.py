@@ -26,6 +26,9 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Why, because, in_words
+from elastic.protocol.messages import Commit, Worker
+
+BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
@@ -163,16 +166,14 @@ class WorkerReports(Part):
             self.staff.fence(self.roster[wrong], differs)
 
     def differs(self, event: WorkerDiffers) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.killed_for or event.generation != self.worlds.generation:
-            return
-        damaged = because(
-            Why.DAMAGED,
-            parts=" and ".join(event.parts),
-            commit=str(event.commit),
-            equal=event.equal,
-        )
-        self.staff.fence(standing, damaged)
+        if event.generation == self.worlds.generation:
+            self._damaged(event.worker, " and ".join(event.parts), event.commit, event.equal)
+
+    def _damaged(self, worker: Worker, parts: str, commit: Commit, equal: int) -> None:
+        standing = self.roster.get(worker)
+        if standing is not None and not standing.killed_for:
+            damaged = because(Why.DAMAGED, parts=parts, commit=str(commit), equal=equal)
+            self.staff.fence(standing, damaged)
 
     def spoilt(self, event: ReplicasSpoilt) -> None:
         """All are started anew, from the newest checkpoint. Not only their commits may be spoilt, but whatever they
@@ -181,6 +182,8 @@ class WorkerReports(Part):
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
+        for worker in event.damaged:
+            self._damaged(worker, BEFORE, event.commit, event.equal)
         reason = because(Why.SPOILT, commit=str(event.commit))
         for standing in here:
             if standing.killed_for:

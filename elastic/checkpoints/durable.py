@@ -59,9 +59,15 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
 
 
 def entered(rt: Runtime, world: World) -> None:
-    """All members of a world write under one number of a run, whoever has started them."""
+    """All members of a world write under one number of a run, whoever has started them. What this worker has seen of
+    gradients counts no more where it is sent another state.
+    """
     if rt.commits.durable is not None and world.run:
         rt.commits.durable.run = world.run
+    if rt.first_not_finite is not None and world.holders == 0:
+        rt.first_not_finite.began()
+    elif rt.first_not_finite is not None and world.place.rank >= world.holders:
+        rt.first_not_finite.missed()
 
 
 def finish(rt: Runtime, state: State) -> None:

@@ -27,7 +27,7 @@ from elastic.checkpoints.storage import Storage
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol import messages
-from elastic.protocol.messages import SPOILT, Commit, Message, Place
+from elastic.protocol.messages import Commit, Message, Place
 from elastic.state.held import Held
 from elastic.state.state import ObjectState, hold, prepare_hold
 
@@ -61,7 +61,6 @@ class _Attempt:
     rank: int
     size: int
     began_at: float
-    spoilt: int | None  # a digest of the parameters when gradients became infinite or NaN
     off: threading.Event = field(default_factory=threading.Event)
     sealing: bool = False
 
@@ -102,9 +101,18 @@ class Writer:
             None  # parameters that were not finite when it was looked first
         )
         self.first_not_finite = FirstNotFinite()  # told of gradients by whoever reduces them
+        self._not_finite: tuple[float, messages.NotFinite] | None = None  # when it was said last
         self.newest: Commit | None = None  # that is durable, as far as this rank has heard
 
     # ---- training thread -----------------------------------------------------------------------------------------
+
+    def saved(self) -> None:
+        """A commit was made, here or by all."""
+        self.first_not_finite.saved()
+
+    def stepped_back(self) -> None:
+        """To the newest commit that was made here."""
+        self.first_not_finite.stepped_back()
 
     def committed(self, state: ObjectState, commit: Commit, place: Place) -> None:
         """A commit was made by all ranks alike. Raises Invalid if the state can't be written down at all."""
@@ -114,6 +122,7 @@ class Writer:
         if self._thread is None:
             self._begin(functools.partial(prepare_hold, state))
         self._repeat()
+        self._report_gradients(commit)
         busy = self._attempt is not None or not self._settled
         step = self._schedule.at_commit(commit, monotonic(), leads=place.rank == 0, busy=busy)
         if step.ask is not None:
@@ -134,12 +143,28 @@ class Writer:
 
     def _hold(self, state: ObjectState, commit: Commit, number: int, place: Place) -> None:
         name = Name(self.run, commit.generation, commit.number)
-        spoilt = self.first_not_finite.digest(commit.generation)
-        attempt = _Attempt(number, name, hold(state), place.rank, place.size, monotonic(), spoilt)
+        attempt = _Attempt(number, name, hold(state), place.rank, place.size, monotonic())
         self._attempt = attempt
         with self._changed:
             self._latest, self._settled = (commit.generation, number), False
         self._begin(functools.partial(self._share, attempt))
+
+    def _report_gradients(self, commit: Commit) -> None:
+        """At once: the next checkpoint may be far, and whose memory it was may be gone by then."""
+        first, generation = self.first_not_finite, commit.generation
+        if self._alone or not first.lasts():
+            self._not_finite = None
+            return
+        now, digest = monotonic(), first.digest()
+        message = messages.NotFinite(generation, commit, digest)
+        if self._not_finite is not None:
+            at, said = self._not_finite
+            if (said.generation, said.digest) == (generation, digest):
+                if now - at < REPEAT_S:
+                    return
+                message = said
+        self._not_finite = (now, message)
+        self._send(message)
 
     def want(self) -> None:
         """The next commit is to be written; if that can't be, one of those that follow. Called on all ranks alike."""
@@ -220,7 +245,7 @@ class Writer:
                 if not self._schedule.told(generation, number):
                     late = "it was asked for too late"
                     self._tell(messages.ShareDropped(generation, number, late, True))
-                elif before not in (None, number):
+                elif before not in (None, number) and self._latest != (generation, before):
                     # Others may have begun that one by now, and must not wait for this rank.
                     another = f"commit {number} was asked for instead"
                     self._tell(messages.ShareDropped(generation, before, another, True))
@@ -294,8 +319,6 @@ class Writer:
                 self._odd = writing.not_finite(attempt.held)
             if not self._alone:
                 digests.update(writing.replica_digests(attempt.held))
-                if attempt.spoilt is not None:
-                    digests[SPOILT] = attempt.spoilt
             writing.write_share(
                 self._storage, attempt.name, attempt.held, attempt.rank, attempt.size, attempt.alive
             )

@@ -190,7 +190,7 @@ class Shadow:
             case StepFlag.STEP:
                 first = self._rt.first_not_finite
                 if first is not None and self._members is None:
-                    first.missed(self._rt.generation)
+                    first.missed()
                 self._follow()
                 self._work = self._wait_again()
             case StepFlag.JOINED:

@@ -400,13 +400,20 @@ class CheckpointDue(Message):
     number: int
 
 
-# Beside the parts of the state: how it was before the first step with gradients that were infinite or NaN.
-SPOILT = "model before the gradients became infinite or NaN"
+class NotFinite(Message):
+    """Gradients have been infinite or NaN since before this commit. ``digest``: of this rank's parameters before
+    the first step with these; None where it has not seen that step. Said at the first such commit of a world, and again
+    while that lasts.
+    """
+
+    generation: int
+    commit: Commit
+    digest: int | None
 
 
 class ShareWritten(Message):
     """This rank's part of the checkpoint that was asked for as ``number`` is in the storage. ``digests``: of what must
-    be equal on all ranks, by the name of the part, or SPOILT; see `elastic.state.snapshots.digest`.
+    be equal on all ranks, by the name of the part; see `elastic.state.snapshots.digest`.
     """
 
     generation: int
@@ -650,6 +657,7 @@ FromWorker = (
     | TimelineWanted
     | TimelineUnwanted
     | CheckpointDue
+    | NotFinite
     | ShareWritten
     | ShareDropped
     | CheckpointWritten

@@ -38,6 +38,10 @@ class Durable(Protocol):
 
     run: int
 
+    def saved(self) -> None: ...
+
+    def stepped_back(self) -> None: ...
+
     def committed(self, state: Any, commit: messages.Commit, place: messages.Place) -> None: ...
 
     def world_over(self, generation: int) -> None: ...
@@ -70,6 +74,8 @@ class CommitLog:
         """A state was saved."""
         with self._session.lock:
             self._session.recovery.committed()
+        if self.durable is not None:
+            self.durable.saved()
 
     def make_durable(self, state: Any) -> None:
         """The commit that was just made may be one that goes to the storage."""
@@ -164,6 +170,8 @@ class CommitLog:
         """What `keep_own` has saved counts, now that the world is given up; see `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
+        if self.durable is not None:
+            self.durable.saved()
         self._session.account.committed(time.monotonic())
 
     def step_back(self, state: Kept) -> None:
@@ -173,6 +181,8 @@ class CommitLog:
                 self._session.recovery.forget_commit()
         with timeline.during("state", "restore"):
             state.restore()
+        if self.durable is not None:
+            self.durable.stepped_back()
         self._session.account.stepped_back()
         self._session.phases.restored(time.monotonic())
 

@@ -35,13 +35,12 @@ from elastic.driver.events import (
     Notice,
     ReplicasSpoilt,
     StopRequested,
-    WorkerDiffers,
     WorkerDigested,
     WorkerReconnected,
 )
 from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import SPOILT, Commit
+from elastic.protocol.messages import Commit
 from harness import conversation as words
 from harness.conversation import Talk, worker
 from harness.scenario_words import line_of
@@ -230,8 +229,13 @@ LINES: dict[str, Happening] = {
     r"commit (?P<commit>\d+\.\d+) is durable": lambda story, found: story.tell(
         CheckpointMade(Commit(*map(int, found["commit"].split("."))))
     ),
-    r"all are spoilt by commit (?P<commit>\d+\.\d+)": lambda story, found: story.tell(
-        ReplicasSpoilt(story.m.generation, Commit(*map(int, found["commit"].split("."))))
+    rf"all are spoilt by commit {COMMIT}(?:, by (?P<by>{NAME}))?": lambda story, found: story.tell(
+        ReplicasSpoilt(
+            story.m.generation,
+            Commit(*map(int, found["commit"].split("."))),
+            [worker(found["by"])] if found["by"] else [],
+            2,
+        )
     ),
     r"the job is asked to stop: (?P<reason>.+)": lambda story, found: story.tell(
         StopRequested(found["reason"])
@@ -291,9 +295,6 @@ SAID: dict[str, Saying] = {
     ),
     r"begins? the long phase '(?P<phase>.+)'": lambda story, name, found: words.outside(
         name, story.m.generation, phase=found["phase"]
-    ),
-    rf"has damaged memory under commit {COMMIT}": lambda story, name, found: WorkerDiffers(
-        worker(name), story.m.generation, Commit(*map(int, found["commit"].split("."))), [SPOILT], 2
     ),
     rf"(?:has|have) digest (?P<digest>\w+) under commit {COMMIT}": lambda story, name, found: (
         WorkerDigested(

@@ -100,7 +100,7 @@ class Job:
         del self.ranks[size:]
         self.step = step
         for rank in self.ranks:
-            rank.at(step)
+            self.brings(rank, step)
             rank.state.commit()
             rank.told.clear()
             rank.writer.world_over(self.generation)
@@ -108,6 +108,10 @@ class Job:
         self.number = 0
         self.places = list(rank_order.places([rank.worker for rank in self.ranks]))
         self.shares.world(self.generation, [rank.worker for rank in self.ranks])
+
+    def brings(self, rank: Rank, step: int) -> None:
+        """It holds that step, whatever it had before."""
+        rank.at(step)
 
     def resumed(self) -> int:
         """Everything is gone: training begins where the newest whole checkpoint is."""
@@ -145,12 +149,17 @@ class Job:
                 rank.writer.want()
         self.step += 1
         self.number += 1
+        self.reduced()
         commit = Commit(self.generation, self.number)
         self.history[commit] = self.step
         for rank, place in zip(self.ranks, self.places, strict=True):
             rank.at(self.step)
             rank.state.commit()
+            rank.writer.saved()
             rank.writer.committed(rank.state, commit, place)
+
+    def reduced(self) -> None:
+        """The gradients of a step: finite."""
 
     def hear(self) -> None:
         """The driver hears the next word of a rank."""
@@ -165,7 +174,10 @@ class Job:
                     case Made(commit):
                         self.made.add(commit)
                     case Damaged() | Spoilt():
-                        raise AssertionError("nobody is damaged")
+                        self.accused(action)
+
+    def accused(self, action: Damaged | Spoilt) -> None:
+        raise AssertionError("nobody is damaged")
 
     def tell(self) -> None:
         rank = self.drawn.choice(self.ranks)
@@ -267,6 +279,95 @@ def test_something_becomes_durable_in_most_of_them(monkeypatch):
         job.run()
         made.append(len(job.made))
     assert sum(made) >= 8, made
+
+
+# ---- gradients of one that are NaN for all ---------------------------------------------------------------------------
+
+
+class SpoiltJob(Job):
+    """At some step a bit of one rank flips, and its gradients are NaN for all, then and in all steps that follow."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.first: int | None = None  # step with NaN gradients
+        self.witnesses: set[Worker] = set()  # of that step
+        self.culprit: Worker | None = None  # None: it was the batch
+        self.found: Spoilt | None = None
+        super().__init__(seed, monkeypatch)
+
+    def brings(self, rank: Rank, step: int) -> None:
+        super().brings(rank, step)
+        if rank.worker.slot > self.known:
+            rank.writer.first_not_finite.missed()
+        else:
+            rank.writer.stepped_back()
+
+    def world(self, size: int) -> None:
+        self.known = self.incarnation
+        super().world(size)
+
+    def reduced(self) -> None:
+        if self.first is None and self.step > 5 and self.made and len(self.ranks) > 1:
+            self.first = self.step
+            if self.drawn.random() < 0.8:
+                self.culprit = self.drawn.choice(self.ranks).worker
+        gradients = torch.ones(2) if self.first is None else torch.full((2,), torch.nan)
+        for rank in self.ranks:
+            flipped = self.step == self.first and rank.worker == self.culprit
+            mine = weights_of(self.step) + flipped if self.step == self.first else gradients
+            rank.writer.first_not_finite.look("0", [gradients], [("w", mine)])
+            if self.step == self.first and rank.writer.first_not_finite.digest() is not None:
+                self.witnesses.add(rank.worker)  # no newcomer
+
+    def accused(self, action: Damaged | Spoilt) -> None:
+        assert isinstance(action, Spoilt) and self.culprit is not None, action
+        assert action.damaged in ([self.culprit], []), action
+        self.found = action
+
+    def seen(self) -> None:
+        """Nothing is lost any more."""
+        for _ in range(20):
+            self.now += 1.0
+            self.commit()
+            for _ in range(20 * len(self.ranks)):
+                self.hear()
+                self.tell()
+            for rank in self.ranks:
+                while not rank.writer._jobs.empty():
+                    work = rank.writer._jobs.get()
+                    assert work is not None
+                    work()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SEEDS, ALL_SEEDS))],
+)
+def test_whose_gradients_have_spoilt_all_is_told_whatever_becomes_of_the_world(seed, monkeypatch):
+    job = SpoiltJob(seed, monkeypatch)
+    job.world(job.drawn.randint(3, 4))
+    while job.first is None:
+        for _ in range(20):
+            job.drawn.choice([job.hear, job.tell, job.work])()
+        if len(job.ranks) < 2:
+            job.world(3)
+        job.commit()
+    for _ in range(job.drawn.randint(0, 3)):
+        match job.drawn.randrange(5):
+            case 0 | 1:
+                job.world(len(job.ranks) + 1)
+            case 2:
+                job.world(max(len(job.ranks) - 1, 2))
+            case 3:
+                job.another_driver()
+            case 4:
+                job.lose_a_connection()
+    job.seen()
+    left = job.witnesses.intersection(rank.worker for rank in job.ranks)
+    if job.culprit in left and len(left) > 1:
+        assert job.found is not None
+        assert len(left) < 3 or job.found.damaged == [job.culprit]
+    elif job.culprit is None:
+        assert job.found is None
 
 
 # ---- bugs that it must find ------------------------------------------------------------------------------------------

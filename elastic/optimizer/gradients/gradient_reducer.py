@@ -441,7 +441,7 @@ class GradientReducer:
             if position is not None:
                 changed = (bucket, position)
         if world.first_not_finite is not None and self._members is None and plan.slots:
-            _look(world.first_not_finite, world.generation, self._twin, plan)
+            _look(world.first_not_finite, self._twin, plan)
         if changed is None:
             return None
         return next(slot for slot in plan.slots if (slot.bucket, slot.position) == changed)
@@ -632,7 +632,7 @@ class GradientReducer:
         return self._twin, sum(other._kind == self._kind for other in list(reducers))
 
 
-def _look(first: FirstNotFinite, generation: int, twin: int, plan: GradientPlan) -> None:
+def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
     """At the first elements of each bucket on the CPU: what it costs does not grow with them."""
     samples = [
         each.sample
@@ -641,7 +641,7 @@ def _look(first: FirstNotFinite, generation: int, twin: int, plan: GradientPlan)
     ]
     parameters = ((slot.name, slot.parameter) for slot in plan.slots)
     of = f"{twin} {len(plan.slots)} {plan.slots[0].name}"
-    first.look(generation, of, samples, parameters)
+    first.look(of, samples, parameters)
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:

@@ -4,6 +4,9 @@ whose were damaged.
 A step later all replicas are spoilt alike, by the same gradients. But before the optimizer steps the parameters are
 still what they were, and those of a rank whose memory has changed a bit differ from all others. Where it was a batch,
 or a model that diverges, they are equal everywhere, and nobody is blamed.
+
+What a rank has seen belongs to its state, as a commit does: it outlasts the world, and a way back to an older commit
+forgets it.
 """
 
 from __future__ import annotations
@@ -32,39 +35,57 @@ class FirstNotFinite:
     """Of one worker. Every rank that takes part sees the same reduced gradients, so all note the same step."""
 
     def __init__(self) -> None:
-        self._generation = -1
-        self._missed = False  # a step of the others, and all gradients since were not finite
         self._found: dict[str, int] = {}  # digests of parameters, by what they are of
+        self._committed: dict[str, int] = {}  # the same, as of the newest commit
+        self._odd: set[str] = set()  # those whose last gradients were not finite
+        self._missed = False  # a step of the others, so only of these it is known when they began:
+        self._fine: set[str] = set()
 
     def look(
         self,
-        generation: int,
         of: str,
         samples: Iterable[torch.Tensor],
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         """After gradients were reduced, before the optimizer steps. ``samples``: parts of these gradients.
 
-        What was found first stays until they are finite again, or the world is another one.
+        What was found first stays until they are finite again.
         """
-        if generation != self._generation:
-            self._generation, self._missed = generation, False
-            self._found.clear()
         if all(map(finite, samples)):
+            self._fine.add(of)
+            self._odd.discard(of)
             self._found.pop(of, None)
-            self._missed = False
-        elif of not in self._found and not self._missed:
+            return
+        self._odd.add(of)
+        if of not in self._found and (of in self._fine or not self._missed):
             self._found[of] = digest((f"{of} {name}", each.detach()) for name, each in parameters)
 
-    def missed(self, generation: int) -> None:
-        """The others have stepped without this rank. What it knows may be of another step than what they know, so it
-        says nothing until gradients are finite again.
-        """
-        self._generation, self._missed = generation, True
-        self._found.clear()
+    def began(self) -> None:
+        """All ranks have the same new state, whatever they had before."""
+        self._missed = False
+        for each in (self._found, self._committed, self._odd, self._fine):
+            each.clear()
 
-    def digest(self, generation: int) -> int | None:
-        """Of all that was found, equal on ranks whose parameters were; None: gradients of this world are finite."""
-        if generation != self._generation or not self._found:
-            return None
-        return functools.reduce(operator.xor, self._found.values())
+    def missed(self) -> None:
+        """The others have stepped without this rank. What it would note may be of another step than what they know, so
+        it notes nothing until gradients are finite again.
+        """
+        self._missed = True
+        for each in (self._found, self._committed, self._fine):
+            each.clear()
+
+    def saved(self) -> None:
+        """A commit was made."""
+        self._committed = dict(self._found)
+
+    def stepped_back(self) -> None:
+        """To the newest commit."""
+        self._found = dict(self._committed)
+
+    def lasts(self) -> bool:
+        """Whether the last gradients were not finite."""
+        return bool(self._odd)
+
+    def digest(self) -> int | None:
+        """Of all that was found, equal on ranks whose parameters were; None: nothing was."""
+        return functools.reduce(operator.xor, self._found.values()) if self._found else None

@@ -18,7 +18,7 @@ import torch
 
 from elastic.chaos.inject.bit_flips import PLACES, BitFlips
 from elastic.checkpoints.storage import Storage
-from elastic.protocol.messages import SPOILT, Commit, Worker
+from elastic.protocol.messages import Commit, Worker
 from elastic.state import TorchState, bit_flips
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
@@ -91,10 +91,12 @@ class FlippedJob:
                 if tuple(event["commit"]) > before
             ]
             differs = [Worker(*event["worker"]) for event in found]
-            if differs == [victim] and SPOILT in found[0]["parts"]:
-                return "spoilt all, and found"  # by what its parameters were before
             if differs:
                 return "found" if differs == [victim] else f"{differs[0]} was named"
+            for event in self.job.events("ReplicasSpoilt"):
+                if tuple(event["commit"]) > before:  # told by what its parameters were before
+                    named = [Worker(*each) for each in event["damaged"]]
+                    return "spoilt all, and found" if named == [victim] else f"{named} were named"
             if "became infinite or NaN" in self.job.output[output:]:
                 return "all are spoilt"  # one step later, by the gradients
             if "not made durable" in self.job.output[output:]:

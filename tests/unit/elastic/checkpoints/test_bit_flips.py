@@ -13,7 +13,7 @@ from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.storage import Storage
 from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Spoilt
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
-from elastic.protocol.messages import SPOILT, Commit, ShareWritten, Worker
+from elastic.protocol.messages import Commit, NotFinite, ShareWritten, Worker
 from elastic.state.snapshots.digest import WHOLE, digest
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
@@ -95,7 +95,7 @@ def trained_to_nan(*, flipped: int | None, bad_batch: int | None) -> list[object
             found.append(torch.autograd.grad(loss, [*net.parameters()]))
         means = [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
         for net, first in zip(nets, firsts, strict=True):
-            first.look(1, "0", means, net.named_parameters())
+            first.look("0", means, net.named_parameters())
             with torch.no_grad():
                 for parameter, mean in zip(net.parameters(), means, strict=True):
                     parameter.sub_(mean, alpha=0.01)
@@ -103,40 +103,59 @@ def trained_to_nan(*, flipped: int | None, bad_batch: int | None) -> list[object
     shares = CheckpointShares()
     shares.world(1, WORKERS)
     actions: list[object] = []
-    for number, before in ((1, False), (2, True)):
-        for worker, net, first in zip(WORKERS, nets, firsts, strict=True):
-            said = {"model": digest(net.state_dict().items()) if before else 7}
-            if before:
-                spoilt = first.digest(1)
-                assert spoilt is not None
-                said[SPOILT] = spoilt
-            message = ShareWritten(1, number, Commit(1, number), said)
-            actions += shares.handle(worker, message) or []
+    for worker in WORKERS:
+        shares.handle(worker, ShareWritten(1, 1, Commit(1, 1), {"model": 7}))
+    for worker, first in zip(WORKERS, firsts, strict=True):
+        assert first.lasts() and first.digest() is not None
+        actions += shares.handle(worker, NotFinite(1, Commit(1, 2), first.digest())) or []
     return actions
 
 
 def test_a_flip_that_has_spoilt_all_replicas_since_is_still_known_by_the_step_before():
-    actions = trained_to_nan(flipped=1, bad_batch=None)
-    [named] = [each for each in actions if isinstance(each, Damaged)]
-    assert (named.worker, named.parts, named.equal) == (WORKERS[1], [SPOILT], 2)
-    assert actions[-1] == Spoilt(1, Commit(1, 2)), "nobody goes on from what all hold"
+    assert trained_to_nan(flipped=1, bad_batch=None) == [Spoilt(1, Commit(1, 2), [WORKERS[1]], 2)]
 
 
 def test_nobody_is_blamed_for_a_batch_that_made_all_replicas_nan():
-    actions = trained_to_nan(flipped=None, bad_batch=1)
-    assert not any(isinstance(each, Damaged | Spoilt) for each in actions)
+    assert trained_to_nan(flipped=None, bad_batch=1) == []
 
 
-def test_gradients_that_are_finite_again_and_those_of_another_world_are_forgotten():
+GOOD, BAD = torch.ones(3), torch.tensor([1.0, -torch.inf, 1.0])
+ZEROS, ONES = [("w", torch.zeros(2))], [("w", torch.ones(2))]
+
+
+def test_what_was_before_gradients_that_are_finite_again_is_forgotten():
     first = FirstNotFinite()
-    good, bad = torch.ones(3), torch.tensor([1.0, -torch.inf, 1.0])
-    first.look(1, "0", [good, bad], [("w", torch.zeros(2))])
-    found = first.digest(1)
-    first.look(1, "0", [good, bad], [("w", torch.ones(2))])
-    assert found is not None and first.digest(1) == found  # the first one counts
-    assert first.digest(2) is None
-    first.look(1, "0", [good, good], [("w", torch.ones(2))])
-    assert first.digest(1) is None
+    first.look("0", [GOOD, BAD], ZEROS)
+    found = first.digest()
+    first.look("0", [GOOD, BAD], ONES)
+    assert found is not None and first.digest() == found  # the first one counts
+    first.look("0", [GOOD, GOOD], ONES)
+    assert first.digest() is None and not first.lasts()
+
+
+def test_so_it_is_by_the_way_back_to_a_commit_that_was_made_before():
+    first = FirstNotFinite()
+    first.saved()
+    first.look("0", [BAD], ZEROS)
+    first.stepped_back()
+    assert first.digest() is None
+    first.look("0", [BAD], ZEROS)
+    first.saved()
+    found = first.digest()
+    first.look("1", [BAD], ONES)
+    assert first.digest() != found
+    first.stepped_back()
+    assert found is not None and first.digest() == found
+
+
+def test_of_gradients_that_were_not_finite_before_it_came_a_rank_notes_nothing():
+    first = FirstNotFinite()
+    first.missed()
+    first.look("gan", [GOOD], ZEROS)
+    first.look("0", [BAD], ZEROS)
+    assert first.digest() is None and first.lasts()
+    first.look("gan", [BAD], ZEROS)
+    assert first.digest() is not None, "it has seen when these began"
 
 
 @pytest.fixture

@@ -8,10 +8,17 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 
 from elastic.checkpoints import durable, options, resuming
+from elastic.checkpoints.writer import Writer
 from elastic.monitoring.time_account import TimeAccount
-from elastic.protocol.messages import Place
+from elastic.optimizer.gradients.not_finite import FirstNotFinite
+from elastic.protocol.messages import Address, Commit, Place, World
+from elastic.rendezvous import environment
+from elastic.runtime.commit_log import CommitLog
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.session import Session
 from elastic.runtime.training import Training
 from elastic.runtime.worker import Runtime
 from elastic.state.state import ObjectState
@@ -64,3 +71,24 @@ def test_waiting_for_the_last_one_is_storage(rt):
     rt.commits = Commits()
     durable.finish(rt, ObjectState(step=0))
     assert (during, rt.account.part) == (["storage"], "joining")
+
+
+def test_what_is_known_of_gradients_goes_and_comes_back_with_the_state():
+    session = Session(environment.read({}), None)
+    log = CommitLog(session, create_autospec(ProgressCounter, instance=True))
+    writer = log.durable = create_autospec(Writer, instance=True)
+    log.committed()
+    writer.saved.assert_called_once_with()
+    log.step_back(create_autospec(ObjectState, instance=True))
+    writer.stepped_back.assert_called_once_with()
+
+
+@pytest.mark.parametrize(("holders", "rank", "knows"), [(2, 1, True), (2, 2, False), (0, 1, False)])
+def test_it_is_forgotten_where_another_state_comes(rt, holders, rank, knows):
+    rt.commits = create_autospec(CommitLog, instance=True)
+    rt.commits.durable = create_autospec(Writer, instance=True)
+    first = rt.first_not_finite = FirstNotFinite()
+    first.look("0", [torch.tensor(torch.nan)], [("weight", torch.ones(2))])
+    place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(2, 7) if holders else None
+    durable.entered(rt, World(3, place, Address("h", 1), holders, commit, "lost h:1"))
+    assert (first.digest() is not None) == knows

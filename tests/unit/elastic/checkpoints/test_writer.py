@@ -18,7 +18,14 @@ from elastic.checkpoints.manifest import Manifest
 from elastic.checkpoints.options import CheckpointOptions, parse_every
 from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.writer import Writer
-from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Failed, Made, TellRanks
+from elastic.driver.job.checkpoint_shares import (
+    CheckpointShares,
+    Damaged,
+    Failed,
+    Made,
+    Spoilt,
+    TellRanks,
+)
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
@@ -46,6 +53,7 @@ class Job:
         self.made: list[Commit] = []
         self.failed: list[str] = []
         self.damaged: list[int] = []  # ranks
+        self.spoilt: list[Spoilt] = []
         self.step = 0
         self.over = False
         self._driver = threading.Lock()
@@ -76,6 +84,8 @@ class Job:
                         self.failed.append(reason)
                     case Damaged(culprit):
                         self.damaged.append(self.workers.index(culprit))
+                    case Spoilt():
+                        self.spoilt.append(action)
 
         return send
 
@@ -291,6 +301,22 @@ def test_a_replica_that_alone_became_infinite_is_named(job):
     ranks.commit(5)
     wait_until(lambda: ranks.damaged, "a word about it")
     assert ranks.damaged == [0] and ranks.made == [Commit(2, 5)]
+
+
+def test_whose_parameters_differed_before_all_gradients_became_nan_is_told_at_the_next_commit(job):
+    ranks = job()
+    ranks.commit(5)
+    ranks.has(5)
+    for rank, each in enumerate(ranks.writers):
+        parameters = [("weight", torch.full((3,), float(rank == 1)))]
+        each.first_not_finite.look("0", [torch.tensor(torch.nan)], parameters)
+    ranks.commit()
+    spoilt = Spoilt(2, Commit(2, 6), [ranks.workers[1]], 2)
+    assert ranks.spoilt == [spoilt]
+    ranks.commit(3)
+    assert ranks.spoilt == [spoilt], "it was said"
+    ranks.commit(int(2 * writer.REPEAT_S))
+    assert ranks.spoilt == [spoilt, spoilt], "the driver may be another one"
 
 
 def test_parameters_that_were_infinite_from_the_start_are_let_be(job):

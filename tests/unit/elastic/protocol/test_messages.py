@@ -43,6 +43,8 @@ FROM_WORKER = [
     protocol.TimelineWanted(1, "/t.json", True),
     protocol.TimelineUnwanted(2, 1),
     protocol.CheckpointDue(3, 40),
+    protocol.NotFinite(3, Commit(3, 41), 2**63),
+    protocol.NotFinite(3, Commit(3, 41), None),
     protocol.ShareWritten(3, 40, Commit(3, 41), {"model": 7}),
     protocol.ShareDropped(3, 40, "no room", True),
     protocol.CheckpointWritten(3, 40, Commit(3, 41), "/c/r0001-g0003-c00000041", 2**40, 0.5),
