@@ -16,11 +16,15 @@ from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import StateMismatch
 from elastic.state import exchange
-from elastic.state.handlers.part import Part
+from elastic.state.handlers.part import Part, ShardsStateHandler
 from elastic.state.handlers.python_values import loads
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import change_detection
 from elastic.state.state import ObjectState, names_of, parts_of, take_random, take_values
+
+COMPUTE_AS_BEFORE = (
+    "let workers compute as before (OMP_NUM_THREADS, processor, versions), or give --allow-inexact"
+)
 
 
 def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
@@ -29,14 +33,20 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
     Raises StateMismatch if the state is another one, before anything is changed; NotReadable if the checkpoint is
     damaged, after which the state is to be loaded from another one; OSError.
     """
-    here = state.layout()
-    where = f"{storage.url}/{found.name}"
-    if found.layout != here:
-        raise StateMismatch(
-            f"{exchange.difference(found.layout, here, 'the checkpoint')}; {where} is left as it is: start the script"
-            " that has written it, or begin anew with --fresh or with another --checkpoint-dir"
-        )
     parts: Mapping[str, Part] = parts_of(state)
+    shards = [part for part in parts.values() if isinstance(part, ShardsStateHandler)]
+    here, there = state.layout(), found.layout
+    for each in shards:
+        there = each.comparable(there)
+    where = f"{storage.url}/{found.name}"
+    if there != here:
+        differ = {*there.splitlines()} ^ {*here.splitlines()}
+        computed = all(".arithmetic." in line for line in differ)
+        raise StateMismatch(
+            f"{exchange.difference(there, here, 'the checkpoint')}; {where} is left as it is:"
+            f" {COMPUTE_AS_BEFORE if computed else 'start the script that has written it'}, or begin anew with"
+            " --fresh or with another --checkpoint-dir"
+        )
     values, structures = _python(storage, found, {name: part.value for name, part in parts.items()})
     if parts.keys() != structures.keys():
         raise StateMismatch(
@@ -53,6 +63,8 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
         fresh = _tensors(storage, found, parts, structures)
         for name, part in parts.items():
             part.place(structures[name], fresh.get(name, {}), None, restoring=False)
+    for each in shards:
+        each.goes_on_from(found.layout)
     take_values(state, values)
 
 

@@ -2,15 +2,20 @@
 
 Before each shard of a step every buffer is what it was when the step began; after the step it is what shard 0 has made
 of it, on every rank. So no buffer depends on which rank computed what. Models keep constant buffers too, as masks,
-which may be large: what has not been written to is neither copied nor sent.
+which may be large: what has not been written to is neither copied nor sent. Sparse ones are taken for constant.
+
+Parameters are those of the step's start in every shard: a forward pass that changes one is refused.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from elastic.errors import Invalid
 from elastic.exact import tree
 from elastic.exact.step import ShardStep
 from elastic.runtime import lifecycle
@@ -56,8 +61,31 @@ class KeptBuffer:
         return id(tensor), tensor.data_ptr(), tensor._version
 
 
+class WatchedParameter:
+    """One parameter, as it was when the step began."""
+
+    __slots__ = ("_place", "_tensor", "_version", "name")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self._tensor = tensor
+        self._place, self._version = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        # On GPUs LSTMs move their weights together in a forward pass: the same values at another place.
+        return 0 if self._tensor.is_cuda else self._tensor.data_ptr(), self._tensor._version
+
+    def changed(self) -> bool:
+        """Whether it was written to, as torch counts it, or given other memory."""
+        return self._now() != (self._place, self._version)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not is_lazy(tensor)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class BufferKeeper:
@@ -65,6 +93,9 @@ class BufferKeeper:
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
+        self._modules: list[torch.nn.Module] = []  # of the models, when the step began
+        self._names: set[str] = set()  # of buffers
+        self._parameters: dict[int, WatchedParameter] = {}
         self._kept: list[KeptBuffer] = []
         self._known: list[int] = []  # which ones shard 0 changes, as all ranks know
         self._generation: int | None = None
@@ -75,17 +106,34 @@ class BufferKeeper:
         if all(each() is not model for each in self._models):
             self._models.append(weakref.ref(model))
 
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of the moment: a module may have put another tensor in the place of one."""
+        for number, module in enumerate(self._modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and _dense(buffer):
+                    yield f"{number} {name}", buffer
+
     def _buffers(self) -> list[torch.Tensor]:
-        """Of the moment: a module may have put another tensor in the place of one."""
-        models = [model for each in self._models if (model := each()) is not None]
-        found = [buffer for model in models for buffer in model.buffers()]
-        return list({id(each): each for each in found}.values())
+        return list({id(each): each for _, each in self._named()}.values())
+
+    def _say(self, found: str) -> str:
+        number, name = found.split(" ", 1)
+        return f"{name} of {type(self._modules[int(number)]).__name__}"
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step_begins(self, step: ShardStep) -> None:
         self._step = step
+        models = [model for each in self._models if (model := each()) is not None]
+        self._modules = [module for model in models for module in model.modules()]
+        self._names = {name for name, _ in self._named()}
+        self._parameters = {
+            id(each): WatchedParameter(f"{number} {name}", each)
+            for number, module in enumerate(self._modules)
+            for name, each in module._parameters.items()
+            if each is not None and _dense(each)
+        }
         buffers = self._buffers()
         if len(buffers) != len(self._kept):
             self._kept = [KeptBuffer(each) for each in buffers]
@@ -100,11 +148,29 @@ class BufferKeeper:
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
+        self._check(shard)
         for kept, buffer in zip(self._kept, self._buffers(), strict=True):
             if kept.changed(buffer):
                 if shard == 0:
                     kept.result = buffer.detach().clone()
                 self._put(kept, buffer, kept.start)
+
+    def _check(self, shard: int) -> None:
+        """Raises Invalid for what no rule makes the same in every world."""
+        for each in self._parameters.values():
+            if each.changed():
+                raise Invalid(
+                    f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, as the"
+                    " forward pass of nn.Embedding(max_norm=...) changes its weight: each worker would do so as often"
+                    " as it has shards. Change it after the loop, on every worker; what no optimizer trains can be a"
+                    " buffer, for which shard 0 counts"
+                )
+        for name, _ in self._named():
+            if name not in self._names:
+                raise Invalid(
+                    f"the buffer {self._say(name)} was made within the loop over the shards, in shard {shard}: a worker"
+                    " that computes none, or joins, would lack it. Register it where the module is made"
+                )
 
     def _put(self, kept: KeptBuffer, buffer: torch.Tensor, value: torch.Tensor) -> None:
         if buffer.shape != value.shape:
@@ -115,19 +181,17 @@ class BufferKeeper:
     @torch.no_grad()
     def step_ends(self) -> None:
         step, buffers = self._step, self._buffers()
-        if step is None or not buffers:
-            return
-        if len(step.held) > 1:
+        if step is not None and buffers and len(step.held) > 1:
             self._exchange(step, buffers)
         for kept, buffer in zip(self._kept, buffers, strict=True):
             if kept.result is not None:
                 kept.start = kept.result
                 self._put(kept, buffer, kept.result)
-                kept.result = None
+        self.step_abandoned()
 
     def step_abandoned(self) -> None:
         """Buffers stay as they are: what is restored then may be older than the step."""
-        self._step = None
+        self._step, self._modules, self._parameters = None, [], {}
         for kept in self._kept:
             kept.result = None
 
@@ -150,7 +214,7 @@ class BufferKeeper:
         )
         with runtime.guard(PURPOSE):
             group = runtime.group(PURPOSE, torch.device("cpu"))
-            message = self._message(own and not other, self._known, buffers)
+            message = self._message(own and not other, self._known, own and not other)
             message[0] = int(own and other)
             group.broadcast(message, root).wait()
             if int(message[0]):
@@ -168,19 +232,17 @@ class BufferKeeper:
                 for number in () if own else self._known:
                     shape = rows[number][1 : 1 + rows[number][0]]
                     self._kept[number].result = buffers[number].new_empty(shape)
-                message = self._message(own, self._known, buffers)
+                message = self._message(own, self._known, True)
                 group.broadcast(message, root).wait()
         if not own:
             self._take(message, buffers)
 
-    def _message(
-        self, filled: bool, numbers: list[int], buffers: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def _message(self, filled: bool, numbers: list[int], given: bool) -> torch.Tensor:
+        """``given``: as large as the results, which those who receive know; else as at the step's beginning."""
         parts = [torch.zeros(8, dtype=torch.uint8, device="cpu")]
         for number in numbers:
-            value = self._kept[number].result
-            if value is None:
-                value = self._kept[number].start
+            kept = self._kept[number]
+            value = kept.result if given and kept.result is not None else kept.start
             parts.append(_bytes(value.cpu()))
         message = torch.cat(parts)
         return message if filled else torch.zeros_like(message)

@@ -375,7 +375,7 @@ class Shards:
         if self.inexact_since is None:
             self.inexact_since = self.step
         log.warning(
-            "%s; --allow-inexact lets it in, so from step %d on the run is not exactly the one that nothing disturbed",
+            "%s; --allow-inexact is given, so from step %d on the run is not exactly the one that nothing disturbed",
             differs,
             self.inexact_since,
         )

@@ -270,11 +270,32 @@ class ShardsStateHandler(DictPart):
     """
 
     def layout(self) -> list[str]:
-        runtime = lifecycle.active()
-        allowed = runtime is not None and runtime.env.allow_inexact
-        arithmetic = [] if allowed else self.value.arithmetic
         said = [f"{self.name} {line}" for line in self.value.layout]
-        return said + [f"{self.name}.{line}" for line in arithmetic]
+        return said if self._allowed() else said + self._arithmetic()
+
+    def _allowed(self) -> bool:
+        runtime = lifecycle.active()
+        return runtime is not None and runtime.env.allow_inexact
+
+    def _arithmetic(self) -> list[str]:
+        return [f"{self.name}.{line}" for line in self.value.arithmetic]
+
+    def comparable(self, layout: str) -> str:
+        """What a checkpoint must have in common with this state: with --allow-inexact not how it was computed."""
+        if not self._allowed():
+            return layout
+        told = f"{self.name}.arithmetic."
+        return "\n".join(line for line in layout.splitlines() if not line.startswith(told))
+
+    def goes_on_from(self, layout: str) -> None:
+        """A checkpoint was loaded that says how it was computed, unless it was written with --allow-inexact."""
+        said = layout.splitlines()
+        before = [line for line in said if line.startswith(f"{self.name}.arithmetic.")]
+        differs = [line for line in self._arithmetic() if before and line not in before]
+        if differs:
+            self.value.computes_differently(
+                f"this worker computes differently from those that wrote the checkpoint: {', '.join(differs[:3])}"
+            )
 
 
 class SamplerStateHandler(DictPart):

@@ -158,6 +158,34 @@ def planted(state: Any, step: int) -> None:
 
         honest, rank = generators.set_seed, elastic.rank()
         generators.set_seed = lambda seed: honest(seed + rank)
+    if "position" in PLANT:
+        data = globals()["batch"]
+        globals()["batch"] = lambda step, shard: data(step, shard + elastic.rank())
+    if "threads" in PLANT and elastic.rank() == 1:
+        torch.set_num_threads(2)
+    for name, change in (("order", in_the_order_of_ranks), ("partial", without_a_partial)):
+        for optimizer in (state.sgd, state.adamw) if name in PLANT else ():
+            spoil_sums(optimizer.gradients_made, change)
+
+
+def spoil_sums(reducer: Any, change: Any) -> None:
+    begins = reducer.step_begins
+
+    def spoilt(step: Any) -> None:
+        begins(step)
+        reducer._program = change(reducer._program)
+
+    reducer.step_begins = spoilt
+
+
+def in_the_order_of_ranks(program: Any) -> Any:
+    first, *others = sorted(each for each in program if each is not None)
+    return (first, *(each for load in others for each in (load, None)))
+
+
+def without_a_partial(program: Any) -> Any:
+    last = max(number for number, each in enumerate(program) if each is not None)
+    return (*program[:last], *program[last + 2 :])  # nor its addition
 
 
 # ---- training ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.storage import Storage
 from elastic.errors import Invalid, StateMismatch
+from elastic.exact.shards import Shards
+from elastic.state.handlers.part import ShardsStateHandler
 from elastic.state.sampler import ElasticSampler
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
@@ -200,6 +202,22 @@ def test_another_state_is_told_the_difference_and_stays_as_it_is(tmp_path):
     with pytest.raises(StateMismatch, match=r"model.0.weight float32 \[30, 10\]"):
         loading.load(storage, found, other)
     assert torch.equal(other.model[0].weight, before)
+
+
+def test_who_computes_differently_goes_on_only_where_that_is_allowed(tmp_path, monkeypatch):
+    def state() -> TorchState:
+        return TorchState(model=torch.nn.Linear(2, 1), shards=Shards(2))
+
+    monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 1"])
+    storage, first = Storage(str(tmp_path)), state()
+    found = written(storage, first, Name(1, 2, 30))
+    monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 2"])
+    with pytest.raises(StateMismatch, match=r"threads 2, the .* or give --allow-inexact"):
+        loading.load(storage, found, state())
+    monkeypatch.setattr(ShardsStateHandler, "_allowed", lambda self: True)
+    other = state()
+    loading.load(storage, found, other)
+    assert other.shards.inexact_since == 0
 
 
 def test_a_newer_version_is_refused(tmp_path):

@@ -58,7 +58,9 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 class Network(torch.nn.Module):
-    """With running statistics, a parameter that no shard but the third one uses, and one that none does."""
+    """With running statistics, a queue that grows, a parameter that no shard but the third one uses, and one that none
+    does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +71,18 @@ class Network(torch.nn.Module):
         self.never = torch.nn.Parameter(torch.ones(3))
         self.to_empty(device="cpu")
         self.norm.reset_running_stats()
+        self.register_buffer("queue", torch.zeros(0, 2))
+        self.register_buffer("mask", torch.ones(1).expand(2))
         with torch.no_grad():
             for number, each in enumerate(self.parameters()):
                 each.copy_(drawn(*each.shape, seed=number))
 
     def forward(self, inputs: torch.Tensor, shard: int) -> torch.Tensor:
-        found: torch.Tensor = self.last(self.norm(self.first(inputs)).relu())
+        found: torch.Tensor = self.last(self.norm(self.first(inputs)).relu()) * self.get_buffer(
+            "mask"
+        )
+        self.queue = torch.cat([self.get_buffer("queue"), found.detach()])
+        found = found - self.queue.mean(0)
         return found + self.rare.sum() if shard == 2 else found
 
 
@@ -112,7 +120,9 @@ def train(
     tensors += model.parameters()
     tensors += model.buffers()
     tensors += [state["momentum_buffer"] for state in optimizer.state.values()]
-    return losses, [each.detach().reshape(-1).view(torch.uint8).clone() for each in tensors]
+    return losses, [
+        each.detach().flatten().contiguous().view(torch.uint8).clone() for each in tensors
+    ]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -218,6 +228,7 @@ def test_the_mean_of_gradients_is_that_of_the_whole_batch(ranks):
     def of_all(rank):
         model = Network()
         shards = Shards(6)
+        shards.watch(model)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shards=shards)
         for shard in shards:
             model(drawn(4, 5, seed=shard), shard).square().mean().backward()
@@ -226,6 +237,7 @@ def test_the_mean_of_gradients_is_that_of_the_whole_batch(ranks):
 
     expected = Network()
     for shard in range(6):
+        expected.queue = expected.queue[:0]  # as at the step's beginning
         (expected(drawn(4, 5, seed=shard), shard).square().mean() / 6).backward()
     for found in ranks(4, of_all):
         for parameter, gradient in zip(expected.parameters(), found, strict=True):
