@@ -35,6 +35,7 @@ WITHIN_S = 1.0  # the mark
 START_S, CHANGE_S = 90.0, 120.0  # deadlines; a newcomer imports torch beside others
 SETTLED = 5  # steps of each member, before the next command
 ONE_MACHINE, ETCD, RAY = "one machine", "agents and etcd", "Ray"
+CONSOLE = shown.console()
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Steered:
         ready = [float((self.files.folder / f"{pid}.ready").read_text()) for pid in new]
         took = max(first.values()) - max([asked_at, *ready])
         self.effects.append(Effect(self.launcher, command, len(world), len(new), took))
+        CONSOLE.print(f"{self.launcher}: {command}: in effect after {took * 1e3:.0f} ms")
         return world
 
     def go_through(self) -> None:
@@ -160,7 +162,7 @@ def agent(folder: Path, flags: list[str]) -> Iterator[None]:
         yield
     finally:
         running.terminate()
-        running.wait(20)
+        running.wait(60)
 
 
 @contextlib.contextmanager
@@ -188,7 +190,6 @@ def main() -> None:
         "--launchers", nargs="+", choices=LAUNCHERS, default=[*LAUNCHERS], metavar="LAUNCHER"
     )
     options = parser.parse_args()
-    console = shown.console()
     effects: list[Effect] = []
     lost = 0
     for name in options.launchers:
@@ -211,13 +212,13 @@ def main() -> None:
             table.add_row(
                 each.command, str(each.size), str(each.newcomers), f"{each.seconds * 1e3:.0f}"
             )
-        console.print(table)
+        CONSOLE.print(table)
         effects += steered.effects
     marks = [
         Mark("in effect after s, the slowest", WITHIN_S, max(each.seconds for each in effects)),
         Mark("steps made again and commits lost", 0, lost),
     ]
-    shown.say_marks(console, marks)
+    shown.say_marks(CONSOLE, marks)
     shown.write_json(options.json, {"effects": [asdict(each) for each in effects]}, marks)
 
 
