@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from elastic.version import __version__
 from harness.program import Program
-from images.conftest import IMAGES, Image, Run, build, config, podman
+from images.conftest import IMAGES, ROOT, Image, Run, build, config, podman
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -25,6 +26,22 @@ ALL_AGENTS = "agents"  # the name behind which the driver finds them
 
 def test_a_node_fetches_at_most_400_mb(image: Image) -> None:
     assert image.packed_mb <= MOST_MB
+
+
+def test_it_holds_the_sources_as_they_are_now(run: Run) -> None:
+    """Whatever of an earlier build was used."""
+    folder = "/opt/venv/lib/python3.11/site-packages"
+    listed = run(
+        "sh", "-c", f"cd {folder} && find elastic -name '*.py' | xargs sha256sum"
+    ).succeed()
+    there = {name: digest for digest, name in map(str.split, listed.splitlines())}
+    assert len(there) > 300
+    changed = [
+        name
+        for name, digest in there.items()
+        if hashlib.sha256((ROOT / name).read_bytes()).hexdigest() != digest
+    ]
+    assert changed == []
 
 
 def test_the_same_sources_give_the_same_digest(image: Image) -> None:
