@@ -232,6 +232,9 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     if world.holders == 0:
         durable.resume(rt, state)
     copied = _bring(rt, state, world)
+    lacking = _lacking(world)
+    if not first and lacking and world.place.rank not in lacking and state.calls_back():
+        state.save()  # as it was sent to those that lacked it: it is the commit of all from here
     memory_ahead.leave()
     rt.commits.adopt(copied)
     if copied:

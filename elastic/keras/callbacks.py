@@ -108,6 +108,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.end_epoch = end_epoch
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self._steps_given = steps_per_epoch is not None
         self.current_epoch = 0
         self._momentum: float | None = None
         if callable(multiplier):
@@ -119,7 +120,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: constant
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if not self.staircase and not self.steps_per_epoch:
+        if not self.staircase and not self._steps_given:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
@@ -327,7 +328,8 @@ class UpdateBatchStateCallback(_Position):
         self._begun_at = 0  # batches of the present epoch that were done before
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
+        # Of this fit: with another world it may be given others.
+        self.steps_per_epoch = (self.params or {}).get("steps") or self.steps_per_epoch
         self._begun_at = self.state.batch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

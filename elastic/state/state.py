@@ -119,9 +119,14 @@ class State:
         """The world has changed: forgets old news, resets, calls the callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
-        with submission.among(_callers()):
-            for callback in self._reset_callbacks:
-                callback()
+        if self._reset_callbacks:
+            with submission.among(_callers()):
+                for callback in self._reset_callbacks:
+                    callback()
+
+    def calls_back(self) -> bool:
+        """Whether there are callbacks, which may have changed what was committed."""
+        return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
         """News of the hosts, from any thread; the next check looks at it."""

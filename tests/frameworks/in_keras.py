@@ -321,6 +321,28 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         assert int(made.optimizer.iterations) == 3 * steps
 
 
+def test_callbacks_that_are_used_again_follow_the_steps_of_the_present_fit(rank, size):
+    """As in Horovod's example, which makes them once, and gives fit as many steps as the world has room for."""
+    x, y, *_ = data(rank, size)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(2)
+    made = model()
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    state = hvd.elastic.KerasState(made, batch=0, epoch=0)
+    warm_up = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1)
+    committed: list[object] = []
+    object.__setattr__(state, "commit", lambda: committed.append((state.epoch, state.batch)))
+    callbacks = [
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.CommitStateCallback(state),
+        warm_up,
+    ]
+    for steps in (2, 4):
+        made.fit(batches, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
+        assert warm_up.steps_per_epoch == steps
+    assert committed == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
+
+
 def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_once(rank, size):
     elastic, steps, at_once = hvd.elastic, 10, 3
     done: list[list[int]] = []

@@ -1,15 +1,22 @@
-"""What torch makes of a loss on its way through its futures is undone."""
+"""What torch makes of a loss on its way through its futures is undone; what a world begins with."""
 
 from __future__ import annotations
 
-from unittest.mock import create_autospec
+from unittest.mock import MagicMock, call, create_autospec, patch
 
 import pytest
 import torch
 
+from elastic import run_loop
+from elastic.checkpoints import durable
 from elastic.errors import PeerLost
+from elastic.negotiation import process_sets
+from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
+from elastic.runtime.lifecycle import Runtime
 from elastic.runtime.session import Session
+from elastic.state.state import State
+from elastic.torch_backend import following_group
 
 
 @pytest.fixture
@@ -43,3 +50,29 @@ def test_an_error_of_the_script_stays_what_it_is(session):
 
 def test_a_result_comes_back(session):
     assert unwrapped(session, lambda: 3) == 3
+
+
+@pytest.mark.parametrize("calls_back", [True, False])
+def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_it(calls_back):
+    place = Place(0, 2, 0, 2, 0, 1)
+    world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
+    rt, state = MagicMock(spec=Runtime), create_autospec(State, instance=True)
+    rt.alone, rt.session, rt.worlds, rt.commits, rt.place = (
+        False, MagicMock(), MagicMock(), MagicMock(), place,
+    )  # fmt: skip
+    rt.session.recovery.newcomer = False
+    rt.worlds.next.return_value = world
+    state.layout.return_value = ""
+    state.calls_back.return_value = calls_back
+    rt.commits.adopt.side_effect = lambda copied: state.mock_calls.append(call.adopted())
+    with (
+        patch.object(durable, "entered"),
+        patch.object(following_group, "follow"),
+        patch.object(process_sets, "bring"),
+        patch.object(run_loop, "has_custom_sync", return_value=False),
+    ):
+        run_loop._enter_world(rt, state, "", first=False)
+    said = [
+        name for name, *_ in state.mock_calls if name in ("on_reset", "transfer", "save", "adopted")
+    ]
+    assert said == ["on_reset", "transfer", *(["save"] if calls_back else []), "adopted"]
