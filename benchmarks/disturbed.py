@@ -29,6 +29,8 @@ from elastic.chaos.harness.step_lines import Step, read
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
 MARGIN = 1000  # steps, in which all see that the end was decided: a second or two
+MARGIN_OF_EXAMPLE = 100  # ... which have slower ones, and look for it after each
+START_S = 120.0  # for all to be there, imports included, on a busy machine
 TAIL = 32768  # bytes at the end of a file of steps: some 900 of them
 
 
@@ -48,7 +50,7 @@ class Strike:
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind.
 
-    It trains an MLP of this width, by ``script``, or with ``gpt`` it is examples/gpt.py.
+    It trains an MLP of this width, by ``script``, or ``example`` says which one of `stepped_example` it is.
     """
 
     def __init__(
@@ -57,16 +59,19 @@ class Disturbed:
         *flags: str,
         width: int = 128,
         ddp: bool = False,
-        gpt: bool = False,
+        example: str = "",
         script: str = "stepper.py",
     ) -> None:
         self.workers = workers
+        self._margin = MARGIN_OF_EXAMPLE if example else MARGIN
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
-        path = HERE / ("stepped_example.py" if gpt else script)
-        program = [sys.executable, str(path), str(self.directory), "1000000"]
-        if not gpt:
-            program += [str(width), *(["ddp"] if ddp else [])]
+        path = HERE / ("stepped_example.py" if example else script)
+        program = [sys.executable, str(path), str(self.directory)]
+        if example:
+            program += [example, *(["1000000"] if example == "gpt" else [])]
+        else:
+            program += ["1000000", str(width), *(["ddp"] if ddp else [])]
         command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
         command += ["--min-np", "1", "--journal", str(self.journal), *flags]
         self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
@@ -131,7 +136,7 @@ class Disturbed:
         """Sends a signal to a random worker once all have trained for a while, and waits until all others train
         without it.
         """
-        last = self.wait("a full world", lambda: self.full(20), 60)
+        last = self.wait("a full world", lambda: self.full(20), START_S)
         victim = rng.choice(last)
         survivors = {s.pid for s in last} - {victim.pid}
         at = time.monotonic()
@@ -149,9 +154,9 @@ class Disturbed:
 
     def finish(self) -> int:
         """Lets a full world come to its end. Returns the exit code."""
-        last = self.wait("a full world", lambda: self.full(20), 60)
+        last = self.wait("a full world", lambda: self.full(20), START_S)
         told = self.directory / "stop.new"
-        told.write_text(str(max(step.step for step in last) + MARGIN))
+        told.write_text(str(max(step.step for step in last) + self._margin))
         told.rename(self.directory / "stop")
         return self.driver.wait(60)
 

@@ -43,7 +43,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     rows = {}
     for name, flags in (("started anew", ()), ("from a prepared process", ("--preload", "auto"))):
-        with Disturbed(2, *flags, *OFTEN, gpt=options.gpt) as job:
+        with Disturbed(2, *flags, *OFTEN, example="gpt" if options.gpt else "") as job:
             for strike in range(options.strikes):
                 time.sleep(REST_S)
                 job.strike(signal.SIGKILL, rng)

@@ -21,6 +21,16 @@ import shown
 from disturbed import Disturbed, options_of, table_of
 from elastic.chaos.harness.step_lines import committed_lost
 
+BACK_SOON = [
+    "--preload",
+    "auto",
+    "--blacklist-cooldown-range",
+    "0.1",
+    "0.2",
+    "--slot-attempts",
+    "50",
+]
+
 # ---- the reference -------------------------------------------------------------------------------
 
 
@@ -100,12 +110,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--reference-kills", type=int, default=8)
     parser.add_argument("--ddp", action="store_true", help="train with DistributedDataParallel")
+    parser.add_argument(
+        "--example",
+        choices=("lightning", "fabric", "transformers", "accelerate", "timm"),
+        default="",
+        help="examples/NAME_elastic.py, without its pause, instead of the MLP",
+    )
     options = parser.parse_args()
     rng = random.Random(options.seed)
 
     bare = bare_gloo(options.workers, options.reference_kills, rng)
     times, ranks = [], []
-    with Disturbed(options.workers, ddp=options.ddp, script=options.script) as job:
+    flags = BACK_SOON if options.example else ()  # it imports for seconds
+    training = {"ddp": options.ddp, "script": options.script, "example": options.example}
+    with Disturbed(options.workers, *flags, **training) as job:
         for _ in range(options.kills):
             strike = job.strike(signal.SIGKILL, rng)
             times.append(strike.lasted_ms)

@@ -98,7 +98,9 @@ def main() -> None:
     parts: dict[str, list[float]] = {}
     flags = ["--max-np", str(WORKERS), "--standbys", "1", "--blacklist-cooldown-range", "1", "2"]
     flags += ["--slot-attempts", "1000"]
-    with Disturbed(WORKERS, *flags, width=options.width, gpt=options.gpt) as job:
+    with Disturbed(
+        WORKERS, *flags, width=options.width, example="gpt" if options.gpt else ""
+    ) as job:
         for _ in range(options.strikes):
             standby = job.wait("a standby", functools.partial(stands_by, job), 90)
             watched += turns(job, standby, options.turns)

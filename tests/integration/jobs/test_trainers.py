@@ -1,4 +1,4 @@
-"""Lightning, transformers and Accelerate in real jobs: examples that lose workers, rank 0 too, and get others."""
+"""Trainers, Accelerate and a loop like timm's in real jobs: examples that lose workers, rank 0 too, and get others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment
+from harness.history import SCRIPTS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 START_S = 90.0  # imports
@@ -20,7 +21,7 @@ START_S = 90.0  # imports
 @pytest.fixture(autouse=True)
 def _installed(request: pytest.FixtureRequest) -> None:
     library = request.node.callspec.params["library"]
-    library = "lightning" if library == "fabric" else library
+    library = {"fabric": "lightning", "timm": "torch"}.get(library, library)
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}: pip install 'hvd-elastic[{library}]', as make test does")
 
@@ -34,6 +35,7 @@ in_part = pytest.mark.parametrize(
         "lightning",
         pytest.param("transformers", marks=pytest.mark.nightly),
         pytest.param("fabric", marks=pytest.mark.nightly),
+        pytest.param("timm", marks=pytest.mark.nightly),
         "accelerate",
     ],
 )
@@ -112,7 +114,7 @@ def test_shards_have_the_same_bits_whoever_dies(job: Any, library: str):
     assert set(ends(training)) == set(ends(alone))
 
 
-@library
+@pytest.mark.parametrize("library", [*LIBRARIES, "timm"])
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", ["", "--accumulate 3"], ids=["plain", "accumulating"])
@@ -131,6 +133,21 @@ def test_twenty_kills_with_joins_between(job: Any, library: str, words: str):
     summary = training.check_invariants()
     assert summary.recoveries >= 20
     assert summary.commits_compared > 200
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_script_trains_again_after_a_training_that_lost_rank_0(job: Any, library: str):
+    """Between them it tests, validates and predicts. One worker is left: 24 steps in each epoch."""
+    training = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 100 100",
+        ["python", SCRIPTS / "fits_again.py", library],
+    )
+    found = training.succeed(2 * START_S)
+    assert len(training.worlds()) == 3
+    assert re.findall(r"fit ([23]: \d+ steps)", found) == ["2: 24 steps", "3: 24 steps"]
+    assert found.count("this script has trained before") == 2
 
 
 @library

@@ -1,0 +1,126 @@
+"""A loop as timm's train.py has it, EMA and AMP with it, in a world that loses and gains workers: elastic's lines: (*).
+
+    elasticrun -np 3 --min-np 1 python examples/timm_elastic.py
+
+DDP, autocast, a scaler of gradients, clipping, a cosine schedule with warmup, an average of the weights that is
+validated. Kill any of its processes, rank 0 too: training goes on in the middle of the epoch. docs/pytorch.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+import elastic
+
+BATCH = 4  # of a worker
+WARMUP = 20  # steps
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--samples", type=int, default=960)
+parser.add_argument("--pause", type=float, default=0.05, help="seconds in each step")
+parser.add_argument("--accumulate", type=int, default=1)
+options = parser.parse_args()
+
+
+class Block(nn.Module):
+    """A small one of a ConvNet with depthwise convolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.norm = nn.BatchNorm2d(width)
+        self.scale = nn.Conv2d(width, width, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = images + self.scale(nn.functional.gelu(self.norm(self.mix(images))))
+        return found
+
+
+def schedule(step: int) -> float:
+    """Warmup, then a cosine; a world of fewer workers has more steps, and stays at the end of it."""
+    steps = options.epochs * options.samples / BATCH
+    share = min(1.0, step / steps)
+    return min(1.0, (step + 1) / WARMUP) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+dist.init_process_group()
+torch.manual_seed(1)
+net = nn.Sequential(
+    nn.Conv2d(1, 8, 2, stride=2), Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+)
+average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+scaler = torch.amp.GradScaler("cpu", growth_interval=50)  # bfloat16 needs none; float16 does
+random = torch.Generator().manual_seed(0)
+kinds = torch.randint(4, (options.samples,), generator=random)
+images = torch.randn(options.samples, 1, 8, 8, generator=random) * 0.3
+images += (kinds[:, None, None, None] - 1.5) * torch.linspace(-1, 1, 8)
+data = TensorDataset(images, kinds)
+loader = elastic.data.DataLoader(data, batch_size=BATCH, shuffle=True)  # (*) in place of torch's
+
+
+def validate() -> float:
+    """How many of this rank's share the average gets right, over all ranks."""
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    average.eval()
+    with torch.no_grad():
+        right = (average(images[mine]).argmax(1) == kinds[mine]).sum()
+    dist.all_reduce(right)
+    return float(right / options.samples)
+
+
+@elastic.run  # (*)
+def train(state: elastic.TorchState) -> None:
+    optimizer.zero_grad()  # of an accumulation that was cut short
+    while state.epoch < options.epochs:
+        loader.set_epoch(state.epoch)
+        model.train()
+        for number, (batch, wanted) in enumerate(loader, start=1):
+            time.sleep(options.pause)  # so that there is time to kill something
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(batch), wanted, label_smoothing=0.1)
+            scaler.scale(loss / options.accumulate).backward()
+            if number % options.accumulate:
+                continue
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scheduler.step()
+            average.update_parameters(net)
+            state.step += 1
+            if state.step % 10 == 0 and dist.get_rank() == 0:
+                print(f"step {state.step} of {dist.get_world_size()} workers", flush=True)
+            state.commit()  # (*)
+        right = validate()
+        if dist.get_rank() == 0:
+            print(f"epoch {state.epoch} loss {loss.item():.5f} right {right:.3f}", flush=True)
+        state.epoch += 1
+
+
+state = elastic.TorchState(  # (*)
+    model=model,
+    average=average,
+    optimizer=optimizer,
+    scheduler=scheduler,
+    scaler=scaler,
+    loader=loader,
+    epoch=0,
+    step=0,
+)
+train(state)
+total = sum(each.detach().double().sum().item() for each in average.parameters())
+print(f"ended after {state.step} steps with {total:.9f}")
