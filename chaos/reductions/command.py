@@ -39,7 +39,7 @@ from elastic.chaos.reductions.plan import (
 from elastic.chaos.reductions.worker import CallOutcome, Cut, Formed, ReductionWorker, Rested, Task
 from elastic.chaos.soak import resources
 from elastic.collectives.shared_memory import native_library
-from elastic.collectives.topology import MOST_LOCAL
+from elastic.collectives.topology import MAX_LOCAL_RANKS
 from elastic.errors import Invalid
 
 DESCRIPTION = "Reduces tensors in shared memory under fire, and checks every bit of every result."
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     if options.count < 1:
         raise Invalid(f"--count is {options.count}; give 1 or more")
-    if not 2 <= options.workers <= MOST_LOCAL:
-        raise Invalid(f"--workers is {options.workers}; give 2 to {MOST_LOCAL}")
+    if not 2 <= options.workers <= MAX_LOCAL_RANKS:
+        raise Invalid(f"--workers is {options.workers}; give 2 to {MAX_LOCAL_RANKS}")
     if options.json is not None and not options.json.resolve().parent.is_dir():
         raise Invalid(f"{options.json}: there is no folder {options.json.resolve().parent}")
     if native_library.load() is None:

@@ -52,7 +52,7 @@ from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network import choose_address, interfaces
 from elastic.driver.network.secret import derived
 from elastic.driver.network.server import WORKERS, Server
-from elastic.driver.processes.exit_ordering import Partings
+from elastic.driver.processes.exit_ordering import ExitBarrier
 from elastic.driver.processes.supervisor import Agent
 from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
@@ -141,9 +141,9 @@ class AgentProcess:
             lease_s=self._lease_s,
             tls=contexts[1],
         )
-        self._partings = Partings(self._server, self._exited)
+        self._exit_barrier = ExitBarrier(self._server, self._exited)
         self._agent = Agent(
-            exited=self._partings.gone,
+            exited=self._exit_barrier.gone,
             noticed=self._noticed,
             sink=self._sink,
             log=self._log,
@@ -397,7 +397,7 @@ class AgentProcess:
         self._connected.discard(worker)
         if worker not in self._stale:
             self._uplink.send(Seen(WorkerDisconnected(worker, silent)))
-        self._partings.disconnected(worker)
+        self._exit_barrier.disconnected(worker)
 
     def _exited(self, event: WorkerExited) -> None:
         if event.worker in self._stale:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from elastic.driver.journal.entries import Header, Resumed, Writer, encoded
-from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.records import PendingRecord
 from elastic.driver.journal.remote_journal import RecordJournal
@@ -89,18 +89,20 @@ class EtcdArchive:
             where = f"the journal in etcd under {self._folder}"
             raise Invalid(f"{where} can't be resumed: {error}") from error
 
-    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> EtcdJournal:
+    async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> EtcdJournal:
         if self._next is None:
             raise RuntimeError("what is there was not looked at")
-        journal = EtcdJournal(self._leader, self._folder, header, header.writer, upkeep)
+        journal = EtcdJournal(self._leader, self._folder, header, header.writer, policy)
         await journal.replace([*self._obsolete, *self._counting], self._next)
         return journal
 
-    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> EtcdJournal:
+    async def go_on(
+        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+    ) -> EtcdJournal:
         if self._next is None:
             raise RuntimeError("what is there was not looked at")
         journal = EtcdJournal(
-            self._leader, self._folder, past.header, writer, upkeep, entries=past.replayed
+            self._leader, self._folder, past.header, writer, policy, entries=past.replayed
         )
         await journal.go_on(self._obsolete, self._counting, self._next)
         return journal
@@ -127,11 +129,11 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         folder: str,
         header: Header,
         writer: Writer,
-        upkeep: Upkeep | None,
+        policy: SnapshotPolicy | None,
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(PendingRecord, writer, upkeep, entries=entries)
+        super().__init__(PendingRecord, writer, policy, entries=entries)
         self._leader = leader
         self._folder = folder
         self._header = header

@@ -84,7 +84,7 @@ from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.credentials import TlsFiles
-from elastic.driver.processes.exit_ordering import Partings
+from elastic.driver.processes.exit_ordering import ExitBarrier
 from elastic.driver.reasons import Reason, Why, because, brief, in_one_line
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
@@ -217,7 +217,7 @@ class Driver:
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # text by digest
         self._step_input = b""  # the last that was said
-        self._partings = Partings(server, self._post)
+        self._exit_barrier = ExitBarrier(server, self._post)
         self._stop_code: int | None = None  # of the first request to stop that was heard
         self._hurried = False  # a second one was heard: nothing waits for the journal any more
         # What it is written with, while that is awaited.
@@ -362,11 +362,11 @@ class Driver:
     def _connection_gone(self, worker: Worker, silent: bool) -> None:
         self._tracing.gone(worker)
         self._post(WorkerDisconnected(worker, silent))
-        self._partings.disconnected(worker)
+        self._exit_barrier.disconnected(worker)
 
     def _worker_gone(self, event: WorkerExited) -> None:
         """An exit comes after everything that the worker has said."""
-        self._partings.gone(event)
+        self._exit_barrier.gone(event)
 
     def _stop(self, reason: str, code: int) -> None:
         if self._stop_code is None:

@@ -13,7 +13,7 @@ from elastic.driver.job.job_io import Surroundings, serve_page, surroundings
 from elastic.driver.job.multi_host_plan import FleetPlan
 from elastic.driver.journal.entries import header_of, readable
 from elastic.driver.journal.file import FileArchive, FileJournal
-from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership.membership import Membership
@@ -88,7 +88,7 @@ async def _alone(
         discovery = listed_hosts(job, membership.workers_max)
     journal = Journal()
     if job.journal:
-        warned = Upkeep(failed=lambda text: console("warning", text))
+        warned = SnapshotPolicy(failed=lambda text: console("warning", text))
         archive = FileArchive(Path(job.journal))
         fresh = job.fleet is not None and job.fleet.fresh
         past = await archive.past() if archive.outlives() and not fresh else None

@@ -34,7 +34,7 @@ from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
 from elastic.driver.journal.copy import Copied, copied_to
 from elastic.driver.journal.entries import Writer, header_of, readable
 from elastic.driver.journal.file import FileArchive
-from elastic.driver.journal.journal import Archive, Journal, Upkeep
+from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.by_host import StarterFor
@@ -392,7 +392,7 @@ class _Run:
             archive = None if self.job.journal is None else FileArchive(Path(self.job.journal))
         if archive is None:
             return Journal()
-        upkeep = Upkeep(
+        policy = SnapshotPolicy(
             take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
             failed=lambda text: self.log("warning", text),
             suits=self._nobody_waits,
@@ -411,11 +411,11 @@ class _Run:
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
             state = None if self.past is None else snapshot.taken(self.membership)
             file = FileArchive(Path(self.job.journal))
-            copy = await copied_to(file, header, state, at, failed=upkeep.failed)
+            copy = await copied_to(file, header, state, at, failed=policy.failed)
         if self.past is not None:
-            journal = await archive.go_on(self.past, writer, upkeep)
+            journal = await archive.go_on(self.past, writer, policy)
         else:
-            journal = await archive.begin(header, upkeep)
+            journal = await archive.begin(header, policy)
         return journal if copy is None else Copied(journal, copy)
 
     def _nobody_waits(self) -> bool:

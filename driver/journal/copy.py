@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from elastic.driver.events import Action, Event
 from elastic.driver.journal.entries import Header
 from elastic.driver.journal.file import FileArchive, FileJournal
-from elastic.driver.journal.journal import RING, Journal, Upkeep
+from elastic.driver.journal.journal import RING, Journal, SnapshotPolicy
 from elastic.driver.reasons import Reason
 
 
@@ -27,7 +27,7 @@ async def copied_to(
     Raises Invalid if the file holds something else than a journal.
     """
     await file.past()
-    copy = await file.begin(header, Upkeep(failed=failed))
+    copy = await file.begin(header, SnapshotPolicy(failed=failed))
     if state is not None:
         copy.keep_snapshot(state, at)
     return copy

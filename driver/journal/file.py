@@ -29,7 +29,7 @@ from elastic.driver.journal.entries import (
     encoded,
     header_of,
 )
-from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.resume import past_of, writer_here
 from elastic.driver.reasons import Reason
@@ -90,12 +90,14 @@ class FileArchive:
                 f"the journal {str(self.path)!r} can't be resumed: {error}; give --journal another file to begin anew"
             ) from error
 
-    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> FileJournal:
-        return FileJournal(self, header, 0, upkeep)
+    async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> FileJournal:
+        return FileJournal(self, header, 0, policy)
 
-    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> FileJournal:
+    async def go_on(
+        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+    ) -> FileJournal:
         """Cuts off what a crash has left of a last line."""
-        return FileJournal(self, Resumed(writer), self._end, upkeep, entries=past.replayed)
+        return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)
 
     def outlives(self) -> bool:
         """Whether the workers of the job written there outlive their driver. Reads no more than its beginning."""
@@ -119,11 +121,11 @@ class FileJournal(Journal):
         archive: FileArchive,
         first: Header | Resumed,
         at: int,
-        upkeep: Upkeep | None,
+        policy: SnapshotPolicy | None,
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(upkeep, entries=entries)
+        super().__init__(policy, entries=entries)
         self._archive = archive
         self.writer = first.writer if isinstance(first, Header) else first.resumed
         if stat.S_ISREG(os.fstat(archive.fd).st_mode):
@@ -132,9 +134,11 @@ class FileJournal(Journal):
         self._write(encoded(first))
 
     @classmethod
-    def begin(cls, path: Path, settings: Settings, upkeep: Upkeep | None = None) -> FileJournal:
+    def begin(
+        cls, path: Path, settings: Settings, policy: SnapshotPolicy | None = None
+    ) -> FileJournal:
         """Of a job that ends with its driver. Raises Invalid."""
-        return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, upkeep)
+        return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
         """What was recorded is in the file already, and outlives this process however that ends."""

@@ -43,7 +43,17 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
-__all__ = ["Archive", "Entry", "Header", "Journal", "Upkeep", "Writer", "describe", "read", "tell"]
+__all__ = [
+    "Archive",
+    "Entry",
+    "Header",
+    "Journal",
+    "SnapshotPolicy",
+    "Writer",
+    "describe",
+    "read",
+    "tell",
+]
 
 RING = 200  # entries kept in memory for the story of an assertion
 SNAPSHOT_EVERY = 2000  # entries
@@ -64,7 +74,7 @@ class ReplayDiffers(ElasticError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upkeep:
+class SnapshotPolicy:
     """``take`` makes a snapshot of the state that the latest entry has led to; None: there are none. ``failed`` is told
     once if the journal can't be kept any longer, as on a full disk: a job does not end because of that. ``suits``:
     whether nobody waits for the driver now, which does nothing else while a snapshot is taken.
@@ -84,12 +94,12 @@ class Journal:
     suits, if that is before FORCED times as many.
     """
 
-    def __init__(self, upkeep: Upkeep | None = None, *, entries: int = 0) -> None:
-        upkeep = upkeep or Upkeep()
-        self.failed = upkeep.failed
-        self.take = upkeep.take
-        self._every = upkeep.snapshot_every
-        self._suits = upkeep.suits
+    def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
+        policy = policy or SnapshotPolicy()
+        self.failed = policy.failed
+        self.take = policy.take
+        self._every = policy.snapshot_every
+        self._suits = policy.suits
         self._entries = entries  # since the last snapshot
         self._bytes = 0
         self._snapshot_bytes = 0
@@ -161,10 +171,12 @@ class Archive(Protocol):
     async def past(self) -> Past | None:
         """What is there to go on from; None: nothing. Raises Invalid where it can't be gone on from."""
 
-    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> Journal:
+    async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
         """The journal of a new job. What was there of another is gone. Only after `past`."""
 
-    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> Journal:
+    async def go_on(
+        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+    ) -> Journal:
         """The same journal, continued by another driver."""
 
     def close(self) -> None:

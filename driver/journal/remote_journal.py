@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from elastic.driver.journal.entries import Entry, Snapshot, Writer, digest_of, encoded
-from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.records import PendingRecord
 
 R = TypeVar("R", bound=PendingRecord)
@@ -23,9 +23,9 @@ class RecordJournal(Journal, Generic[R]):
     """An open journal. It can't fail: it waits for its store, or another driver leads and writes its own."""
 
     def __init__(
-        self, make: type[R], writer: Writer, upkeep: Upkeep | None, *, entries: int = 0
+        self, make: type[R], writer: Writer, policy: SnapshotPolicy | None, *, entries: int = 0
     ) -> None:
-        super().__init__(upkeep, entries=entries)
+        super().__init__(policy, entries=entries)
         self._make = make
         self.writer = writer
         self.waiting: deque[R] = deque()

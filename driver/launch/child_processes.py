@@ -43,7 +43,7 @@ def as_logged(line: str) -> tuple[str, str]:
     return ("warning" if line.strip() else "debug"), line[:500]
 
 
-class Attended:
+class ChildProcess:
     """One process. ``heard`` is told each line that it says once it is ready, ``gone`` that nothing more comes."""
 
     def __init__(
@@ -195,7 +195,7 @@ class Attended:
         # Else it has gone to the background and left the pipe to its child, which says when it is ready.
 
 
-class Attendance:
+class ChildProcesses:
     """All processes of one starter; not more than ``at_once`` are being started at a time.
 
     A start takes at most ``ready_s`` from when its turn comes, the end of all of them ``close_s`` and a second.
@@ -205,7 +205,7 @@ class Attendance:
     def __init__(
         self,
         log: Log,
-        describe: Callable[[str, Attended], str],
+        describe: Callable[[str, ChildProcess], str],
         *,
         at_once: int,
         ready_s: float,
@@ -216,9 +216,11 @@ class Attendance:
         self._turns = asyncio.Semaphore(at_once)
         self._ready_s = ready_s
         self._close_s = close_s
-        self._all: set[Attended] = set()
-        self._left: set[Attended] = set()  # those that were ready and outlive us
-        self._serving: dict[str, Attended] = {}  # by host: those that were ready and end with us
+        self._all: set[ChildProcess] = set()
+        self._left: set[ChildProcess] = set()  # those that were ready and outlive us
+        self._serving: dict[
+            str, ChildProcess
+        ] = {}  # by host: those that were ready and end with us
         self._closed = False
 
     async def begin(
@@ -226,7 +228,7 @@ class Attendance:
         bootstrap: Bootstrap,
         command: Sequence[str],
         env: Mapping[str, str],
-        explain: Callable[[Attended, str | None], Awaitable[str]],
+        explain: Callable[[ChildProcess, str | None], Awaitable[str]],
         *,
         first: bytes = b"",
     ) -> None:
@@ -245,7 +247,7 @@ class Attendance:
             if self._closed:
                 raise StartFailed(f"no agent is started on {host}: the job is ending")
             text = first + msgspec.json.encode(bootstrap) + b"\n"
-            process = Attended(command, env, text, outlives=bootstrap.outlives)
+            process = ChildProcess(command, env, text, outlives=bootstrap.outlives)
             self._all.add(process)
             process.gone = partial(self._forget, process)
             process.heard = self._hear(host)
@@ -258,8 +260,8 @@ class Attendance:
     async def _become_ready(
         self,
         bootstrap: Bootstrap,
-        process: Attended,
-        explain: Callable[[Attended, str | None], Awaitable[str]],
+        process: ChildProcess,
+        explain: Callable[[ChildProcess, str | None], Awaitable[str]],
     ) -> None:
         host = bootstrap.host
         try:
@@ -294,7 +296,7 @@ class Attendance:
 
         return heard
 
-    def _lost(self, host: str, process: Attended) -> None:
+    def _lost(self, host: str, process: ChildProcess) -> None:
         self._forget(process)
         if self._serving.get(host) is process:
             del self._serving[host]
@@ -302,7 +304,7 @@ class Attendance:
             level = "warning" if process.code else "debug"
             self._log(level, self._describe(host, process))
 
-    def _forget(self, process: Attended) -> None:
+    def _forget(self, process: ChildProcess) -> None:
         process.release()
         self._all.discard(process)
         self._left.discard(process)
@@ -318,7 +320,7 @@ class Attendance:
         for process in list(self._all):
             self._forget(process)
 
-    async def _end(self, processes: Collection[Attended]) -> None:
+    async def _end(self, processes: Collection[ChildProcess]) -> None:
         for process in processes:
             process.hang_up()
         for limit_s in (self._close_s, REAP_S):

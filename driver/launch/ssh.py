@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from elastic.driver.launch.child_processes import Attendance, Attended
+from elastic.driver.launch.child_processes import ChildProcess, ChildProcesses
 from elastic.driver.launch.ssh_failures import (
     NO_PYTHON,
     SSH_FAILED,
@@ -85,7 +85,7 @@ class SshStarter:
     def __init__(self, options: SshOptions, *, environ: Mapping[str, str], log: Log) -> None:
         self._options = options
         self._environ = environ
-        self._attendance = Attendance(
+        self._children = ChildProcesses(
             log,
             lambda host, process: why_ended(host, process.code, process.said(), by_ssh=True),
             at_once=AT_ONCE,
@@ -103,7 +103,7 @@ class SshStarter:
             [self._options.python] * 2 if self._options.python else [sys.executable, "python3"]
         )
         try:
-            await self._attendance.begin(
+            await self._children.begin(
                 bootstrap,
                 self.command(host),
                 self._environ,
@@ -118,7 +118,7 @@ class SshStarter:
             ) from None
 
     async def close(self) -> None:
-        await self._attendance.close(spare=False)
+        await self._children.close(spare=False)
 
     def command(self, host: str) -> list[str]:
         """Nothing in it is secret, and the host can't be taken for an option."""
@@ -136,7 +136,7 @@ class SshStarter:
         words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
         return [options.program, "-T", *options.words(), *words, "--", host, REMOTE]
 
-    async def _explain(self, host: str, process: Attended, release: str | None) -> str:
+    async def _explain(self, host: str, process: ChildProcess, release: str | None) -> str:
         if process.code == SSH_FAILED:
             return why_ssh_failed(host, process.said(), shlex.join([*self._options.words(), host]))
         return why_no_agent(

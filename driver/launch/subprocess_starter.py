@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from elastic.driver.launch.child_processes import Attendance, Attended
+from elastic.driver.launch.child_processes import ChildProcess, ChildProcesses
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
 from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
 from elastic.driver.sinks import Log
@@ -34,7 +34,7 @@ class ChildStarter:
         self._environ = environ
         self._python = python
         self._ready_s = ready_s
-        self._attendance = Attendance(
+        self._children = ChildProcesses(
             log,
             lambda host, process: why_ended(host, process.code, process.said(), by_ssh=False),
             at_once=at_once,
@@ -43,7 +43,7 @@ class ChildStarter:
         )
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        async def explain(process: Attended, release: str | None) -> str:
+        async def explain(process: ChildProcess, release: str | None) -> str:
             return why_no_agent(
                 bootstrap.host,
                 process.code,
@@ -55,11 +55,11 @@ class ChildStarter:
 
         command = [self._python, "-c", RUN_MODULE, AGENT_MODULE]
         try:
-            await self._attendance.begin(bootstrap, command, self._environ, explain)
+            await self._children.begin(bootstrap, command, self._environ, explain)
         except OSError as error:
             raise StartFailed(
                 f"no agent can be started on {bootstrap.host}: {self._python}: {error.strerror}"
             ) from None
 
     async def close(self) -> None:
-        await self._attendance.close(spare=True)
+        await self._children.close(spare=True)

@@ -21,7 +21,7 @@ class Connections(Protocol):
     def disconnect(self, who: Worker) -> None: ...
 
 
-class Partings:
+class ExitBarrier:
     """``exited`` is told once of each worker that `gone` was called for."""
 
     def __init__(self, connections: Connections, exited: Callable[[WorkerExited], None]) -> None:

@@ -31,7 +31,7 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.etcd.keys import ROOT, job_root
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.journal.entries import Header, Resumed, Writer, decoded_header, encoded
-from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
@@ -82,18 +82,20 @@ class RayArchive:
             where = f"the journal in Ray's key-value store under {self._root}"
             raise Invalid(f"{where} can't be resumed: {error}") from error
 
-    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> RayJournal:
+    async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
             raise RuntimeError("what is there was not looked at")
-        journal = RayJournal(self._turn, self._chapters, header, header.writer, upkeep)
+        journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal
 
-    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> RayJournal:
+    async def go_on(
+        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+    ) -> RayJournal:
         if self._turn is None or self._place is None:
             raise RuntimeError("there was nothing to go on from when it was looked at")
         journal = RayJournal(
-            self._turn, self._chapters, past.header, writer, upkeep, entries=past.replayed
+            self._turn, self._chapters, past.header, writer, policy, entries=past.replayed
         )
         await journal.go_on(self._place)
         return journal
@@ -215,11 +217,11 @@ class RayJournal(RecordJournal[Piecewise]):
         obsolete: Iterable[str],
         header: Header,
         writer: Writer,
-        upkeep: Upkeep | None,
+        policy: SnapshotPolicy | None,
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(Piecewise, writer, upkeep, entries=entries)
+        super().__init__(Piecewise, writer, policy, entries=entries)
         self._turn = turn
         self._obsolete = deque(obsolete)  # chapters, once there is another beginning
         self._header = header

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-MOST_LOCAL = 64  # ranks of one host that the native group takes
+MAX_LOCAL_RANKS = 64  # ranks of one host that the native group takes
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True):
@@ -146,8 +146,8 @@ def _objection(rows: Sequence[Row], hosts: Sequence[Sequence[int]]) -> str:
                 why = _unable(rows, rank, ranks[0])
                 if why:
                     return why
-            if len(ranks) > MOST_LOCAL:
-                return f"{len(ranks)} ranks lie on one host, more than the {MOST_LOCAL} that can share memory"
+            if len(ranks) > MAX_LOCAL_RANKS:
+                return f"{len(ranks)} ranks lie on one host, more than the {MAX_LOCAL_RANKS} that can share memory"
     return ""
 
 

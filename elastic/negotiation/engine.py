@@ -25,11 +25,11 @@ from elastic.errors import CollectiveFailed
 from elastic.monitoring import timeline
 from elastic.negotiation import fusion
 from elastic.negotiation.execution import start
-from elastic.negotiation.local_transport import OwnLine, silence_s
+from elastic.negotiation.local_transport import LocalController, silence_s
 from elastic.negotiation.messages import ALL, JOIN, LEAVE, Decision, Members, Offer, Request
 from elastic.negotiation.pending import Pending
 from elastic.negotiation.response_cache import Offers
-from elastic.negotiation.transport import Peer, encode_rules, fetch_rules, rules_of
+from elastic.negotiation.transport import ControllerClient, encode_rules, fetch_rules, rules_of
 from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
@@ -77,7 +77,7 @@ class Engine:
         self._carrying = threading.Lock()
         self._changed = threading.Condition()
         self._resting = False
-        self._line: Peer | OwnLine | None = None
+        self._line: ControllerClient | LocalController | None = None
         self._failure: CollectiveFailed | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
@@ -127,7 +127,7 @@ class Engine:
         self._wake.put(None)
         line = self._line
         if line is not None and self._driving.locked():
-            line.nudge()  # who drives may be waiting for decisions about something else
+            line.wake()  # who drives may be waiting for decisions about something else
 
     def reach(self) -> None:
         """Connects to rank 0 before there is anything to say. Blocks; whoever can't do without says why it failed."""
@@ -261,24 +261,24 @@ class Engine:
                 if offer is not None:
                     line.send(offer)
 
-    def _connect(self, timeout_s: float | None = None) -> Peer | OwnLine:
+    def _connect(self, timeout_s: float | None = None) -> ControllerClient | LocalController:
         place, secret = self._place, self._env.secret
         if place.rank == 0:
-            return self._own_line()
+            return self._local_controller()
         rules = fetch_rules(self._store, place.rank, timeout_s)
         self._limits = rules.limits
-        line = Peer(rules, place.rank, self.generation, secret, silence_s(self._env))
+        line = ControllerClient(rules, place.rank, self.generation, secret, silence_s(self._env))
         self._line = line
         if self._failure:  # aborted meanwhile
             line.abort()
         return line
 
-    def _own_line(self) -> OwnLine:
+    def _local_controller(self) -> LocalController:
         with self._lock:
-            if not isinstance(self._line, OwnLine):
+            if not isinstance(self._line, LocalController):
                 listener = listen(self._env.bind_host)
                 rules = rules_of(listener, self._limits)
-                self._line = OwnLine(
+                self._line = LocalController(
                     rules,
                     listener,
                     self._place.size,
@@ -292,7 +292,7 @@ class Engine:
 
     def rules(self) -> list[bytes]:
         """On rank 0, for a rank that wants to connect; this one need not have submitted anything. Any thread."""
-        return [encode_rules(self._own_line().rules)]
+        return [encode_rules(self._local_controller().rules)]
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
 

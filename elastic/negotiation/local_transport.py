@@ -12,7 +12,7 @@ from elastic.monitoring import timeline
 from elastic.negotiation.coordinator import Coordinator
 from elastic.negotiation.messages import Decision, Offer
 from elastic.negotiation.pending import row
-from elastic.negotiation.transport import BEAT_S, Hub, Rules
+from elastic.negotiation.transport import BEAT_S, ControllerServer, Rules
 from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rendezvous.store import StoreListener
 
@@ -33,7 +33,7 @@ def silence_s(env: Environment) -> float:
     return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
 
 
-class OwnLine:
+class LocalController:
     """Rank 0's line to the coordinator, which is here: offers are decided on at once, in the thread that makes them."""
 
     def __init__(
@@ -50,7 +50,7 @@ class OwnLine:
         self._deciding = threading.Lock()  # also makes one order of what is published
         self._warn_s = env.stall_warning_s
         self._end_s = last_resort_s(env)
-        self._hub = Hub(
+        self._server = ControllerServer(
             listener,
             rules,
             size=size,
@@ -61,7 +61,7 @@ class OwnLine:
             look=self._look,
             died=died,
         )
-        self._hub.start()
+        self._server.start()
 
     def send(self, offer: Offer) -> None:
         self._offered(0, offer)
@@ -72,12 +72,12 @@ class OwnLine:
                 for name in self._coordinator.named(offer):
                     timeline.tick(row(name, offer.members), rank)
             for decision in self._coordinator.offer(rank, offer):
-                self._hub.publish(decision)
+                self._server.publish(decision)
 
     def _left(self, rank: int) -> None:
         with self._deciding:
             for decision in self._coordinator.leave(rank, "left: its connection was closed"):
-                self._hub.publish(decision)
+                self._server.publish(decision)
 
     def _look(self) -> None:
         if self._warn_s <= 0 and self._end_s <= 0:
@@ -85,21 +85,21 @@ class OwnLine:
         with self._deciding:
             said, decisions = self._coordinator.stalled(time.monotonic(), self._warn_s, self._end_s)
             for decision in decisions:
-                self._hub.publish(decision)
+                self._server.publish(decision)
         for sentence in said:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
 
     def receive(self) -> list[Decision]:
-        """Blocks until there is one, or a nudge. Raises CollectiveFailed on `abort`, but first gives what was decided
+        """Blocks until there is one, or a wake. Raises CollectiveFailed on `abort`, but first gives what was decided
         before: the others have been told of it too, and may be why this world is over.
         """
-        heard = [self._hub.own.get(), *self._waiting()]
+        heard = [self._server.own.get(), *self._waiting()]
         decisions = [each for each in heard if isinstance(each, Decision)]
         if None in heard:
             # What the others are being told at this moment is meant for this rank too.
             with self._deciding:
                 rest = self._waiting()
-            self._hub.own.put(None)  # for whoever asks next
+            self._server.own.put(None)  # for whoever asks next
             decisions += [each for each in rest if isinstance(each, Decision)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)
@@ -107,18 +107,18 @@ class OwnLine:
 
     def _waiting(self) -> list[Decision | str | None]:
         found = []
-        while not self._hub.own.empty():
-            found.append(self._hub.own.get())
+        while not self._server.own.empty():
+            found.append(self._server.own.get())
         return found
 
-    def nudge(self) -> None:
-        self._hub.nudge()
+    def wake(self) -> None:
+        self._server.wake()
 
     def abort(self) -> None:
-        self._hub.abort()
+        self._server.abort()
 
     def close(self) -> None:
-        self._hub.close()
+        self._server.close()
 
     def close_sockets(self) -> None:
-        self._hub.close_sockets()
+        self._server.close_sockets()

@@ -87,7 +87,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rule
         raise CollectiveFailed(f"rank 0's rules for negotiating are damaged: {error}") from error
 
 
-class Peer:
+class ControllerClient:
     """A rank's end. One thread receives at a time, another may send.
 
     A rank 0 that says nothing for ``silence_s``, not even that it lives, is given up; 0: never.
@@ -131,7 +131,7 @@ class Peer:
             raise self._failure(error) from error
 
     def receive(self) -> list[Decision]:
-        """Blocks until there is one, or a nudge: then the list is empty.
+        """Blocks until there is one, or a wake: then the list is empty.
 
         Raises CollectiveFailed when rank 0 is gone, or on `abort`.
         """
@@ -161,7 +161,7 @@ class Peer:
             self._wire.feed(part)
             self._in_vain = 0
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wakes who is in `receive`. From any thread."""
         with contextlib.suppress(OSError):  # full: it will wake all the same
             self._waker.send(b"!")
@@ -185,7 +185,7 @@ class Peer:
             held.close()
 
 
-class Hub:
+class ControllerServer:
     """Rank 0's end: takes the others' offers in a thread of its own, and sends out decisions in one order.
 
     ``offered(rank, offer)``, ``left(rank)`` and ``look()`` are called in that thread, and call `publish`; ``died(why)``
@@ -232,7 +232,7 @@ class Hub:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
-            target=self._serve, name=f"elastic-hub-{generation}", daemon=True
+            target=self._serve, name=f"elastic-controller-{generation}", daemon=True
         )
 
     def start(self) -> None:
@@ -414,9 +414,9 @@ class Hub:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wakes rank 0's own thread that waits for decisions."""
-        self.own.put("nudge")
+        self.own.put("wake")
 
     def abort(self) -> None:
         """Wakes who waits for a decision, and the thread. Never blocks."""

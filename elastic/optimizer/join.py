@@ -42,7 +42,7 @@ def join(device: int = -1) -> int:
     own_gpu.settle()
     handle = submission.start_join()
     last: int | None = None
-    companies: list[_Company] | None = None
+    shared: list[_SharedPlans] | None = None
     noted = False
     pause_s = SOON_S
     while True:
@@ -53,22 +53,22 @@ def join(device: int = -1) -> int:
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
-            if companies is None:  # from here on it helps
-                companies = [_Company(rt, members) for members in _companies(rt)]
+            if shared is None:  # from here on it helps
+                shared = [_SharedPlans(rt, members) for members in _who_shares(rt)]
             while True:
                 if last is None and submission.poll(handle):
                     last = submission.synchronize(handle)
-                moved = [company.turn(time.monotonic()) for company in companies]
+                moved = [plans.turn(time.monotonic()) for plans in shared]
                 if any(moved) or rt.broken:
                     pause_s = SOON_S
                     break
-                if last is not None and all(company.over for company in companies):
+                if last is not None and all(plans.over for plans in shared):
                     return last
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.05, LATER_S)
 
 
-def _companies(rt: Context) -> list[Members]:
+def _who_shares(rt: Context) -> list[Members]:
     """Those with whom this rank averages gradients, or may: the world, and process sets."""
     if rt.provisional or rt.place.size == 1:
         return []
@@ -78,7 +78,7 @@ def _companies(rt: Context) -> list[Members]:
     return [each for each in members if each is None or len(each) > 1]
 
 
-class _Company:
+class _SharedPlans:
     """The plans that are shared with the same ranks."""
 
     def __init__(self, rt: Context, members: Members) -> None:

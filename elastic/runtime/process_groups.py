@@ -42,7 +42,7 @@ _AHEAD = frozenset({NAMED, GRADIENTS})
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
 
-class Graveyard:
+class DeferredCloser:
     """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step
     should pay.
     """
@@ -51,7 +51,7 @@ class Graveyard:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def bury(self, close: Callable[[], None]) -> None:
+    def close_later(self, close: Callable[[], None]) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threads.begin("elastic-close", self._work)
         self._queue.put(close)
@@ -85,7 +85,7 @@ class Groups:
         self._used: set[str] = set()  # of _AHEAD, in worlds before
         # What is cut when the world breaks, with its generation. Appended to before anything blocks.
         self._cuttable: list[tuple[int, Abortable]] = []
-        self._graveyard = Graveyard()
+        self._closer = DeferredCloser()
 
     # ---- the store -------------------------------------------------------------------------------
 
@@ -350,11 +350,11 @@ class Groups:
                 store.close()
 
         if groups or store is not None or engine is not None:
-            self._graveyard.bury(close)
+            self._closer.close_later(close)
 
     def close(self) -> None:
         """At exit. Groups on the CPU keep their sockets until the process ends: see `Runtime.close`."""
-        self._graveyard.finish()
+        self._closer.finish()
         if not self._out_of_torch(_FORM_S):
             for connecting in list(self._connecting):
                 connecting.abort()

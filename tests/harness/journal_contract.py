@@ -22,7 +22,7 @@ from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import Event, TimePassed, WorkerRaised
 from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
 from elastic.driver.journal.file import FileArchive
-from elastic.driver.journal.journal import Archive, Journal, Upkeep
+from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.resume import past_of
 from elastic.driver.ray.journal import RayArchive
@@ -236,9 +236,9 @@ class MemoryJournal(Journal):
     """The fake: the lines of a file, in a list."""
 
     def __init__(
-        self, place: InMemory, upkeep: Upkeep | None, entries: int, writer: Writer
+        self, place: InMemory, policy: SnapshotPolicy | None, entries: int, writer: Writer
     ) -> None:
-        super().__init__(upkeep, entries=entries)
+        super().__init__(policy, entries=entries)
         self._place = place
         self._writer = writer
 
@@ -270,15 +270,15 @@ class InMemory:
     async def past(self) -> Past | None:
         return past_of(self.header, [line[:-1] for line in self.lines]) if self.header else None
 
-    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> MemoryJournal:
+    async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> MemoryJournal:
         self.header, self.lines = header, []
-        return MemoryJournal(self, upkeep, 0, header.writer)
+        return MemoryJournal(self, policy, 0, header.writer)
 
     async def go_on(
-        self, past: Past, writer: Writer, upkeep: Upkeep | None = None
+        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> MemoryJournal:
         self.lines.append(encoded(Resumed(writer)))
-        return MemoryJournal(self, upkeep, past.replayed, writer)
+        return MemoryJournal(self, policy, past.replayed, writer)
 
     def close(self) -> None:
         self.locked = False

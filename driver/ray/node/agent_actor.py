@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from elastic import version
-from elastic.driver.launch.child_processes import SAID_LINES, Attended, as_logged
+from elastic.driver.launch.child_processes import SAID_LINES, ChildProcess, as_logged
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
 from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap
 from elastic.driver.network.blocking_calls import within
@@ -116,7 +116,7 @@ class AgentActor:
     ) -> None:
         self._python = python
         self._engine = engine or InRay()
-        self._process: Attended | None = None
+        self._process: ChildProcess | None = None
         self._folder: Path | None = None
         self._lock: int | None = None
         self._calls: Calls | None = None
@@ -235,7 +235,7 @@ class AgentActor:
             told, outlives=False, drivers_file=str(folder / "drivers"), folder=os.getcwd()
         )
         path = ":".join(agents_path(own, package, users))
-        self._process = process = Attended(
+        self._process = process = ChildProcess(
             [self._python, "-I", "-c", BOOT, path],
             environ,
             msgspec.json.encode(told) + b"\n",
@@ -290,7 +290,7 @@ class AgentActor:
         self._number += 1
         self._wake()
 
-    async def _see_it_end(self, process: Attended) -> None:
+    async def _see_it_end(self, process: ChildProcess) -> None:
         await process.ended.wait()
         if self._dying is not None:
             return

@@ -44,7 +44,7 @@ class MemoryOffer:
         self._staging = self._arena.take(library.elastic_staging_bytes())
         if self._staging is None:
             raise Unreachable("the memory that can be shared is full")
-        control_bytes = library.elastic_control_bytes(min(size, topology.MOST_LOCAL))
+        control_bytes = library.elastic_control_bytes(min(size, topology.MAX_LOCAL_RANKS))
         self._control = memfd.create("elastic-control", control_bytes)
         return Row(
             native=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from elastic.driver.events import DriverRestarted, HostsChanged
 from elastic.driver.journal.entries import header_of
 from elastic.driver.journal.file import FileArchive
-from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.resume import writer_here
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
@@ -21,13 +21,13 @@ async def main(path: Path) -> None:
     archive = FileArchive(path)
     past = await archive.past()
     membership = past.membership if past is not None else Membership(settings)
-    upkeep = Upkeep(take=lambda: taken(membership), snapshot_every=7)
+    policy = SnapshotPolicy(take=lambda: taken(membership), snapshot_every=7)
     if past is None:
-        journal = await archive.begin(header_of(settings, job="a1", writer=writer_here()), upkeep)
+        journal = await archive.begin(header_of(settings, job="a1", writer=writer_here()), policy)
         now, term = 0.0, 1
     else:
         now, term = past.last_at, past.term + 1
-        journal = await archive.go_on(past, writer_here(term=term, past=past), upkeep)
+        journal = await archive.go_on(past, writer_here(term=term, past=past), policy)
         journal.record(now, DriverRestarted(), membership.handle(DriverRestarted(), now))
     print(f"term {term}", flush=True)
     for number in range(10**9):

@@ -16,7 +16,7 @@ import ray
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import DriverRestarted, HostsChanged
 from elastic.driver.journal.entries import Writer, header_of
-from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.ray.journal import RayArchive
@@ -44,12 +44,12 @@ async def main(job: str, *task: str) -> None:
         say("left", None if past is None else past.last_at)
         return
     membership = Membership(settings) if past is None else past.membership
-    upkeep = Upkeep(take=lambda: taken(membership), snapshot_every=40)
+    policy = SnapshotPolicy(take=lambda: taken(membership), snapshot_every=40)
     writer = Writer(term + 1, pid=os.getpid(), at=float(found))
     if past is None:
-        journal = await archive.begin(header_of(settings, job=job, writer=writer), upkeep)
+        journal = await archive.begin(header_of(settings, job=job, writer=writer), policy)
     else:
-        journal = await archive.go_on(past, writer, upkeep)
+        journal = await archive.go_on(past, writer, policy)
         journal.record(found, DriverRestarted(), membership.handle(DriverRestarted(), found))
         await journal.settle()
     for number in range(found + 1, 10**9):

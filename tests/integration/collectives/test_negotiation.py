@@ -22,9 +22,9 @@ from elastic.api.ops import Sum, allreduce, allreduce_async, barrier, poll, sync
 from elastic.errors import CollectiveFailed
 from elastic.negotiation import local_transport, transport
 from elastic.negotiation.fusion import FusionLimits
-from elastic.negotiation.local_transport import OwnLine
+from elastic.negotiation.local_transport import LocalController
 from elastic.negotiation.messages import ALL, Decision, Offer, Request
-from elastic.negotiation.transport import Hub, Peer, rules_of
+from elastic.negotiation.transport import ControllerClient, ControllerServer, rules_of
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
@@ -165,12 +165,12 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
     assert found[2]  # or that rank 0 is gone, which has given the world up by then
 
 
-def started_hub(size: int) -> tuple[Hub, Any, queue.SimpleQueue[Any]]:
+def started_server(size: int) -> tuple[ControllerServer, Any, queue.SimpleQueue[Any]]:
     """Rank 0's end, what it lays down, and what it hears."""
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    made = Hub(
+    made = ControllerServer(
         listener,
         rules,
         size=size,
@@ -190,8 +190,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
     monkeypatch.setattr(transport, "BEAT_S", 0.1)
     monkeypatch.setattr(transport, "count_limit", lambda *limits, extra: 16)
-    made, rules, heard = started_hub(size=3)
-    peers = {rank: Peer(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
+    made, rules, heard = started_server(size=3)
+    peers = {rank: ControllerClient(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
     for rank, peer in peers.items():
         peer.send(Offer(ALL, 0, b"\x01"))
         assert heard.get(timeout=5)[0] == rank
@@ -211,7 +211,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody(hub):
 
 def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
     for secret in (b"wrong", b""):
-        stranger = Peer(hub.rules, 1, 7, secret)
+        stranger = ControllerClient(hub.rules, 1, 7, secret)
         stranger.send(Offer(ALL, 0, b"\xff"))
         with pytest.raises(CollectiveFailed):
             stranger.receive()
@@ -229,10 +229,10 @@ def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
 @pytest.mark.parametrize("towards", ["rank 0", "rank 2"])
 def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believed(towards):
     """A man in the middle: what he passes on is heard, what he changes is not."""
-    made, rules, heard = started_hub(size=2)
+    made, rules, heard = started_server(size=2)
     middle = socket.create_server(("127.0.0.1", 0))
     through = msgspec.structs.replace(rules, port=middle.getsockname()[1])
-    peer = Peer(through, 1, 7, b"secret")
+    peer = ControllerClient(through, 1, 7, b"secret")
     near, _ = middle.accept()
     far = socket.create_connection((rules.host, rules.port), 5)
 
@@ -280,18 +280,20 @@ def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
 def test_who_is_connected_to_and_never_says_anything_is_given_up():
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
-    peer = Peer(rules, 1, 7, b"secret", silence_s=0.3)
+    peer = ControllerClient(rules, 1, 7, b"secret", silence_s=0.3)
     with pytest.raises(CollectiveFailed, match=r"negotiated: no word for 0\.3 s"):
         peer.receive()
     peer.close()
     listener.close()
 
 
-def alone() -> OwnLine:
+def alone() -> LocalController:
     """Rank 0's line to itself, in a world of one."""
     listener = listen("127.0.0.1")
     env = environment.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
-    return OwnLine(rules_of(listener, FusionLimits()), listener, 1, 7, env, died=pytest.fail)
+    return LocalController(
+        rules_of(listener, FusionLimits()), listener, 1, 7, env, died=pytest.fail
+    )
 
 
 def test_rank_0_hears_what_was_decided_before_the_end():
@@ -314,7 +316,7 @@ def test_rank_0_hears_what_the_others_are_being_told_while_the_world_ends():
         heard: queue.SimpleQueue[list[Decision]] = queue.SimpleQueue()
         rank_0 = threading.Thread(target=lambda: heard.put(line.receive()))
         rank_0.start()
-        line._hub.own.put(Decision(ALL, 0, b"told"))
+        line._server.own.put(Decision(ALL, 0, b"told"))
     assert [decision.known for decision in heard.get(timeout=5)] == [b"told"]
     rank_0.join()
     line.close()

@@ -17,7 +17,7 @@ from elastic.driver.etcd.leadership import Deposed, Leadership
 from elastic.driver.events import DriverRestarted, StopRequested, TimePassed
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.file import FileArchive
-from elastic.driver.journal.journal import Upkeep, replay
+from elastic.driver.journal.journal import SnapshotPolicy, replay
 from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
@@ -86,8 +86,8 @@ def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
         header = header_of(
             SETTINGS, job="a1", command=["x"], outlives=True, writer=Writer(one.term)
         )
-        upkeep = Upkeep(take=lambda: taken(membership), snapshot_every=50)
-        journal = await archive.begin(header, upkeep)
+        policy = SnapshotPolicy(take=lambda: taken(membership), snapshot_every=50)
+        journal = await archive.begin(header, policy)
         for n in range(130):
             now = float(n)
             journal.record(now, TimePassed(), membership.handle(TimePassed(), now))
@@ -105,7 +105,7 @@ def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
         assert past is not None and past.ended is None and taken(past.membership) == known
         assert (past.last_at, past.term) == (129.0, 1) and past.replayed < 100
         before = past.replayed
-        journal = await archive.go_on(past, Writer(two.term, "h2:1"), Upkeep())
+        journal = await archive.go_on(past, Writer(two.term, "h2:1"), SnapshotPolicy())
         actions = past.membership.handle(DriverRestarted(), 130.0)
         journal.record(130.0, DriverRestarted(), actions)
         await journal.settle()

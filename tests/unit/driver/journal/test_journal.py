@@ -33,7 +33,14 @@ from elastic.driver.journal import file as journal_file
 from elastic.driver.journal import journal
 from elastic.driver.journal.entries import SNAPSHOT, Entry, Resumed, Writer, encoded, header_of
 from elastic.driver.journal.file import FileArchive, FileJournal
-from elastic.driver.journal.journal import FORCED, Journal, ReplayDiffers, Upkeep, read, replay
+from elastic.driver.journal.journal import (
+    FORCED,
+    Journal,
+    ReplayDiffers,
+    SnapshotPolicy,
+    read,
+    replay,
+)
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import NotTaken, taken
 from elastic.driver.reasons import in_words
@@ -188,7 +195,7 @@ def test_the_story_has_the_latest_events(tmp_path):
 
 def test_a_full_disk_ends_the_journal_and_not_the_job():
     said: list[str] = []
-    log = FileJournal.begin(Path("/dev/full"), settings(), Upkeep(failed=said.append))
+    log = FileJournal.begin(Path("/dev/full"), settings(), SnapshotPolicy(failed=said.append))
     log.record(1.0, TimePassed())
     log.record(2.0, TimePassed())
     assert said == ["the journal '/dev/full' ends here: No space left on device"]
@@ -241,11 +248,11 @@ def resumed_job(path, *, every: int = 10**6, seed: int = 2, torn: bool = False) 
     async def write() -> None:
         nonlocal drivers, membership
 
-        def upkeep() -> Upkeep:
-            return Upkeep(take=lambda: taken(membership), snapshot_every=every)
+        def policy() -> SnapshotPolicy:
+            return SnapshotPolicy(take=lambda: taken(membership), snapshot_every=every)
 
         archive = FileArchive(path)
-        journal = await archive.begin(header_of(sim.settings, job="a1"), upkeep())
+        journal = await archive.begin(header_of(sim.settings, job="a1"), policy())
         for entry in sim.driver.entries:
             if isinstance(entry.event, DriverRestarted):
                 journal.close()
@@ -256,7 +263,7 @@ def resumed_job(path, *, every: int = 10**6, seed: int = 2, torn: bool = False) 
                 past = await archive.past()
                 assert past is not None
                 membership, drivers = past.membership, drivers + 1
-                journal = await archive.go_on(past, Writer(drivers, f"h{drivers}:1"), upkeep())
+                journal = await archive.go_on(past, Writer(drivers, f"h{drivers}:1"), policy())
             actions = membership.handle(entry.event, entry.at)
             assert actions == entry.actions
             journal.record(entry.at, entry.event, actions)
@@ -429,7 +436,9 @@ def test_snapshots_wait_for_a_spare_moment_but_not_for_ever(tmp_path):
         return b'{"s": "%s"}' % (b"x" * 591)
 
     told: list[int] = []
-    log = FileJournal.begin(tmp_path / "j", settings(), Upkeep(take=take, snapshot_every=10))
+    log = FileJournal.begin(
+        tmp_path / "j", settings(), SnapshotPolicy(take=take, snapshot_every=10)
+    )
     for n in range(15):
         told.append(n)
         log.record(float(n), TimePassed())
@@ -453,8 +462,8 @@ def test_snapshots_wait_until_nobody_waits_for_the_driver(tmp_path):
         shots.append(1)
         return b'{"s": 1}'
 
-    upkeep = Upkeep(take=take, snapshot_every=10, suits=lambda: not gathering)
-    log = FileJournal.begin(tmp_path / "j", settings(), upkeep)
+    policy = SnapshotPolicy(take=take, snapshot_every=10, suits=lambda: not gathering)
+    log = FileJournal.begin(tmp_path / "j", settings(), policy)
     for n in range(12):
         log.record(float(n), TimePassed())
         asyncio.run(log.rest())
@@ -467,7 +476,9 @@ def test_snapshots_wait_until_nobody_waits_for_the_driver(tmp_path):
 def test_what_could_not_be_written_to_its_end_is_gone_on_from_by_nobody(tmp_path, monkeypatch):
     said: list[str] = []
     path = tmp_path / "j"
-    log = FileJournal.begin(path, settings(), Upkeep(take=lambda: b"{}", failed=said.append))
+    log = FileJournal.begin(
+        path, settings(), SnapshotPolicy(take=lambda: b"{}", failed=said.append)
+    )
     log.record(1.0, TimePassed())
 
     def full(fd, data):
@@ -492,8 +503,8 @@ def test_a_state_that_cannot_be_taken_only_ends_the_snapshots(tmp_path):
     def take() -> bytes:
         raise NotTaken("a snapshot can't hold a socket")
 
-    upkeep = Upkeep(take=take, snapshot_every=1, failed=said.append)
-    log = FileJournal.begin(tmp_path / "j", settings(), upkeep)
+    policy = SnapshotPolicy(take=take, snapshot_every=1, failed=said.append)
+    log = FileJournal.begin(tmp_path / "j", settings(), policy)
     for n in range(FORCED + 3):
         log.record(float(n), TimePassed())
     log.close()

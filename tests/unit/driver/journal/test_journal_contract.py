@@ -10,7 +10,7 @@ import pytest
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
 from elastic.driver.journal.entries import Entry, Writer, header_of
-from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
@@ -59,7 +59,7 @@ class Drive:
         header = header_of(
             self.settings, job=job, command=COMMAND, folder="/home/me", outlives=True, writer=FIRST
         )
-        self.journal = await archive.begin(header, self._upkeep())
+        self.journal = await archive.begin(header, self._policy())
         return past
 
     async def go_on(self, writer: Writer = SECOND) -> Past:
@@ -68,11 +68,11 @@ class Drive:
         past: Past | None = await archive.past()
         assert past is not None
         self.membership = past.membership
-        self.journal = await archive.go_on(past, writer, self._upkeep())
+        self.journal = await archive.go_on(past, writer, self._policy())
         return past
 
-    def _upkeep(self) -> Upkeep:
-        return Upkeep(take=lambda: taken(self.membership), snapshot_every=self.every)
+    def _policy(self) -> SnapshotPolicy:
+        return SnapshotPolicy(take=lambda: taken(self.membership), snapshot_every=self.every)
 
     def record(self, entry: Entry) -> None:
         actions = self.membership.handle(entry.event, entry.at)

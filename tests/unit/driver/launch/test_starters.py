@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from elastic.driver.launch.by_host import StarterFor
-from elastic.driver.launch.child_processes import Attendance, as_logged
+from elastic.driver.launch.child_processes import ChildProcesses, as_logged
 from elastic.driver.launch.fake_starter import FakeStarter
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent, why_ssh_failed
@@ -235,8 +235,8 @@ def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path
     (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
     command, told = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
     if by == "child":
-        begin = create_autospec(Attendance.begin)
-        monkeypatch.setattr(Attendance, "begin", begin)
+        begin = create_autospec(ChildProcesses.begin)
+        monkeypatch.setattr(ChildProcesses, "begin", begin)
         asyncio.run(ChildStarter(environ={}, log=print).start(bootstrap("alpha")))
         command, told = begin.call_args.args[2], "\n"
     ended = subprocess.run(

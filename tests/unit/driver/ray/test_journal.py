@@ -18,7 +18,7 @@ from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import TimePassed
 from elastic.driver.journal.entries import Entry, Header, Snapshot, Writer, decoded, header_of
-from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.segments import Piecewise, Place, chapter_name, counting
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.ray.cluster import Unanswered
@@ -228,14 +228,16 @@ class Storm:
         kv: Any = InSteps(self.kept, self.late, self.random.random())
         archive = RayArchive("night", kv=kv)
         state: list[float] = []
-        upkeep = Upkeep(take=lambda: json.dumps(state + [0.0] * 20).encode(), snapshot_every=3)
+        policy = SnapshotPolicy(
+            take=lambda: json.dumps(state + [0.0] * 20).encode(), snapshot_every=3
+        )
         try:
             found: Any = await archive.past()
             if found is None:
-                journal = await archive.begin(HEADER, upkeep)
+                journal = await archive.begin(HEADER, policy)
             else:
                 state += found.entries
-                journal = await archive.go_on(found, Writer(2), upkeep)
+                journal = await archive.go_on(found, Writer(2), policy)
             self.act(state)
             while True:
                 for _ in range(self.random.randint(1, 3)):

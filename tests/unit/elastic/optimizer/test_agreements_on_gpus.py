@@ -28,8 +28,8 @@ def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeyp
     known = plan_agreement.Plans()
     monkeypatch.setattr(plan_agreement, "of", lambda *_: known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    company = join._Company(rt, None)
-    assert not company.turn(1.0)
+    plans = join._SharedPlans(rt, None)
+    assert not plans.turn(1.0)
     assert asked == ["cpu", "cuda"]
     known.record(
         0,
@@ -39,5 +39,5 @@ def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeyp
         None,
     )
     asked.clear()
-    assert not company.turn(9.0)
+    assert not plans.turn(9.0)
     assert asked == ["cpu"]

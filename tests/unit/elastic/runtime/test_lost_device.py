@@ -44,7 +44,7 @@ def gpu(monkeypatch, threads_of_its_own):
     made = Groups(environment.read({}), over=lambda: True)
     made._made["named", "cuda", (0, 1)] = group
     yield SimpleNamespace(groups=made, group=group, kernel=kernel, clock=clock)
-    made._graveyard.finish()  # whatever else of this process closes would wait for its thread
+    made._closer.finish()  # whatever else of this process closes would wait for its thread
 
 
 def test_a_kernel_that_outlives_its_abort_is_given_ten_seconds_and_no_more(gpu):
