@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from elastic.data import DataLoader
 from elastic.errors import Invalid
@@ -43,6 +44,7 @@ class ElasticTrainerMixin:
         optimizer: Any
         lr_scheduler: Any
         callback_handler: Any
+        train_dataset: Any
 
         def is_local_process_zero(self) -> bool: ...
 
@@ -65,6 +67,21 @@ class ElasticTrainerMixin:
             )
         accelerate.deal(prepared)
         return prepared
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
+    ) -> tuple[int, int]:
+        """Whole epochs of a checkpoint, and batches of the next. The Trainer divides its steps by those of an epoch now;
+        in another world an epoch has others, so the checkpoint's own number of epochs counts.
+        """
+        init = super()._init_training_state  # type: ignore[misc]
+        found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)
+        if not self.state.global_step or not self.state.epoch or not has_length(self.train_dataset):
+            return found
+        steps = round(self.state.epoch * num_update_steps_per_epoch)
+        whole, left = divmod(steps, num_update_steps_per_epoch)
+        skipped = 0 if self.args.ignore_data_skip else left
+        return whole, skipped * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, **epoch: Any) -> None:
         """The Trainer asks for its first epoch; this trains all of them, and the Trainer finds nothing left to do."""
