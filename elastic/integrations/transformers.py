@@ -71,8 +71,8 @@ class ElasticTrainerMixin:
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
     ) -> tuple[int, int]:
-        """Whole epochs of a checkpoint, and batches of the next. The Trainer divides its steps by those of an epoch now;
-        in another world an epoch has others, so the checkpoint's own number of epochs counts.
+        """Whole epochs of a checkpoint, and batches of the next. The Trainer divides its steps by those of an epoch
+        now; in another world an epoch has others, so the checkpoint's own number of epochs counts.
         """
         init = super()._init_training_state  # type: ignore[misc]
         found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)
