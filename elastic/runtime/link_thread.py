@@ -94,7 +94,8 @@ class LinkThread:
             session.update(lambda recovery: recovery.ask_to_leave("SIGTERM"))
         news = self._progress.tell(now, session.groups.launches, user_line.of_thread)
         if session.env.elastic and session.recovery.phase is Phase.TRAINING:
-            news += self._progress.pace(now, session.recovery.agreed())
+            recovery = session.recovery
+            news += self._progress.pace(now, recovery.generation, recovery.agreed())
         for message in news:
             session.send(message)
         self._tracing.due()

@@ -106,19 +106,22 @@ class ProgressCounter:
         if self.inside and generation == self.generation:
             self._awaited = at, lines | {rank: line}
 
-    def pace(self, now: float, commit: messages.Commit | None = None) -> list[messages.Message]:
+    def pace(
+        self, now: float, generation: int, commit: messages.Commit | None = None
+    ) -> list[messages.Message]:
         """How it went in the last half minute, if anything was done in it and the world is the same.
 
-        ``commit``: the newest of this worker.
+        ``generation``: of the present world, in which there may have been no collective yet. ``commit``: the newest of
+        this worker.
         """
-        if self._window is None or self._window[0] != self.generation:
-            self._begin_window(now, commit)
+        if self._window is None or self._window[0] != generation:
+            self._begin_window(now, generation, commit)
             return []
         over_s = now - self._window[1]
         if over_s < PACE_S:
             return []
         completed, waited_s, before = self._completed, self._waited_s, self._begun_with
-        self._begin_window(now, commit)
+        self._begin_window(now, generation, commit)
         commits = 0
         if commit is not None and commit != before:
             same = before is not None and before.generation == commit.generation
@@ -126,10 +129,10 @@ class ProgressCounter:
         if not completed and not commits:
             return []
         waited_s = min(waited_s, over_s)
-        return [messages.Pace(self.generation, completed, waited_s, over_s, commits, commit)]
+        return [messages.Pace(generation, completed, waited_s, over_s, commits, commit)]
 
-    def _begin_window(self, now: float, commit: messages.Commit | None) -> None:
-        self._window = self.generation, now
+    def _begin_window(self, now: float, generation: int, commit: messages.Commit | None) -> None:
+        self._window = generation, now
         self._begun_with = commit
         self._completed, self._waited_s = 0, 0.0
 

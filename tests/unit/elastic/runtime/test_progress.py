@@ -150,41 +150,51 @@ def test_the_pace_is_how_much_was_waited_in_half_a_minute():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.0)
-    assert progress.pace(0.0) == []
+    assert progress.pace(0.0, 2) == []
     for second in range(30):
         progress.enter(2, "gradients", second)
         progress.leave(second + 0.6)
-    (pace,) = progress.pace(PACE_S)
+    (pace,) = progress.pace(PACE_S, 2)
     assert isinstance(pace, protocol.Pace)
     assert (pace.generation, pace.collectives, pace.over_s) == (2, 30, PACE_S)
     assert pace.waited_s == pytest.approx(18.0)
-    assert progress.pace(2 * PACE_S) == [], "nothing was done since"
+    assert progress.pace(2 * PACE_S, 2) == [], "nothing was done since"
 
 
 def test_the_pace_tells_of_commits_without_a_message_of_their_own():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.5)
-    assert progress.pace(1.0, protocol.Commit(2, 4)) == []
-    assert progress.pace(2.0, protocol.Commit(2, 5)) == []
-    (pace,) = progress.pace(1.0 + PACE_S, protocol.Commit(2, 64))  # and no collective since
+    assert progress.pace(1.0, 2, protocol.Commit(2, 4)) == []
+    assert progress.pace(2.0, 2, protocol.Commit(2, 5)) == []
+    (pace,) = progress.pace(1.0 + PACE_S, 2, protocol.Commit(2, 64))  # and no collective since
     assert isinstance(pace, protocol.Pace)
     assert (pace.commits, pace.commit) == (60, protocol.Commit(2, 64))
-    assert progress.pace(1.0 + 2 * PACE_S, protocol.Commit(2, 64)) == []
+    assert progress.pace(1.0 + 2 * PACE_S, 2, protocol.Commit(2, 64)) == []
 
 
 def test_a_pace_never_spans_two_worlds():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.5)
-    progress.pace(0.5)
+    progress.pace(0.5, 2)
     progress.enter(3, "gradients", 29.0)
     progress.leave(29.5)
-    assert progress.pace(31.0) == []
+    assert progress.pace(31.0, 3) == []
     progress.enter(3, "gradients", 40.0)
     progress.leave(41.0)
-    (pace,) = progress.pace(31.0 + PACE_S)
+    (pace,) = progress.pace(31.0 + PACE_S, 3)
     assert isinstance(pace, protocol.Pace) and pace.generation == 3 and pace.collectives == 1
+
+
+def test_a_pace_is_of_the_present_world_also_where_it_had_no_collective_yet():
+    progress = ProgressCounter()
+    progress.enter(2, "gradients", 0.0)
+    progress.leave(0.5)
+    progress.pace(0.5, 2)
+    assert progress.pace(31.0, 3) == []
+    (pace,) = progress.pace(31.0 + PACE_S, 3, protocol.Commit(3, 60))
+    assert isinstance(pace, protocol.Pace) and (pace.generation, pace.collectives) == (3, 0)
 
 
 def test_long_phase_without_a_job_does_nothing_and_passes_exceptions_on():
