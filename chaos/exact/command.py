@@ -129,4 +129,8 @@ def _verdict(
         f"equal: {len(found)} commits of {len({each.worker for each in found})} workers, up to step {last}; each bit is"
         " that of the undisturbed run"
     )
+    if code:
+        print(
+            f"but the disturbed run ended with exit code {code}, and what it would have done is not compared"
+        )
     return code

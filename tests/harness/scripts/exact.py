@@ -164,8 +164,9 @@ def planted(state: Any, step: int) -> None:
     if "threads" in PLANT and elastic.rank() == 1:
         torch.set_num_threads(2)
     for name, change in (("order", in_the_order_of_ranks), ("partial", without_a_partial)):
-        for optimizer in (state.sgd, state.adamw) if name in PLANT else ():
-            spoil_sums(optimizer.gradients_made, change)
+        for reducer in state.shards._all() if name in PLANT else ():
+            if hasattr(reducer, "_program"):
+                spoil_sums(reducer, change)
 
 
 def spoil_sums(reducer: Any, change: Any) -> None:
