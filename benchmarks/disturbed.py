@@ -152,13 +152,18 @@ class Disturbed:
         first = self.wait("the survivors' next step", resumed, 60)
         return Strike(victim, at, max(first.values()))
 
-    def finish(self) -> int:
-        """Lets a full world come to its end. Returns the exit code."""
+    def finish(self) -> int | None:
+        """Lets a full world come to its end. Returns the exit code; None where workers are done, and have not exited a
+        minute later: what was measured counts all the same.
+        """
         last = self.wait("a full world", lambda: self.full(20), START_S)
         told = self.directory / "stop.new"
         told.write_text(str(max(step.step for step in last) + self._margin))
         told.rename(self.directory / "stop")
-        return self.driver.wait(60)
+        try:
+            return self.driver.wait(60)
+        except subprocess.TimeoutExpired:
+            return None
 
     def full(self, steps: int) -> list[Step] | None:
         """The last step of each worker, once all of the newest world, in which nobody is missing, have made ``steps``
