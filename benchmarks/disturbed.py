@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -28,8 +29,7 @@ from elastic.chaos.harness.step_lines import Step, read
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
-MARGIN = 1000  # steps, in which all see that the end was decided: a second or two
-MARGIN_OF_EXAMPLE = 100  # ... which have slower ones, and look for it after each
+MARGIN_S = 2.0  # of steps, in which all see that the end was decided
 START_S = 120.0  # for all to be there, imports included, on a busy machine
 TAIL = 32768  # bytes at the end of a file of steps: some 900 of them
 
@@ -63,7 +63,6 @@ class Disturbed:
         script: str = "stepper.py",
     ) -> None:
         self.workers = workers
-        self._margin = MARGIN_OF_EXAMPLE if example else MARGIN
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
         path = HERE / ("stepped_example.py" if example else script)
@@ -158,7 +157,7 @@ class Disturbed:
         """
         last = self.wait("a full world", lambda: self.full(20), START_S)
         told = self.directory / "stop.new"
-        told.write_text(str(max(step.step for step in last) + self._margin))
+        told.write_text(str(max(step.step for step in last) + self._steps_of(MARGIN_S)))
         told.rename(self.directory / "stop")
         try:
             return self.driver.wait(60)
@@ -178,6 +177,13 @@ class Disturbed:
         if len(counts) != self.workers or any(len(s) < steps for s in counts.values()):
             return None
         return [s[-1] for s in counts.values()]
+
+    def _steps_of(self, seconds: float) -> int:
+        """As many as a worker makes in this time, by what it has made last."""
+        made = self._recent()
+        last = max(made, key=lambda s: s.at)
+        its = [s.at for s in made if (s.pid, s.generation) == (last.pid, last.generation)]
+        return math.ceil(seconds * (len(its) - 1) / (max(its) - min(its))) + 1
 
     def _recent(self) -> list[Step]:
         """The ends of all files: enough for the newest world."""

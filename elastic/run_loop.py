@@ -53,8 +53,8 @@ from elastic.torch_backend import following_group
 Value = TypeVar("Value")
 AGAIN = (
     "this script has trained before, and only a job's first training is elastic: in this one a lost worker ends the"
-    " job, nobody joins, and --checkpoint-dir keeps nothing; put all training into one function under elastic.run, or"
-    " start a job for each"
+    " job, a frozen one is waited for, nobody joins, and --checkpoint-dir keeps nothing; put all training into one"
+    " function under elastic.run, or start a job for each"
 )
 
 
@@ -181,7 +181,8 @@ def _train_again(
         _same_layout(allgather_object(state.layout(), name="elastic.layout"))
         state.reset()
         _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
-        return unwrapped(rt.session, lambda: func(state, *args, **kwargs))
+        with rt.training.again():
+            return unwrapped(rt.session, lambda: func(state, *args, **kwargs))
     except PeerLost as lost:
         raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None
 

@@ -218,6 +218,8 @@ class Membership:
                 self.roster.remove(event.worker)
             case WorkerConnected() | WorkerReady() if event.worker in self.roster:
                 self.worlds.staff.let_go(self.roster[event.worker], because(Why.JOB_ENDED))
+            case WorkerReconnected() if self._has_finished(event.worker):
+                self.reconnections.reconnected(event)  # what follows its training still runs
             case WorkerReconnected():
                 self.worlds.orders.do(LetGo(event.worker, because(Why.JOB_ENDED)))
             case HostReported():
@@ -238,6 +240,10 @@ class Membership:
                 self.roster[event.worker].frozen = ""
             case _:
                 pass
+
+    def _has_finished(self, worker: Worker) -> bool:
+        standing = self.roster.get(worker)
+        return standing is not None and standing.stage is Stage.FINISHED
 
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""

@@ -134,7 +134,8 @@ def start_broadcast(
         raise ValueError(f"root_rank {root_rank} is not in the process set {list(members)}")
     if members is None and _callers is not None and len(_callers) > 1 and root_rank not in _callers:
         raise ValueError(
-            f"root_rank {root_rank} has just joined, and calls no reset callbacks: only {list(_callers)} do"
+            f"root_rank {root_rank} has just joined, or has missed the newest commit: collectives of reset callbacks"
+            f" are among ranks {list(_callers)}"
         )
 
     return _submit(

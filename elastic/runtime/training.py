@@ -57,6 +57,18 @@ class Training:
         self._session.account.begin("training", now)
         self._session.account.committed(now)
 
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A training after the job's: its time counts as training."""
+        account = self._session.account
+        account.begin("training", time.monotonic())
+        data_waits.count(account)
+        try:
+            yield
+        finally:
+            data_waits.stop()
+            account.begin("idle", time.monotonic())
+
     def returned(self) -> None:
         """Says that the function returned; waits for the others. Raises PeerLost if one of them is lost first."""
         session = self._session

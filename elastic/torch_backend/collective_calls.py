@@ -1,8 +1,9 @@
 """torch.distributed's collectives, said to a group: what it is asked for, and what makes the results of that. Acts.
 
-A group has five collectives, of contiguous tensors. Here a gather becomes an alltoall in which one rank receives, a
-reduce an allreduce of a copy, a reduce_scatter an alltoall whose rows each rank adds up. All ranks of a group make the
-same calls in the same order, with tensors whose shapes fit, as torch.distributed asks of them.
+A group has five collectives, of contiguous tensors. Here a gather becomes an alltoall in which one rank receives, or an
+allgather where it is small, a reduce an allreduce of a copy, a reduce_scatter an alltoall whose rows each rank adds up.
+All ranks of a group make the same calls in the same order, with tensors whose shapes fit, as torch.distributed asks of
+them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def scatter(
     if not length:
         return begun
     if group.size * output.nbytes <= _SMALL_BYTES:
-        row = output.new_empty(group.size * length) if inputs is None else _joined(inputs)
+        # Who receives offers what it has: before elastic.run nobody sends, and each keeps its own.
+        row = output.detach().reshape(-1).repeat(group.size) if inputs is None else _joined(inputs)
         mine = slice(group.rank * length, (group.rank + 1) * length)
         begun.works.append(group.broadcast(row, root))
         begun.then(lambda: output.detach().copy_(row[mine].view(output.shape)))

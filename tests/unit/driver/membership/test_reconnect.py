@@ -56,6 +56,13 @@ def test_who_comes_back_in_time_is_not_fenced():
     assert not every(KillWorker, talk.wait(10.0)) and talk.m.phase is Phase.TRAINING
 
 
+def test_who_has_finished_hears_so_again():
+    """And is not let go: what follows its training still runs, and may be another training."""
+    talk = running(2)
+    assert every(EndJob, talk.tell(returned("h:0", 2), returned("h:1", 2)))
+    assert talk.tell(back("h:1", 2)) == [FinishWorld(2, [worker("h:1")])]
+
+
 def test_who_has_not_heard_of_its_world_is_told_again():
     talk = running(3)
     [told] = every(TellWorld, talk.tell(back("h:1", 1)))
@@ -100,12 +107,6 @@ def test_a_kill_and_a_farewell_are_said_again():
     answer = talk.tell(back("h:1", 2))
     assert [k.worker for k in every(KillWorker, answer)] == [worker("h:1")]
     assert every(LetGo, answer)[0].fenced
-
-
-def test_who_has_finished_hears_so_again():
-    talk = running(2)
-    assert every(EndJob, talk.tell(returned("h:0", 2), returned("h:1", 2)))
-    assert every(LetGo, talk.tell(back("h:0", 2)))
 
 
 def test_who_waits_in_init_for_an_answer_that_was_lost_is_welcomed():

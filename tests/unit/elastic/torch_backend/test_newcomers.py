@@ -9,7 +9,7 @@ from torch import distributed
 from elastic.collectives.interface import Op
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
-from elastic.torch_backend import in_place_of_others
+from elastic.torch_backend import collective_calls, in_place_of_others
 from elastic.torch_backend.mirror import MirrorCollectives
 
 
@@ -25,6 +25,15 @@ def test_every_rank_has_what_it_has():
     received = torch.zeros(3)
     group.alltoall(received, torch.tensor([7.0, 8.0, 9.0]), [1, 1, 1], [1, 1, 1]).wait()
     assert received.tolist() == [8.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("size", [4, 30_000, 300_000])
+def test_what_rank_0_would_scatter_is_its_own(size):
+    mine = torch.arange(float(size))
+    begun = collective_calls.scatter(MirrorCollectives(1, 3), mine, None, 0)
+    for act in begun.thens:
+        act()
+    assert mine.equal(torch.arange(float(size)))
 
 
 @pytest.mark.parametrize("provisional", [True, False])
