@@ -91,7 +91,7 @@ NOT_RUN = {
     "python -m tests.gpu": "needs a GPU",
     "python -m elastic.chaos simulate": "takes minutes: tests/simulation runs seeds of it",
     "python -m elastic.chaos fuzz": "30 s of the fuzzer are tests of their own",
-    "python -m elastic.chaos run --mean-time-between-faults 5 ": "how a film was made, in four minutes",
+    "python -m elastic.chaos run --mean-time-between-faults 22 ": "how a film was made, in half an hour",
     "elasticrun replay --svg docs/film.svg": "the same",
     "elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4": "needs two machines: tests/integration/hosts has its like",
     "elasticrun -np 8 --min-np 4 --etcd etcd1": "needs an etcd of that name: tests/integration/etcd has its like",
