@@ -363,7 +363,8 @@ class GlooCollectives:
     def failure(self, error: str) -> CollectiveFailed:
         """Why a collective failed: the first cause that this rank saw, then what Gloo says."""
         said = error if self._failed in (None, error) else f"{self._failed}: {error}"
-        return CollectiveFailed(said, aborted=self._aborted)
+        late = "Timed out" in error and not self._aborted  # Gloo has no other way to say it
+        return CollectiveFailed(said, aborted=self._aborted, late=late)
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
