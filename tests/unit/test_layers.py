@@ -70,8 +70,19 @@ LEVEL = {room: level for level, line in enumerate(ROOMS.split("\n")) for room in
 ENTRIES = 15  # of a room, folders among them
 PURE_ROOMS = ["driver/membership", "chaos/invariants"]  # whole, and what is in them
 # Elsewhere a file is pure that says so of itself: "Pure." or "Pure: no clock, no network."
-SAYS_PURE = re.compile(r"\bPure[.:;]|; pure\.|\bDeterministic: no ")
-IMPURE = {"time", "random", "socket", "threading", "asyncio", "os", "logging", "torch"}
+SAYS_PURE = re.compile(r"\bPure[.:;]|; pure\.|\bDeterministic: no\s")
+IMPURE = {
+    "time",
+    "random",
+    "socket",
+    "select",
+    "threading",
+    "asyncio",
+    "os",
+    "subprocess",
+    "tempfile",
+}
+IMPURE |= {"logging", "torch"}
 # Extras; a driver module that needs one imports it lazily.
 OPTIONAL = {"aetcd", "kubernetes", "ray"}
 

@@ -23,6 +23,8 @@ def one_line(state: PageState) -> str:
     parts = [f"{job['name']}: {size}, generation {job['generation']}{phase}"]
     far = []
     step, steps = (_value(reported, name) for name in ("step", "steps"))
+    if step is not None and steps is not None and steps < step:
+        steps = None  # something else by this name, as those of an environment
     commit = state.values["commit"]
     if step is not None:
         far.append(f"step {step:.0f}" + (f" of {steps:.0f}" if steps is not None else ""))
@@ -55,7 +57,7 @@ def _value(reported: Mapping[str, Any], name: str) -> float | None:
 def _left_s(state: PageState, steps: float) -> float | None:
     """At the pace of the last minute; None: it is not known yet."""
     told = [(at, value) for at, name, value in state.series["metrics"] if name == "step"]
-    recent = [each for each in told if each[0] >= told[-1][0] - PACE_S]
+    recent = [each for each in told[:-2] if each[0] >= told[-1][0] - PACE_S] + told[-2:]
     if len(recent) < 2:
         return None
     (began, first), (now, last) = recent[0], recent[-1]

@@ -403,7 +403,7 @@ def _incident(incident: Incident, story: Story) -> JobFinding:
     first = incident.first
     if first is not None:
         facts["first"] = death_facts(first, story)
-        others = [each for each in incident.deaths if each is not first]
+        others = [d for d in incident.deaths if d is not first and d.cause is not Cause.SPOILT]
         facts["others"] = [death_facts(each, story) for each in others[:8]]
         facts["more"] = max(0, len(others) - 8)
     return JobFinding(What.INCIDENT, facts)

@@ -55,7 +55,7 @@ class ReportedSeries:
     def report(self, rank: int, metrics: Mapping[str, Any], at: float) -> None:
         """One report; ``at`` in seconds since 1970."""
         for name, value in metrics.items():
-            if name == STEPS:
+            if name == STEPS and STEP in metrics:
                 continue
             if isinstance(value, str):
                 if name in self.texts or len(self.texts) < NAMES:

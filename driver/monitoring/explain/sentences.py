@@ -285,7 +285,7 @@ def _incident(facts: Facts) -> str:
 
 
 def _others(facts: Facts) -> str:
-    others = [each for each in facts.get("others") or [] if each["cause"] != Cause.SPOILT.value]
+    others = facts.get("others") or []
     first, spoilt = facts.get("first") or {}, ""
     if facts["spoilt"] and first.get("cause") == Cause.DAMAGED.value:
         spoilt = " Its gradients had spoilt the replicas of all others too."

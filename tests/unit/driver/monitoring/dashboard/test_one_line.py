@@ -49,3 +49,7 @@ def test_how_long_it_takes_yet_is_told_where_the_script_says_of_how_many_steps()
     page.report(0, {"step": 2000, "steps": 2000}, 100.0)
     page.report(0, {"step": 50, "steps": 2000}, 110.0)  # it went back
     assert one_line(page.state).endswith("| step 50 of 2000")
+    page.report(0, {"step": 60, "steps": 55}, 300.0)  # no number of these steps
+    assert one_line(page.state).endswith("| step 60")
+    page.report(0, {"step": 70, "steps": 170}, 400.0)  # one report in 100 s
+    assert one_line(page.state).endswith("| step 70 of 170, 17 min left")
