@@ -133,7 +133,7 @@ mxnet: $(MXNET)/.installed
 
 # Marked nightly: the rest of what make test runs a part of.
 nightly: $(READY) $(FRAMEWORKS) sanitize
-	$(ENDS) 14400 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
+	$(ENDS) 21600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
 
 # See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.
 fakecuda: $(READY)
