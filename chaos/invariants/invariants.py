@@ -319,6 +319,9 @@ class Invariants:
     def _nothing_after_the_end(self, actions: list[Action]) -> None:
         for action in actions:
             again = self.job.repeating and action == self.job.end
+            if isinstance(action, FinishWorld):  # who has connected anew is told so once more
+                known = [self.job.workers.get(worker) for worker in action.members]
+                again = all(each is not None and each.finished for each in known)
             what = f"{describe(action)} after EndJob"
             self.job.must(again or isinstance(action, AFTER_THE_END), "THE END", what)
 
