@@ -11,9 +11,7 @@ forgets it.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Iterable
 
 import torch
@@ -58,7 +56,7 @@ class FirstNotFinite:
             return
         self._odd.add(of)
         if of not in self._found and (of in self._fine or not self._missed):
-            self._found[of] = digest((f"{of} {name}", each.detach()) for name, each in parameters)
+            self._found[of] = digest((name, each.detach()) for name, each in parameters)
 
     def began(self) -> None:
         """All ranks have the same new state, whatever they had before."""
@@ -87,5 +85,8 @@ class FirstNotFinite:
         return bool(self._odd)
 
     def digest(self) -> int | None:
-        """Of all that was found, equal on ranks whose parameters were; None: nothing was."""
-        return functools.reduce(operator.xor, self._found.values()) if self._found else None
+        """Of what was found, equal on ranks whose parameters were; None: nothing was, or of several optimizers, of
+        which another rank may have found fewer: a newcomer has not seen what an older plan found.
+        """
+        found = [*self._found.values()]
+        return found[0] if len(found) == 1 else None

@@ -148,6 +148,16 @@ def test_so_it_is_by_the_way_back_to_a_commit_that_was_made_before():
     assert found is not None and first.digest() == found
 
 
+def test_a_newcomer_finds_what_the_others_do_or_they_say_nothing():
+    """Its optimizer has another number where each call of a function makes one; of an older plan it knows nothing."""
+    old, new = FirstNotFinite(), FirstNotFinite()
+    old.look("1", [BAD], ONES)
+    new.look("0", [BAD], ONES)
+    assert old.digest() == new.digest() is not None
+    old.look("2", [BAD], ONES)
+    assert old.digest() is None
+
+
 def test_of_gradients_that_were_not_finite_before_it_came_a_rank_notes_nothing():
     first = FirstNotFinite()
     first.missed()
