@@ -72,11 +72,13 @@ class ElasticTrainerMixin:
         self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
     ) -> tuple[int, int]:
         """Whole epochs of a checkpoint, and batches of the next. The Trainer divides its steps by those of an epoch
-        now; in another world an epoch has others, so the checkpoint's own number of epochs counts.
+        now; in another world an epoch has others, so the checkpoint's own number of epochs counts. With
+        ``max_steps`` it trains as many epochs as these steps make now: there its own division fits.
         """
         init = super()._init_training_state  # type: ignore[misc]
         found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)
-        if not self.state.global_step or not self.state.epoch or not has_length(self.train_dataset):
+        told = self.state.global_step and self.state.epoch and has_length(self.train_dataset)
+        if not told or self.args.max_steps > 0:
             return found
         steps = round(self.state.epoch * num_update_steps_per_epoch)
         whole, left = divmod(steps, num_update_steps_per_epoch)
