@@ -46,15 +46,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     table = shown.table(
         f"{figures['parameters'] / 1e6:.1f} M parameters, Adam; each {options.every}th step",
-        *(
-            "",
-            "step, median",
-            "step, mean",
-            "x plain, rounds",
-            "mean",
-            "longest stall",
-            "checkpoints",
-        ),
+        *("", "step, median", "step, mean", "x plain, rounds", "mean", "stall", "checkpoints"),
     )
     for kind in KINDS:
         row = figures[kind]

@@ -21,15 +21,7 @@ import shown
 from disturbed import Disturbed, options_of, table_of
 from elastic.chaos.harness.step_lines import committed_lost
 
-BACK_SOON = [
-    "--preload",
-    "auto",
-    "--blacklist-cooldown-range",
-    "0.1",
-    "0.2",
-    "--slot-attempts",
-    "50",
-]
+BACK_SOON = ["--preload=auto", "--slot-attempts=50", "--blacklist-cooldown-range", "0.1", "0.2"]
 
 # ---- the reference -------------------------------------------------------------------------------
 

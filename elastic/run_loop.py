@@ -45,7 +45,7 @@ from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.lifecycle import Runtime
 from elastic.runtime.session import Session
-from elastic.state import bit_flips, newcomer
+from elastic.state import bit_flips, exchange, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
 from elastic.torch_backend import following_group
@@ -178,7 +178,7 @@ def _train_again(
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
     try:
-        _same_layout(allgather_object(state.layout(), name="elastic.layout"))
+        _same_layout(rt.place.rank, allgather_object(state.layout(), name="elastic.layout"))
         state.reset()
         _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
         with rt.training.again():
@@ -187,13 +187,12 @@ def _train_again(
         raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None
 
 
-def _same_layout(layouts: Sequence[str]) -> None:
-    """Raises StateMismatch, with what rank 0 has and another rank lacks, or the other way round."""
-    lines = [set(layout.splitlines()) for layout in layouts]
-    for rank, others in enumerate(lines):
-        if others != lines[0]:
-            differs = "; ".join(sorted(others ^ lines[0])[:4])
-            raise StateMismatch(f"the states of rank 0 and rank {rank} differ: {differs}")
+def _same_layout(rank: int, layouts: Sequence[str]) -> None:
+    """Raises StateMismatch on every rank if one of them has another state."""
+    ours = layouts[rank]
+    for other, theirs in enumerate(layouts):
+        if theirs != ours:
+            raise StateMismatch(exchange.difference(theirs, ours, f"rank {other}"))
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:

@@ -43,9 +43,8 @@ class Schedule:
         self._next = False  # the script wants the next commit
         self._wanted: int | None = None  # the script wanted this one
         self._owed: int | None = None  # one that was due was begun, and is not known to be durable
-        self._asked: tuple[int, float] | None = (
-            None  # by rank 0, which has had no answer: for what, and when
-        )
+        # By rank 0, which has had no answer: for what, and when.
+        self._asked: tuple[int, float] | None = None
         self._stretch = 1  # how many times LEAD_S the next one is named ahead
         self._last_at: float | None = None
         self._interval_s = 0.0  # between two commits, smoothed

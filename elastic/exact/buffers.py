@@ -40,7 +40,7 @@ class KeptBuffer:
         """
         if self._trait(tensor) != self._seen or tensor.shape != self.start.shape:
             return True
-        if tensor.nbytes > COMPARED_BYTES:
+        if tensor.nbytes > COMPARED_BYTES or _expanded(tensor):
             return False
         return tensor.is_cuda or not torch.equal(_bytes(tensor), _bytes(self.start))
 
@@ -81,7 +81,15 @@ class WatchedParameter:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not is_lazy(tensor)
+    """And what torch counts the writes to: a module that was made under inference_mode is not trained."""
+    return tensor.layout == torch.strided and not is_lazy(tensor) and not tensor.is_inference()
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    """torch writes into none of these in place."""
+    return any(
+        not stride and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,12 @@ class ElasticTrainerMixin:
         told = self.state.global_step and self.state.epoch and has_length(self.train_dataset)
         if not told or self.args.max_steps > 0:
             return found
-        steps = round(self.state.epoch * num_update_steps_per_epoch)
+        made = self.state.epoch * num_update_steps_per_epoch
+        if (
+            abs(made - self.state.global_step) <= 1
+        ):  # as the Trainer counts an epoch with accumulation
+            return found
+        steps = round(made)
         whole, left = divmod(steps, num_update_steps_per_epoch)
         skipped = 0 if self.args.ignore_data_skip else left
         return whole, skipped * self.args.gradient_accumulation_steps

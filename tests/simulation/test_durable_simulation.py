@@ -236,19 +236,23 @@ class Job:
                 self.whole()
         self.whole()
 
+    def settle(self) -> None:
+        """All words arrive, and all that waits is written."""
+        for _ in range(20 * len(self.ranks)):
+            self.hear()
+            self.tell()
+            for rank in self.ranks:
+                while not rank.writer._jobs.empty():
+                    work = rank.writer._jobs.get()
+                    assert work is not None
+                    work()
+
     def calm(self) -> None:
         """Nothing fails any more, and every word comes in time: checkpoints are made again."""
         before = len(self.made)
         for _ in range(400):
             self.commit()
-            for _ in range(20 * len(self.ranks)):
-                self.hear()
-                self.tell()
-                for rank in self.ranks:
-                    while not rank.writer._jobs.empty():
-                        work = rank.writer._jobs.get()
-                        assert work is not None
-                        work()
+            self.settle()
             if len(self.made) >= before + 2:
                 return
         raise AssertionError("no checkpoint is made any more")
@@ -328,14 +332,7 @@ class SpoiltJob(Job):
         for _ in range(20):
             self.now += 1.0
             self.commit()
-            for _ in range(20 * len(self.ranks)):
-                self.hear()
-                self.tell()
-            for rank in self.ranks:
-                while not rank.writer._jobs.empty():
-                    work = rank.writer._jobs.get()
-                    assert work is not None
-                    work()
+            self.settle()
 
 
 @pytest.mark.parametrize(

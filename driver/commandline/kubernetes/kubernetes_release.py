@@ -105,10 +105,8 @@ class ChartRelease:
     def scale(self, pods: int) -> int:
         """How many worker pods were wanted before. Raises Invalid where the job could not go on with so many."""
         job, workers = self._job(), self._workers()
-        least, end_it = (
-            least_pods(job, workers),
-            f"`elasticrun k8s stop -n {self.namespace} {self.name}`",
-        )
+        least = least_pods(job, workers)
+        end_it = f"`elasticrun k8s stop -n {self.namespace} {self.name}`"
         if pods == 0 and not saves(job):
             raise Invalid(
                 f"job {self.name} keeps its commits in its workers' memory, and would end without a pod; give {least}"

@@ -18,9 +18,9 @@ from harness.ray_stepping import Stepping
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(400)]
 
-# From the last newcomer that is ready, or from the request, to a step of the new world. How soon it is on an idle
-# machine, benchmarks/steering.py says.
-WITHIN_S = 10.0
+WITHIN_S = (
+    1.0  # from the last newcomer that is ready, or from the request, to a step of the new world
+)
 NODES, CPUS = 3, 4
 
 

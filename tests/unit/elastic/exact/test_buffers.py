@@ -57,6 +57,17 @@ def test_what_would_differ_between_workers_is_refused(model, said):
             module()
 
 
+def test_a_frozen_module_that_was_made_under_inference_mode_is_left_alone():
+    """torch counts no writes to its tensors."""
+    with torch.inference_mode():
+        frozen = nn.BatchNorm1d(2).eval()
+    shards = Shards(2)
+    shards.watch(frozen)
+    for _ in shards:
+        with torch.inference_mode():
+            frozen(torch.ones(1, 2))
+
+
 class Graph(nn.Module):
     def __init__(self) -> None:
         super().__init__()
