@@ -18,10 +18,9 @@ from elastic.driver.commandline.kubernetes.release_state import (
     Follow,
     JobOver,
     PodState,
-    least_pods,
+    least_instead,
     next_step,
     pod_state,
-    saves,
     table,
     wanted,
     warnings,
@@ -105,17 +104,16 @@ class ChartRelease:
     def scale(self, pods: int) -> int:
         """How many worker pods were wanted before. Raises Invalid where the job could not go on with so many."""
         job, workers = self._job(), self._workers()
-        least = least_pods(job, workers)
-        end_it = f"`elasticrun k8s stop -n {self.namespace} {self.name}`"
-        if pods == 0 and not saves(job):
-            raise Invalid(
-                f"job {self.name} keeps its commits in its workers' memory, and would end without a pod; give {least}"
-                f" or more, or end it with {end_it}"
+        least = least_instead(job, workers, pods)
+        if least is not None:
+            why = (
+                f"needs {least} worker pods to go on (job.minWorkers)"
+                if pods
+                else "keeps its commits in its workers' memory, and would end without a pod"
             )
-        if 0 < pods < least:
             raise Invalid(
-                f"job {self.name} needs {least} worker pods to go on (job.minWorkers); give {least} or more, or end it"
-                f" with {end_it}"
+                f"job {self.name} {why}; give {least} or more, or end it with"
+                f" `elasticrun k8s stop -n {self.namespace} {self.name}`"
             )
         body = {"spec": {"replicas": pods}}
         before = wanted(workers)

@@ -121,6 +121,13 @@ def least_pods(job: Json, workers: Json) -> int:
     return -(-number(_our_words(job), "--min-np") // max(1, number(_our_words(workers), "--slots")))
 
 
+def least_instead(job: Json, workers: Json, pods: int) -> int | None:
+    """How many pods it needs, where it could not go on with so many. None: it could."""
+    least = least_pods(job, workers)
+    enough = saves(job) if pods == 0 else pods >= least
+    return None if enough else least
+
+
 def _our_words(owner: Json) -> list[str]:
     """Of elasticrun, in pods of this Job or StatefulSet; those of the program follow."""
     args = owner["spec"]["template"]["spec"]["containers"][0].get("args") or ()

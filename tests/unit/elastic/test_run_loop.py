@@ -9,7 +9,7 @@ import torch
 
 from elastic import run_loop
 from elastic.checkpoints import durable
-from elastic.errors import PeerLost
+from elastic.errors import PeerLost, StateMismatch
 from elastic.negotiation import process_sets
 from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
@@ -76,3 +76,10 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
         name for name, *_ in state.mock_calls if name in ("on_reset", "transfer", "save", "adopted")
     ]
     assert said == ["on_reset", "transfer", *(["save"] if calls_back else []), "adopted"]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_states_of_a_second_training_that_differ_are_refused_on_every_rank(rank):
+    run_loop._same_layout(rank, ["w 3"] * 3)
+    with pytest.raises(StateMismatch, match="this worker's state differs from that of rank"):
+        run_loop._same_layout(rank, ["w 3", "w 3", "w 4"])

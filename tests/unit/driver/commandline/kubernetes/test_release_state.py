@@ -11,6 +11,7 @@ from elastic.driver.commandline.kubernetes.release_state import (
     Follow,
     JobOver,
     Wait,
+    least_instead,
     least_pods,
     next_step,
     pod_state,
@@ -210,5 +211,9 @@ def test_a_job_needs_pods_for_as_many_workers_as_it_goes_on_with(least, slots, p
         return {"spec": {"template": {"spec": {"containers": [{"args": [*words]}]}}}}
 
     job = owner("--job", "bert", "--min-np", least, "--", "train", "--min-np", "99")
-    assert least_pods(job, owner("agent", "--job", "bert", "--slots", slots)) == pods
+    workers = owner("agent", "--job", "bert", "--slots", slots)
+    assert least_pods(job, workers) == pods
+    assert [least_instead(job, workers, n) for n in (0, pods, pods + 1)] == [pods, None, None]
+    assert pods == 1 or least_instead(job, workers, pods - 1) == pods
+    assert least_instead(owner("--checkpoint-dir", "s3://a/b"), workers, 0) is None
     assert least_pods(owner(), owner()) == 1
