@@ -1,7 +1,7 @@
 """Very many agents and workers as tasks of one process, for a real driver: the protocol is real, the training is not.
 
-Each agent has the connection, the handshake and the rules of a real one (`Uplink`, `Agency`); each worker is the pure
-`Recovery` and `Progress` of a real one, without a process: its steps take no time, and it restores at once.
+Each agent has the connection, the handshake and the rules of a real one (`Uplink`, `AgentState`); each worker is the
+pure `Recovery` and `Progress` of a real one, without a process: its steps take no time, and it restores at once.
 
     python -m elastic.chaos.load.agents < orders    one JSON object a line: Begin, then Lose, Count or Finish
 
@@ -22,21 +22,21 @@ from typing import Any
 import msgspec
 
 from elastic.chaos.load.worker import LAYOUT, LightWorker
-from elastic.driver.agents.agent_state import Agency
+from elastic.driver.agents.agent_state import AgentState
 from elastic.driver.agents.host_agent import HERE_S
 from elastic.driver.agents.messages import (
     AgentMessage,
+    Attach,
     Beat,
-    Dismissed,
+    Detach,
     Drop,
     Heard,
     Here,
-    Hire,
     HostAgent,
     Kill,
     Probe,
-    Refused,
     Registered,
+    Reject,
     Seen,
     Start,
     Tell,
@@ -123,7 +123,7 @@ class LightAgent:
         self.host = host
         self.slots = slots
         self.workers: dict[Worker, LightWorker] = {}
-        self.agency = Agency()
+        self.state = AgentState()
         self._fleet = fleet
         self._said_here_at = 0.0
         self.uplink = Uplink(
@@ -158,17 +158,17 @@ class LightAgent:
             case Tell(workers, word):
                 self._fleet.told(message)
                 if isinstance(word, messages.World):
-                    self.agency.told(word.generation)
+                    self.state.told(word.generation)
                 for each in workers:
                     found = self.workers.get(each)
                     if found is not None:
                         self._tell(found, word)
             case Beat():
                 self._beaten()
-            case Hire():
-                self._hired(message)
+            case Attach():
+                self._attached(message)
             case Start(worker):
-                if self.agency.may_start(worker) and worker not in self.workers:
+                if self.state.may_start(worker) and worker not in self.workers:
                     found = self.workers[worker] = LightWorker(worker, self._worker_said)
                     found.begin()
             case Kill(worker):
@@ -179,8 +179,8 @@ class LightAgent:
                         self._say(Seen(WorkerProbed(each, 0.0, 0, "S")))
             case Drop(worker):
                 self._exit(worker, 1)
-            case Dismissed() | Refused():
-                self.agency.dismissed()
+            case Detach() | Reject():
+                self.state.detached()
                 self.workers.clear()
 
     def _beaten(self) -> None:
@@ -189,20 +189,20 @@ class LightAgent:
             self._said_here_at = now
             self.uplink.send(Here())
 
-    def _hired(self, hire: Hire) -> None:
-        terms = self.agency.hired(hire)
-        if terms.refused:
-            self.uplink.drop(f"refused: {terms.refused}")
+    def _attached(self, attach: Attach) -> None:
+        outcome = self.state.attached(attach)
+        if outcome.refused:
+            self.uplink.drop(f"refused: {outcome.refused}")
             return
-        if terms.kill:
+        if outcome.kill:
             self.workers.clear()
-        running, exits = sorted(self.workers), [*self.agency.exits.values()]
-        self._say(Registered(self.slots, "127.0.0.1", ["127.0.0.1/8"], running, exits, hire.job))
+        running, exits = sorted(self.workers), [*self.state.exits.values()]
+        self._say(Registered(self.slots, "127.0.0.1", ["127.0.0.1/8"], running, exits, attach.job))
         for each in self.workers.values():
             each.hear(messages.Restate())
             if each.recovery.running:
                 self._worker_said(each.worker, LAYOUT)
-        self._fleet.serves(self, hire.term)
+        self._fleet.serves(self, attach.term)
 
     def _tell(self, worker: LightWorker, word: Message) -> None:
         generation = worker.recovery.generation
@@ -215,7 +215,7 @@ class LightAgent:
     def _exit(self, worker: Worker, code: int) -> None:
         if self.workers.pop(worker, None) is not None:
             event = WorkerExited(worker, code)
-            self.agency.exited(event)
+            self.state.exited(event)
             self._say(Seen(WorkerDisconnected(worker)))
             self._say(Seen(event))
 

@@ -1,6 +1,6 @@
 """An agent on the virtual clock: starts, watches, samples, probes and kills the workers of its host. Decides nothing.
 
-One per host. It speaks as a real one does (`elastic.driver.agents.messages`): hired on a new connection, it says which
+One per host. It speaks as a real one does (`elastic.driver.agents.messages`): attached by a driver, it says which
 workers run and which have ended, because nothing that was said on a lost one can be relied on; then it tells of every
 exit, and says now and then that it is here. When it dies its workers die with it; started again, it finds none.
 """
@@ -13,14 +13,14 @@ from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.agents.messages import (
     AgentMessage,
     Announced,
-    Dismissed,
+    Attach,
+    Detach,
     Here,
-    Hire,
     HostAgent,
     Kill,
     Probe,
-    Refused,
     Registered,
+    Reject,
     Seen,
     Start,
 )
@@ -65,7 +65,7 @@ class SimulatedAgent:
     def _opened(self, connection: Connection) -> None:
         self.sim.driver.agent_called(connection, self.identity)
 
-    def _hired(self) -> None:
+    def _attached(self) -> None:
         """Who runs, and what became of the others."""
         exits = [*self._exits.values()]
         self.say(Registered(0, "", [], [*self.processes], exits, notice=self.notice))
@@ -94,8 +94,8 @@ class SimulatedAgent:
     def _obey(self, message: AgentMessage) -> None:
         clock = self.sim.clock
         match message:
-            case Hire():
-                self._hired()
+            case Attach():
+                self._attached()
             case Start(worker):
                 if worker in self.processes or worker in self._exits:
                     return
@@ -114,7 +114,7 @@ class SimulatedAgent:
                     if found is not None:
                         state = "T" if found.frozen else "S"
                         self.say(Seen(WorkerProbed(worker, found.reports.cpu_s(), 0, state)))
-            case Dismissed() | Refused():
+            case Detach() | Reject():
                 self.crash()
             case _:
                 pass

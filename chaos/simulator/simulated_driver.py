@@ -17,9 +17,9 @@ from elastic.chaos.simulator.simulated_worker import GIVE_UP_S
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.agents.messages import (
     AgentMessage,
+    Attach,
     Beat,
     Dump,
-    Hire,
     HostAgent,
     Probe,
     Registered,
@@ -275,9 +275,9 @@ class SimulatedDriver:
 
     def _new_pool(self) -> AgentPool:
         self._term += 1
-        hire = Hire("job", self._term, self.settings.lease_s, GIVE_UP_S)
+        attach = Attach("job", self._term, self.settings.lease_s, GIVE_UP_S)
         starts_agents = self.sim.weather.starts_agents
-        return AgentPool(hire, starts_agents=starts_agents, adopted=[*self.membership.roster])
+        return AgentPool(attach, starts_agents=starts_agents, adopted=[*self.membership.roster])
 
     def listed(self, hosts: dict[str, int]) -> None:
         """Discovery has found these."""

@@ -21,17 +21,17 @@ from typing import Any
 
 from elastic.driver.agents.messages import (
     Announced,
+    Attach,
     Beat,
-    Dismissed,
+    Detach,
     Heard,
     Here,
-    Hire,
     HostAgent,
     Kill,
     Logged,
     Printed,
-    Refused,
     Registered,
+    Reject,
     Seen,
     Start,
 )
@@ -98,9 +98,9 @@ class AgentPool:
     """
 
     def __init__(
-        self, hire: Hire, *, starts_agents: bool = False, adopted: Iterable[Worker] = ()
+        self, attach: Attach, *, starts_agents: bool = False, adopted: Iterable[Worker] = ()
     ) -> None:
-        self.hire = hire
+        self.attach = attach
         self._starts_agents = starts_agents
         self._hosts: dict[str, AgentRecord] = {}
         self._listed: set[str] = set()
@@ -193,7 +193,7 @@ class AgentPool:
         """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
         packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
         """
-        self._due.put("", Due.BEAT, self._orders.now + self.hire.lease_s / BEATS)
+        self._due.put("", Due.BEAT, self._orders.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
         if agents:
             self._orders.do(TellAgents(agents, [Beat()]))
@@ -208,7 +208,7 @@ class AgentPool:
         self._closing = True
         self._due.clear()
         for host in self._hosts.values():
-            self._orders.tell(host, Dismissed("the job has ended"))
+            self._orders.tell(host, Detach("the job has ended"))
 
     # ---- agents come and go ----------------------------------------------------------------------------------------
 
@@ -245,9 +245,9 @@ class AgentPool:
         the other is gone: it may be the same machine, started again, whose end has not been noticed yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
-            self._orders.do(TellAgents([agent], [self.hire]))
+            self._orders.do(TellAgents([agent], [self.attach]))
         elif host.agent.incarnation > agent.incarnation:
-            self._orders.do(TellAgents([agent], [Refused("another agent serves this host")]))
+            self._orders.do(TellAgents([agent], [Reject("another agent serves this host")]))
         else:
             self._orders.do(HangUp(agent))
 
@@ -255,7 +255,7 @@ class AgentPool:
         self, agent: HostAgent, host: AgentRecord, said: Registered, caller: str
     ) -> None:
         if host.here and agent != host.agent:
-            return  # it was not hired
+            return  # it was not attached
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
             news = "has a new agent: the workers of the one before it are gone"
@@ -267,7 +267,7 @@ class AgentPool:
         self._heard_of.grant(host.name, self._orders.now)
         self._back_among_others(host.name)
         if self._closing:
-            self._orders.tell(host, Dismissed("the job has ended"))
+            self._orders.tell(host, Detach("the job has ended"))
             return
         for event in said.exits:
             self._exited(host, event)
@@ -319,9 +319,9 @@ class AgentPool:
             self._orders.say(
                 "warning",
                 "no agent can be reached: this driver is cut off itself, and takes nobody for lost"
-                f" until one is heard of again, or {self.hire.away_s:g} s have passed",
+                f" until one is heard of again, or {self.attach.away_s:g} s have passed",
             )
-            self._due.put("", Due.RESIGNATION, self._orders.now + self.hire.away_s)
+            self._due.put("", Due.RESIGNATION, self._orders.now + self.attach.away_s)
 
     def _back_among_others(self, name: str) -> None:
         """This host is reached. Whoever was not given up gets its time anew."""
@@ -332,7 +332,7 @@ class AgentPool:
         for other in released:
             host = self._host(other)
             if not host.here:
-                self._expect(host, self.hire.lease_s + RETURN_S, host.overdue_why)
+                self._expect(host, self.attach.lease_s + RETURN_S, host.overdue_why)
 
     def _lose(self, host: AgentRecord, reason: str) -> None:
         self._due.drop(host.name, Due.ARRIVAL)
@@ -353,7 +353,7 @@ class AgentPool:
             return
         if not host.here or host.running or host.orders:
             return
-        self._orders.tell(host, Dismissed("its host has left the list, and its workers have gone"))
+        self._orders.tell(host, Detach("its host has left the list, and its workers have gone"))
         host.agent, host.here = None, False
         self._heard_of.drop(host.name)
         self._reach.drop(host.name)

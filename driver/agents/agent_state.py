@@ -1,9 +1,9 @@
 """Decides whom an agent serves, what it tells a driver that has found it, and how long it waits for one. Pure.
 
-    IDLE --hired--> SERVING --driver lost--> AWAY --hired, same job--> SERVING
+    IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
                        |                       |
                        |                       +-- away_s passed, or fenced: kill the workers --> IDLE
-                       +--dismissed, or hired for another job: kill the workers --> IDLE
+                       +--detached, or attached to another job: kill the workers --> IDLE
 
 A driver has a term, which grows with every driver of a job, and with every job of one name. An agent never serves one
 whose term is lower than one that it has served: that one was replaced while it could not hear of it.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from elastic.driver.agents.messages import Hire
+from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
@@ -22,15 +22,15 @@ EXITS_LIMIT = 4096  # a job's exits on one host; the oldest are forgotten
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What follows from a `Hire`."""
+class AttachOutcome:
+    """What follows from an `Attach`."""
 
     refused: str = ""  # why this driver is not served; empty: it is
     kill: bool = False  # the workers that run belong to a job that is over
 
 
 @dataclass
-class Agency:
+class AgentState:
     """One agent's part. Fields are read by the shell, written here only."""
 
     job: str = ""  # empty: none, or it is over
@@ -42,24 +42,24 @@ class Agency:
     _lease_s: float = 0.0
     _over: str = ""  # the job that was over last
 
-    def hired(self, hire: Hire, *, seated: int = 0) -> Terms:
+    def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
         """A driver has said who it is. ``seated``: the term of the one that leads, as etcd has told; 0: it has not.
 
         Terms begin anew if etcd loses its data; then it is another job, and etcd's word counts.
         """
-        if hire.term < self.term and (hire.job == self.job or seated != hire.term):
-            return Terms(
-                refused=f"its term is {hire.term}, and this agent serves one of term {self.term}"
+        if attach.term < self.term and (attach.job == self.job or seated != attach.term):
+            return AttachOutcome(
+                refused=f"its term is {attach.term}, and this agent serves one of term {self.term}"
             )
-        if hire.job == self._over:
-            return Terms(refused="its job is over for this agent")
-        kill = bool(self.job) and hire.job != self.job
-        if hire.job != self.job:
+        if attach.job == self._over:
+            return AttachOutcome(refused="its job is over for this agent")
+        kill = bool(self.job) and attach.job != self.job
+        if attach.job != self.job:
             self.exits.clear()
             self.generation = 0
-        self.job, self.term = hire.job, hire.term
-        self.away_since, self._away_s, self._lease_s = None, hire.away_s, hire.lease_s
-        return Terms(kill=kill)
+        self.job, self.term = attach.job, attach.term
+        self.away_since, self._away_s, self._lease_s = None, attach.away_s, attach.lease_s
+        return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
         """Whether a driver of this term makes ours one of the past, which may not know it, and be stopped."""
@@ -79,7 +79,7 @@ class Agency:
         """Whether it has waited long enough for a driver. Its workers are then to be killed."""
         if self.away_by is None or now < self.away_by:
             return False
-        self.dismissed()
+        self.detached()
         return True
 
     def told(self, generation: int) -> None:
@@ -94,10 +94,10 @@ class Agency:
             return False
         if generation <= self.generation:
             return False
-        self.dismissed()
+        self.detached()
         return True
 
-    def dismissed(self) -> None:
+    def detached(self) -> None:
         """The job is over for this agent."""
         self._over, self.job = self.job or self._over, ""
         self.away_since = None

@@ -15,8 +15,8 @@ from elastic.driver.agents.fleet_workers import Workers
 from elastic.driver.agents.messages import (
     AgentAnswer,
     AgentMessage,
+    Attach,
     Dump,
-    Hire,
     HostAgent,
     Probe,
     Registered,
@@ -77,7 +77,7 @@ class Fleet:
         self,
         server: Server[HostAgent],
         *,
-        hire: Hire,
+        attach: Attach,
         sink: Sink,
         log: Log,
         starter: Starter | None = None,
@@ -87,7 +87,7 @@ class Fleet:
         environ_of: Callable[[str], Mapping[str, str]] | None = None,
         deposed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.pool = AgentPool(hire, starts_agents=starter is not None, adopted=adopted)
+        self.pool = AgentPool(attach, starts_agents=starter is not None, adopted=adopted)
         self.noticed: Callable[[Event], None] = lambda event: None
         self.workers = Workers(self)
         self._server = server

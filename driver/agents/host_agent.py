@@ -1,9 +1,10 @@
 """An agent as a process of its own: between the workers of its host, which call it, and the driver, which it calls.
 
-Acts; `Agency` decides whom it serves. Workers are started, watched and killed by `Agent`, as in a driver's process, and
-speak the worker protocol with this process over loopback. What they say is passed on while there is a driver, and lost
-while there is none: whenever a driver is found, it is told which workers run and what became of the others, and each
-worker is asked to say again where it stands. So neither the loss of a connection nor that of a driver stops training.
+Acts; `AgentState` decides whom it serves. Workers are started, watched and killed by `Agent`, as in a driver's process,
+and speak the worker protocol with this process over loopback. What they say is passed on while there is a driver, and
+lost while there is none: whenever a driver is found, it is told which workers run and what became of the others, and
+each worker is asked to say again where it stands. So neither the loss of a connection nor that of a driver stops
+training.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from elastic.driver.agents.agent_state import Agency
+from elastic.driver.agents.agent_state import AgentState
 from elastic.driver.agents.forwarding import Forwarding
 from elastic.driver.agents.machine_end import MachineEnd
 from elastic.driver.agents.messages import (
     Announced,
+    Attach,
     Beat,
-    Dismissed,
+    Detach,
     Drop,
     Dump,
     Heard,
     Here,
-    Hire,
     HostAgent,
     Kill,
     Logged,
     Probe,
-    Refused,
     Registered,
+    Reject,
     Seen,
     Start,
     Tell,
@@ -90,7 +91,7 @@ class AgentProcess:
         self._log_here = log
         self._secret = bytes.fromhex(bootstrap.secret)
         self._workers_secret = derived(self._secret, "worker")
-        self._agency = Agency()
+        self._state = AgentState()
         self._lease_s = Settings.lease_s
         self._address = Address("", 0)  # where the workers call
         self._bind = ""
@@ -190,12 +191,12 @@ class AgentProcess:
     def driver_leads(self, term: int) -> None:
         """A driver of this term leads, as far as is known from elsewhere. One of a lower term is left for it."""
         self._seated = term
-        if self._agency.superseded(term):
+        if self._state.superseded(term):
             self._uplink.drop(f"a driver of term {term} leads now")
 
     def fence(self, generation: int, job: str) -> None:
-        """The others of this job are known to train in this generation; see `Agency.fenced`."""
-        if self._agency.job == job and self._agency.fenced(generation, self._now()):
+        """The others of this job are known to train in this generation; see `AgentState.fenced`."""
+        if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
                 f"the job has gone on to generation {generation} without this host, which no driver"
                 " has reached for a lease"
@@ -205,8 +206,8 @@ class AgentProcess:
 
     def _heard(self, message: Any) -> None:
         match message:
-            case Hire():
-                self._hired(message)
+            case Attach():
+                self._attached(message)
             case Start():
                 self._start(message)
             case Kill(worker):
@@ -219,20 +220,20 @@ class AgentProcess:
                 self._server.disconnect(worker)
             case Tell(workers, word):
                 if isinstance(word, messages.World):
-                    self._agency.told(word.generation)
+                    self._state.told(word.generation)
                 self._server.broadcast(workers, word)
-            case Dismissed(reason):
+            case Detach(reason):
                 self._dismissed(reason)
             case Beat():
                 self._beaten()
-            case Refused(reason):
+            case Reject(reason):
                 self._refused(reason)
 
-    def _hired(self, hire: Hire) -> None:
-        terms = self._agency.hired(hire, seated=self._seated)
-        if terms.refused:
-            self._missing(f"a driver was turned away: {terms.refused}")
-            self._uplink.drop(f"refused: {terms.refused}")
+    def _attached(self, attach: Attach) -> None:
+        outcome = self._state.attached(attach, seated=self._seated)
+        if outcome.refused:
+            self._missing(f"a driver was turned away: {outcome.refused}")
+            self._uplink.drop(f"refused: {outcome.refused}")
             return
         try:
             own = interfaces.own_addresses()
@@ -247,17 +248,17 @@ class AgentProcess:
         if self._away_alarm is not None:
             self._away_alarm.cancel()
             self._away_alarm = None
-        self._machine.watch(hire)
-        self._agent.prepared.modules = hire.preload
-        others = self._agent.alive() if self._workers_of != hire.job else frozenset()
+        self._machine.watch(attach)
+        self._agent.prepared.modules = attach.preload
+        others = self._agent.alive() if self._workers_of != attach.job else frozenset()
         self._stale |= others
-        self._workers_of = hire.job
-        self._in_background(self._register(hire, clear=bool(others)))
+        self._workers_of = attach.job
+        self._in_background(self._register(attach, clear=bool(others)))
 
-    async def _register(self, hire: Hire, *, clear: bool) -> None:
+    async def _register(self, attach: Attach, *, clear: bool) -> None:
         if clear:
             await self._clear("a new job has begun")
-        if not self._uplink.open or self._agency.job != hire.job:
+        if not self._uplink.open or self._state.job != attach.job:
             return
         again = self._served
         self._served = True
@@ -267,8 +268,8 @@ class AgentProcess:
                 self._bind,
                 self._addresses,
                 sorted(self._agent.alive()),
-                [*self._agency.exits.values()],
-                hire.job,
+                [*self._state.exits.values()],
+                attach.job,
                 __version__,
                 self._machine.notice,
             )
@@ -282,7 +283,7 @@ class AgentProcess:
         workers = f", {counted(count, 'worker')} here" if count else ""
         verb = "serves again" if again else "serves"
         self._log_here(
-            "info", f"{verb} job {self.bootstrap.job}, its driver of term {hire.term}{workers}"
+            "info", f"{verb} job {self.bootstrap.job}, its driver of term {attach.term}{workers}"
         )
 
     def _ready(self, ready: bool) -> None:
@@ -294,8 +295,8 @@ class AgentProcess:
 
     def _driver_lost(self, reason: str) -> None:
         self._ready(False)
-        self._agency.lost(self._now())
-        by = self._agency.away_by
+        self._state.lost(self._now())
+        by = self._state.away_by
         if by is None:
             return
         if self._away_alarm is None:
@@ -309,7 +310,7 @@ class AgentProcess:
 
     def _away_too_long(self) -> None:
         self._away_alarm = None
-        if self._agency.given_up(self._now()):
+        if self._state.given_up(self._now()):
             self._give_up("no driver has come back")
 
     def _give_up(self, why: str) -> None:
@@ -324,7 +325,7 @@ class AgentProcess:
         now = self._now()
         least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
         if now - self._missing_said_at >= least_s:
-            level = "info" if not self._agency.job else "warning"
+            level = "info" if not self._state.job else "warning"
             self._missing_said_at, self._missing_said = now, reason
             self._log_here(level, f"no driver to serve: {reason}; looking on")
 
@@ -343,13 +344,13 @@ class AgentProcess:
             self.end(1, f"the driver refuses it: {reason}")
             return
         self._missing(f"the driver refuses this agent: {reason}")
-        self._agency.dismissed()
+        self._state.detached()
         self._stale |= self._agent.alive()
         self._in_background(self._clear(reason))
         self._uplink.drop(reason)
 
     def _dismissed(self, reason: str) -> None:
-        self._agency.dismissed()
+        self._state.detached()
         if self._bound:
             self.end(0, reason)
         else:
@@ -364,7 +365,7 @@ class AgentProcess:
 
     def _start(self, start: Start) -> None:
         worker = start.worker
-        if not self._agency.may_start(worker) or worker in self._agent.alive():
+        if not self._state.may_start(worker) or worker in self._agent.alive():
             return
         sharing = int(start.env.get("HOROVOD_LOCAL_SIZE", "1"))
         env = {
@@ -403,7 +404,7 @@ class AgentProcess:
         if event.worker in self._stale:
             self._stale.discard(event.worker)
             return
-        self._agency.exited(event)
+        self._state.exited(event)
         self._uplink.send(Seen(event))
         if not self._agent.alive():
             self._machine.nobody_left()

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from elastic.driver.agents.messages import Hire
+from elastic.driver.agents.messages import Attach
 from elastic.driver.events import Notice
 from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
@@ -40,17 +40,17 @@ class MachineEnd:
         self._told = ""  # by SIGTERM
         self._end_by = 0.0
 
-    def watch(self, hire: Hire) -> None:
+    def watch(self, attach: Attach) -> None:
         """As this driver wishes."""
         if self._watch is not None:
-            if self._watches == hire.preemption:
+            if self._watches == attach.preemption:
                 return
             self._watch.close()
-        self._watches = hire.preemption
+        self._watches = attach.preemption
         own = {**without_secrets(os.environ), "ELASTIC_HOST": self._host}
-        environ = {**hire.slurm, **own}
+        environ = {**attach.slurm, **own}
         self._watch = Watch(
-            hire.preemption,
+            attach.preemption,
             changed=lambda notice: self._changed(),
             log=self._log,
             environ=environ,

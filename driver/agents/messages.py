@@ -2,7 +2,7 @@
 them.
 
 The agent calls, and both prove that they know the job's secret, as between worker and driver. Then the driver says
-`Hire`, the agent answers `Registered`, and from there on either says what it has to. What the workers of the agent's
+`Attach`, the agent answers `Registered`, and from there on either says what it has to. What the workers of the agent's
 host say, and are told, passes through here unchanged.
 """
 
@@ -106,7 +106,7 @@ class Here(AgentMessage):
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Hire(AgentMessage):
+class Attach(AgentMessage, tag="Hire"):  # agents of earlier releases know it by this name
     """First message: who the driver is. An agent that has served a later one closes the connection."""
 
     job: str  # a new one for each job, also under the same name
@@ -119,7 +119,7 @@ class Hire(AgentMessage):
     preload: str = ""  # what the next worker is prepared with
 
 
-class Refused(AgentMessage):
+class Reject(AgentMessage, tag="Refused"):
     """The driver has no use for this agent; it must not come back."""
 
     reason: str
@@ -163,7 +163,7 @@ class Beat(AgentMessage):
     """The driver is here. Several times in a lease."""
 
 
-class Dismissed(AgentMessage):
+class Detach(AgentMessage, tag="Dismissed"):
     """The job is over: kill what is left of it."""
 
     reason: str
@@ -173,8 +173,8 @@ FromAgent = AgentAnswer | Registered | Heard | Seen | Printed | Logged | Announc
 ToAgent = (
     messages.Challenge
     | messages.Accepted
-    | Hire
-    | Refused
+    | Attach
+    | Reject
     | Start
     | Kill
     | Probe
@@ -182,7 +182,7 @@ ToAgent = (
     | Drop
     | Tell
     | Beat
-    | Dismissed
+    | Detach
 )
 
 from_agent: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromAgent)

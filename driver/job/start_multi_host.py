@@ -19,7 +19,7 @@ import msgspec
 
 from elastic.driver.agents.agent_pool import silence_s
 from elastic.driver.agents.fleet import AGENTS, Fleet
-from elastic.driver.agents.messages import Hire
+from elastic.driver.agents.messages import Attach
 from elastic.driver.agents.open_files import allow_hosts
 from elastic.driver.discovery.interface import Discovery, Need
 from elastic.driver.etcd.journal import EtcdArchive
@@ -186,7 +186,7 @@ class _Run:
             self.lead.etcd.tell(lambda reason: journal.trouble(now() + writer.offset_s, reason))
         fleet = Fleet(
             server,
-            hire=Hire(
+            attach=Attach(
                 self.id,
                 self.term,
                 job.settings.lease_s,

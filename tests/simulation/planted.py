@@ -241,8 +241,8 @@ def any_generation(original: Any) -> Any:
 
 
 def adopts_nobody(original: Any) -> Any:
-    def made(self: AgentPool, hire: Any, *, starts_agents: bool, adopted: Any) -> None:
-        original(self, hire, starts_agents=starts_agents)
+    def made(self: AgentPool, attach: Any, *, starts_agents: bool, adopted: Any) -> None:
+        original(self, attach, starts_agents=starts_agents)
 
     return made
 

@@ -20,7 +20,7 @@ import psutil
 import ray
 
 from elastic.driver.agents.fleet import AGENTS, Fleet
-from elastic.driver.agents.messages import Hire
+from elastic.driver.agents.messages import Attach
 from elastic.driver.events import HostLost
 from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.network.server import Server
@@ -101,7 +101,7 @@ class Bench:
         )
         self.fleet = Fleet(
             self.server,
-            hire=Hire(JOB, 1, 2.0, 10.0),
+            attach=Attach(JOB, 1, 2.0, 10.0),
             sink=output,
             log=self.note,
             starter=self.starter,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.driver.agents.fleet import AGENTS, Fleet
-from elastic.driver.agents.messages import Hire
+from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited, WorkerProbed
 from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.launch.local import LocalLauncher
@@ -74,7 +74,7 @@ async def opened(kind: str) -> AsyncIterator[Host]:
         address = server.bind("127.0.0.1")
         launcher = fleet = Fleet(
             server,
-            hire=Hire("job", 1, 2.0, 10.0),
+            attach=Attach("job", 1, 2.0, 10.0),
             sink=output,
             log=log,
             starter=ChildStarter(environ=os.environ, log=log),

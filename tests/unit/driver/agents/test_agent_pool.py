@@ -16,15 +16,15 @@ from elastic.driver.agents.agent_pool import (
     AgentPool,
 )
 from elastic.driver.agents.messages import (
+    Attach,
     Beat,
-    Dismissed,
+    Detach,
     Heard,
     Here,
-    Hire,
     HostAgent,
     Kill,
-    Refused,
     Registered,
+    Reject,
     Seen,
     Start,
 )
@@ -57,7 +57,7 @@ from elastic.driver.events import (
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Worker
 
-HIRE = Hire("one", 1, 2.0, 60.0)
+ATTACH = Attach("one", 1, 2.0, 60.0)
 A, A2, B = Worker("here", 0), Worker("here", 1), Worker("there", 0)
 FIRST = HostAgent("here", 5)
 THERE = HostAgent("there", 1)
@@ -79,7 +79,7 @@ class Talk:
     """A pool, and the time. Lines for the log are kept apart."""
 
     def __init__(self, **given: Any) -> None:
-        self.pool = AgentPool(HIRE, **given)
+        self.pool = AgentPool(ATTACH, **given)
         self.now = 100.0
         self.log: list[str] = []
 
@@ -90,8 +90,8 @@ class Talk:
         return [each for each in actions if not isinstance(each, Report)]
 
     def here(self, agent: HostAgent, *running: Worker, exits=()) -> list[Any]:
-        """It calls, is hired, and says who runs."""
-        assert self.hear(AgentCalled(agent)) == [told(agent, HIRE)]
+        """It calls, is attached, and says who runs."""
+        assert self.hear(AgentCalled(agent)) == [told(agent, ATTACH)]
         return self.hear(AgentSaid(agent, registered(*running, exits=exits)))
 
     def deadline(self) -> list[Any]:
@@ -177,10 +177,10 @@ def test_a_host_has_one_agent_at_a_time():
     talk = Talk()
     talk.here(FIRST)
     earlier, later = HostAgent("here", 4), HostAgent("here", 6)
-    refused = told(earlier, Refused("another agent serves this host"))
+    refused = told(earlier, Reject("another agent serves this host"))
     assert talk.hear(AgentCalled(earlier)) == [refused]
     assert talk.hear(AgentCalled(later)) == [HangUp(later)], "it has to wait"
-    assert talk.hear(AgentSaid(later, registered())) == [], "it was not hired"
+    assert talk.hear(AgentSaid(later, registered())) == [], "it was not attached"
     talk.hear(AgentGone(FIRST, False))
     assert talk.here(later) == [TellDriver(HostReported("here", [], []))]
     assert talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, 0)))) == [], "of one that was followed"
@@ -251,7 +251,7 @@ def test_where_nobody_is_reached_the_driver_is_cut_off_and_nobody_is_lost():
     assert talk.log[-1] == "there is reached again, and with that this driver"
     [lost] = talk.deadline()
     assert lost.event.host == "here", "its time has begun anew"
-    assert talk.now == pytest.approx(100.0 + TOGETHER_S + 30.0 + HIRE.lease_s + RETURN_S)
+    assert talk.now == pytest.approx(100.0 + TOGETHER_S + 30.0 + ATTACH.lease_s + RETURN_S)
 
 
 def test_a_driver_that_stays_cut_off_takes_all_for_lost():
@@ -261,7 +261,7 @@ def test_a_driver_that_stays_cut_off_takes_all_for_lost():
     talk.hear(AgentGone(FIRST, True), AgentGone(THERE, True))
     talk.deadline()
     lost = talk.deadline()
-    assert talk.now == 100.0 + TOGETHER_S + HIRE.away_s
+    assert talk.now == 100.0 + TOGETHER_S + ATTACH.away_s
     assert [each.event.host for each in lost] == ["here", "there"]
 
 
@@ -281,7 +281,7 @@ def test_at_the_end_every_agent_is_dismissed_and_awaited():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE)
-    goodbye = Dismissed("the job has ended")
+    goodbye = Detach("the job has ended")
     assert talk.hear(JobEnded()) == [told(FIRST, goodbye), told(THERE, goodbye)]
     assert talk.pool.awaits_exits()
     talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
@@ -351,7 +351,7 @@ def test_an_agent_is_not_kept_on_a_host_that_has_left_the_list():
     assert talk.hear(HostsChanged({"there": 1})) == []
     ended, dismissed = talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, 0))))
     assert ended == TellDriver(WorkerExited(A, 0))
-    assert isinstance(dismissed.messages[0], Dismissed)
+    assert isinstance(dismissed.messages[0], Detach)
     assert talk.pool.agent_of("here") is None
     talk.hear(HostsChanged({"here": 2, "there": 1}))
     assert talk.hear(StartOrdered(order(A2))) == [StartAgent("here")]

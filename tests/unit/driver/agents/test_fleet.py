@@ -11,15 +11,15 @@ from elastic.driver.agents import fleet as fleet_module
 from elastic.driver.agents import uplink as uplink_module
 from elastic.driver.agents.fleet import AGENTS, Fleet
 from elastic.driver.agents.messages import (
+    Attach,
     Beat,
-    Dismissed,
+    Detach,
     Heard,
-    Hire,
     HostAgent,
     Kill,
     Printed,
-    Refused,
     Registered,
+    Reject,
     Seen,
     Start,
     Tell,
@@ -88,7 +88,7 @@ class Agent:
                 return heard
 
     async def register(self, *running: Worker, exits=()) -> Agent:
-        assert isinstance(await self.next(), Hire)
+        assert isinstance(await self.next(), Attach)
         self.say(Registered(2, "127.0.0.1", ["127.0.0.1/8"], [*running], [*exits], "one"))
         return self
 
@@ -113,7 +113,7 @@ class Driver:
         )
         self.fleet = Fleet(
             server,
-            hire=Hire("one", 1, 2.0, 60.0),
+            attach=Attach("one", 1, 2.0, 60.0),
             sink=Screen(lambda *printed: self.printed.put_nowait(printed)),
             log=lambda level, text: self.log.append(text),
             starter=starter,
@@ -222,12 +222,12 @@ async def test_a_host_has_one_agent_at_a_time(driver, patch):
     first = await Agent(driver, "here", incarnation=5).register()
     await driver.next()
     earlier = Agent(driver, "here", incarnation=4)
-    assert await earlier.next() == Refused("another agent serves this host")
+    assert await earlier.next() == Reject("another agent serves this host")
     await earlier.die()
     later = Agent(driver, "here", incarnation=6)
     assert (await later.next())[0] == "closed", "it has to wait"
     await first.die()
-    while not isinstance(await later.next(), Hire):
+    while not isinstance(await later.next(), Attach):
         pass
     later.say(Registered(2, "127.0.0.1", ["127.0.0.1/8"], [], [], "one"))
     assert await driver.next() == HostReported("here", [], [])
@@ -304,7 +304,7 @@ async def test_at_the_end_every_agent_is_dismissed(driver, patch):
     agent = await Agent(driver, "here").register()
     await driver.next()
     await driver.fleet.close()
-    assert await agent.next() == Dismissed("the job has ended")
+    assert await agent.next() == Detach("the job has ended")
 
 
 replaced: list[bool] = []
