@@ -23,10 +23,13 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--samples", type=int, default=960)
 parser.add_argument("--pause", type=float, default=0.05, help="seconds in each step")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--device", default="cpu", help="cuda: each worker's own GPU (%(default)s)")
 options = parser.parse_args()
 
 set_seed(1)
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
+accelerator = Accelerator(
+    cpu=options.device == "cpu", gradient_accumulation_steps=options.accumulate
+)
 inputs = torch.randn(options.samples, 8, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))

@@ -8,6 +8,7 @@ The batch of a step is the same whatever the world; each rank takes its share of
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's share of the batch of a step."""
-    points = torch.randn(96, 20, generator=torch.Generator().manual_seed(step))
+    points = torch.randn(96, 20, generator=torch.Generator().manual_seed(step)).to(device)
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     return points[mine], points[mine].sin().sum(1, keepdim=True)
 
@@ -27,20 +28,23 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--device", default="cpu", help="cuda: each worker's own GPU (%(default)s)")
     options = parser.parse_args()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group()
     torch.manual_seed(1)
     network = nn.Sequential(
         nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
     )
-    model = DistributedDataParallel(network)
+    model = DistributedDataParallel(network.to(options.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)  # 1
 
     @elastic.run  # 2
     def train(state: elastic.TorchState) -> None:
         while state.step < options.steps:
-            points, wanted = batch(state.step)
+            points, wanted = batch(state.step, options.device)
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(points), wanted)
             loss.backward()

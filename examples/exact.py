@@ -22,6 +22,7 @@ import elastic
 from elastic.data import DataLoader
 
 EPOCHS = int(os.environ.get("EPOCHS", "10"))
+DEVICE = os.environ.get("DEVICE", "cpu")
 # After each step, so that there is time to kill something.
 PAUSE_S = float(os.environ.get("PAUSE", "0.05"))
 
@@ -44,6 +45,9 @@ class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 def main() -> None:
     elastic.init()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(elastic.local_rank() % torch.cuda.device_count())
+        torch.use_deterministic_algorithms(True)  # with CUBLAS_WORKSPACE_CONFIG=:4096:8
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3),
@@ -52,7 +56,7 @@ def main() -> None:
         nn.Flatten(),
         nn.Dropout(0.2),
         nn.Linear(288, 4),
-    )
+    ).to(DEVICE)
     shards = elastic.Shards(8, seed=1)
     optimizer = elastic.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
@@ -69,7 +73,7 @@ def main() -> None:
             for step in loader:
                 losses = []
                 for pictures, labels in shards.over(step):  # this rank's of the 8
-                    loss = F.cross_entropy(model(pictures), labels)
+                    loss = F.cross_entropy(model(pictures.to(DEVICE)), labels.to(DEVICE))
                     (loss * loader.weight).backward()
                     losses.append(loss.detach() * loader.weight)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -89,7 +93,7 @@ def main() -> None:
     if elastic.rank() == 0:
         held = hashlib.sha256()
         for value in model.state_dict().values():
-            held.update(value.numpy().tobytes())
+            held.update(value.cpu().numpy().tobytes())
         print(f"after {shards.step} steps the weights are {held.hexdigest()[:16]}")
 
 

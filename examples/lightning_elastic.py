@@ -70,6 +70,9 @@ def main() -> None:
     parser.add_argument(
         "--shards", type=int, help="batches of a step, whatever the world: docs/exact.md"
     )
+    parser.add_argument(
+        "--device", default="cpu", help="as Lightning's accelerator: cpu, gpu, auto"
+    )
     options = parser.parse_args()
     shards = elastic.Shards(options.shards, seed=1) if options.shards else None
     seed_everything(1)
@@ -77,7 +80,7 @@ def main() -> None:
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     trainer = Trainer(
         strategy=ElasticStrategy(shards=shards),  # (*)
-        accelerator="cpu",
+        accelerator=options.device,
         max_epochs=options.epochs,
         accumulate_grad_batches=options.accumulate,
         precision=options.precision,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 
 import torch
@@ -29,7 +30,10 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--samples", type=int, default=960)
 parser.add_argument("--pause", type=float, default=0.05, help="seconds in each step")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--device", default="cpu", help="cuda: each worker's own GPU (%(default)s)")
 options = parser.parse_args()
+if options.device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 class Block(nn.Module):
@@ -57,16 +61,19 @@ dist.init_process_group()
 torch.manual_seed(1)
 net = nn.Sequential(
     nn.Conv2d(1, 8, 2, stride=2), Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-)
+).to(options.device)
 average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-scaler = torch.amp.GradScaler("cpu", growth_interval=50)  # bfloat16 needs none; float16 does
+scaler = torch.amp.GradScaler(
+    options.device, growth_interval=50
+)  # bfloat16 needs none; float16 does
 random = torch.Generator().manual_seed(0)
 kinds = torch.randint(4, (options.samples,), generator=random)
 images = torch.randn(options.samples, 1, 8, 8, generator=random) * 0.3
 images += (kinds[:, None, None, None] - 1.5) * torch.linspace(-1, 1, 8)
+images, kinds = images.to(options.device), kinds.to(options.device)
 data = TensorDataset(images, kinds)
 loader = elastic.data.DataLoader(data, batch_size=BATCH, shuffle=True)  # (*) in place of torch's
 
@@ -89,7 +96,7 @@ def train(state: elastic.TorchState) -> None:
         model.train()
         for number, (batch, wanted) in enumerate(loader, start=1):
             time.sleep(options.pause)  # so that there is time to kill something
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(options.device, torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(batch), wanted, label_smoothing=0.1)
             scaler.scale(loss / options.accumulate).backward()
             if number % options.accumulate:

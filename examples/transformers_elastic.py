@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=960)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds in each step")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cuda: each worker's own GPU (%(default)s)")
     options = parser.parse_args()
     set_seed(1)
     model = GPT2LMHeadModel(
@@ -67,7 +68,7 @@ def main() -> None:
             gradient_accumulation_steps=options.accumulate,
             learning_rate=1e-2,
             lr_scheduler_type="constant",
-            use_cpu=True,
+            use_cpu=options.device == "cpu",
             logging_steps=20,
             eval_strategy="epoch",
             save_strategy="no",

@@ -91,6 +91,19 @@ def refuse(accelerator: Accelerator) -> None:
         )
 
 
+def _has_others(state: PartialState) -> bool:
+    """Accelerate's own answer, and yes for a worker that is alone: others may join it.
+
+    On a GPU Accelerate puts a model in DDP by this answer; on a CPU it always does.
+    """
+    alone = state.num_processes == 1 and lifecycle.active() is None
+    return state.distributed_type != DistributedType.NO and not alone
+
+
+# From the import on: a model is prepared before a state is made.
+setattr(PartialState, "use_distributed", property(_has_others))  # noqa: B010 - not for mypy
+
+
 def averaging(value: Any) -> Any:
     """The DDP that a value is or that was compiled; None for others."""
     inner = getattr(value, "_orig_mod", value)

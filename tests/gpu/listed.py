@@ -30,7 +30,15 @@ CASES = (
     Case(
         10, "failpoints", 80, "SIGKILL around reduce, update and commit: commits agree, bit for bit"
     ),
-    Case(11, "marked", 80, "the suite's own tests marked gpu"),
+    Case(11, "all_killed", 60, "all workers and the driver are killed: on from a durable commit"),
+    Case(12, "exact", 80, "exact training: the same bits after a kill and a join"),
+    Case(
+        13,
+        "trainers",
+        150,
+        "DDP, a timm-like loop, Lightning, Accelerate, Hugging Face; one killed",
+    ),
+    Case(14, "marked", 80, "the suite's own tests marked gpu"),
 )
 
 

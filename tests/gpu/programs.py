@@ -19,6 +19,7 @@ WORKERS = Path(__file__).parent / "workers"
 STAY_AWAY = "--blacklist-cooldown-range 120 120"  # the slots of the dead stay empty
 RETURN = "--blacklist-cooldown-range 0.1 0.5"
 Note = dict[str, Any]
+ELASTICRUN = (sys.executable, "-m", "elastic.driver.commandline.cli")  # it need not be installed
 
 
 def environment(machine: Machine, **others: str) -> dict[str, str]:
@@ -49,7 +50,7 @@ class Job(Program):
         if np:
             words = [*("-np", str(np), "--min-np", "1"), *flags.split()]
             words += ["--journal", str(self.journal)]
-            command = [sys.executable, "-m", "elastic.driver.commandline.cli", *words, *command]
+            command = [*ELASTICRUN, *words, *command]
         super().__init__(
             command,
             folder=folder,

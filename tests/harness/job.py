@@ -30,6 +30,7 @@ Json = dict[str, Any]
 class Job(Program):
     """Starts at once: ``flags`` go to elasticrun, ``command`` is what workers run; strings are split like a shell's.
 
+    ``program``: how elasticrun is called, where it is not installed beside the interpreter.
     Every wait has a deadline and fails with an AssertionError that shows the end of the output.
     """
 
@@ -42,13 +43,20 @@ class Job(Program):
         env: dict[str, str] | None = None,
         forked: bool = False,
         modules: Sequence[str] = (),
+        program: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
         self._forget()
         self.unchecked = ""  # why its journal may break an invariant; empty: it must not
         super().__init__(
-            [elasticrun(), *split(flags), "--journal", str(self.journal), *split(command)],
+            [
+                *(program or [elasticrun()]),
+                *split(flags),
+                "--journal",
+                str(self.journal),
+                *split(command),
+            ],
             folder=folder,
             env=clean_environment() | (env or {}),
             mark=MARK,

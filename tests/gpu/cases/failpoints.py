@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from gpu.machine import Machine
-from gpu.programs import RETURN, environment
+from gpu.programs import ELASTICRUN, RETURN, environment
 from gpu.results import Result, Skipped
 from harness.history import TRAINING, History
 from harness.job import Job
@@ -41,7 +41,8 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         STEPS=str(steps),
     )
     os.environ.pop("ELASTIC_WORKER", None)
-    job = Job(f"-np 2 --min-np 1 {RETURN}", list(map(str, TRAINING)), folder=folder, env=env)
+    flags = f"-np 2 --min-np 1 {RETURN}"
+    job = Job(flags, list(map(str, TRAINING)), folder=folder, env=env, program=ELASTICRUN)
     try:
         job.succeed(70 * machine.patience)
         sizes = [len(world["members"]) for world in job.worlds()]

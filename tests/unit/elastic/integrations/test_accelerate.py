@@ -29,3 +29,27 @@ def test_one_worker_of_a_host_prints_whatever_slots_are_lost(monkeypatch, place,
     state = create_autospec(accelerate.PartialState, instance=True)
     state.is_main_process, state.local_process_index = place.rank == 0, place.local_rank
     assert _speaks(state) is prints
+
+
+@pytest.mark.parametrize(
+    ("processes", "ours", "kind", "puts_models_in_ddp"),
+    [
+        (1, True, "MULTI_GPU", True),  # others may join
+        (1, False, "MULTI_GPU", False),
+        (2, False, "MULTI_GPU", True),
+        (1, True, "NO", False),
+    ],
+)
+def test_a_worker_that_is_alone_on_its_gpu_trains_in_ddp(
+    monkeypatch, processes, ours, kind, puts_models_in_ddp
+):
+    import elastic.integrations.accelerate  # noqa: F401 - it changes what Accelerate answers
+
+    monkeypatch.setattr(lifecycle, "active", lambda: object() if ours else None)
+    state = accelerate.PartialState.__new__(accelerate.PartialState)
+    monkeypatch.setattr(state, "_shared_state", {})
+    monkeypatch.setitem(state.__dict__, "num_processes", processes)
+    monkeypatch.setitem(
+        state.__dict__, "distributed_type", getattr(accelerate.utils.DistributedType, kind)
+    )
+    assert state.use_distributed is puts_models_in_ddp

@@ -1,0 +1,60 @@
+"""Exact training on a GPU: the weights are those of one undisturbed worker, bit by bit, after a kill and a join."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gpu.machine import ROOT, Machine
+from gpu.programs import ELASTICRUN, RETURN, environment
+from gpu.results import Result
+from harness.job import Job
+
+LAST = r"after (\d+) steps the weights are ([0-9a-f]+)"
+
+
+def run(machine: Machine, result: Result, folder: Path) -> None:
+    undisturbed = weights(machine, folder / "undisturbed", ranks=1, kill=False)
+    result.figure("undisturbed, 1 worker", undisturbed)
+    if machine.ranks == 1:
+        again = weights(machine, folder / "again", ranks=1, kill=False)
+        result.leave_out("two ranks", machine.why_few)
+    else:
+        again = weights(machine, folder / "killed", ranks=2, kill=True)
+    result.figure("again" if machine.ranks == 1 else "2 workers, one killed", again)
+    assert again == undisturbed
+
+
+def weights(machine: Machine, folder: Path, *, ranks: int, kill: bool) -> list[str]:
+    """Steps and digest of the weights at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = environment(
+        machine,
+        DEVICE="cuda",
+        EPOCHS="2" if machine.small else "8",
+        PAUSE="0.02",
+        OMP_NUM_THREADS="1",
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+    )
+    job = Job(
+        f"-np {ranks} --min-np 1 --digests {RETURN}",
+        [str(ROOT / "examples" / "exact.py")],
+        folder=folder,
+        env=env,
+        program=ELASTICRUN,
+    )
+    try:
+        if kill:
+            job.wait_for(r"epoch \d+ .* workers 2", 60 * machine.patience)
+            job.kill(1)
+        job.succeed(60 * machine.patience)
+        found = re.search(LAST, job.output)
+        assert found, job.output
+        sizes = [len(world["members"]) for world in job.worlds()]
+        assert sizes[:2] == ([2, 1] if kill else [1]), sizes
+    finally:
+        left = job.end()
+        (folder / "output.txt").write_text(job.output)
+    assert not left, f"these processes outlived their job: {left}"
+    job.check_invariants()
+    return list(found.groups())
