@@ -426,9 +426,9 @@ class _Run:
     def _show_adopted(self) -> None:
         membership = self.membership
         found = {}
-        for worker, standing in membership.roster.items():
+        for worker, record in membership.roster.items():
             place = membership.place_of(worker)
-            found[worker] = standing.pid, None if place is None else place.rank
+            found[worker] = record.pid, None if place is None else place.rank
         self.around.page.adopted(found, membership.generation)
         if self.around.report is not None:
             ranks = {worker: rank for worker, (_, rank) in found.items()}

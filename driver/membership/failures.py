@@ -16,7 +16,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.failure_detection.root_cause import Inquest, describe_exit, exit_code
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
+from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Reason, Why, because
 
@@ -42,52 +42,52 @@ class Failures(Part):
         return True
 
     def failed(self, event: WorkerFailed) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
         if not self.settings.elastic:
-            who, text = self.worlds.named(standing), event.reason
-            self._complain(standing, because(Why.LOST_PEER, who=who, text=text))
+            who, text = self.worlds.named(record), event.reason
+            self._complain(record, because(Why.LOST_PEER, who=who, text=text))
         elif self.worlds.phase is not Phase.GATHERING:
             # Many workers report one failure; only the first of a generation comes this far.
             worker, text = str(event.worker), event.reason
             self.worlds.break_up(because(Why.COLLECTIVE_BROKE, worker=worker, text=text))
 
     def stranded(self, event: WorkerStranded) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
-        verdict = because(Why.LOST_PEER_OUTSIDE, who=self.worlds.named(standing), text=event.reason)
-        if self.settings.elastic and standing.stage is Stage.DISMISSED:
+        verdict = because(Why.LOST_PEER_OUTSIDE, who=self.worlds.named(record), text=event.reason)
+        if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
             return  # it is on its way out
         if not self.settings.elastic:
-            who, text = self.worlds.named(standing), event.reason
-            self._complain(standing, because(Why.LOST_PEER, who=who, text=text))
+            who, text = self.worlds.named(record), event.reason
+            self._complain(record, because(Why.LOST_PEER, who=who, text=text))
         elif any(s.running for s in self.worlds.live()):
             # Others are inside elastic.run: they go on, and it starts anew.
-            self.staff.dismiss(standing, because(Why.STRANDED), self.settings.disconnect_s)
-            self.worlds.lose(standing, because(Why.LOST_STRANDED, worker=str(event.worker)))
+            self.staff.dismiss(record, because(Why.STRANDED), self.settings.disconnect_s)
+            self.worlds.lose(record, because(Why.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.somebody_lost:
             if self._nothing_to_lose():
                 self._begin_anew(verdict)
                 return
             self.worlds.end(1, because(Why.SEVERAL, causes=[self.worlds.gathering.reason, verdict]))
         else:
-            self._complain(standing, verdict)
+            self._complain(record, verdict)
 
     def raised(self, event: WorkerRaised) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.stage is Stage.DISMISSED:
+        record = self.roster.get(event.worker)
+        if record is None or record.stage is WorkerStage.DISMISSED:
             return
         if event.final:
             self.worlds.end(1, because(Why.NO_RESUME, text=event.summary))
-        raised = f"{self.worlds.named(standing)} raised {event.summary}"
+        raised = f"{self.worlds.named(record)} raised {event.summary}"
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
             if self.worlds.inquest is None:
                 by = self.orders.now + self.settings.leave_s  # its exit brings the exit code
                 self.worlds.inquest = Inquest(by, by, None)
-            who, summary = self.worlds.named(standing), event.summary
+            who, summary = self.worlds.named(record), event.summary
             verdict = because(Why.SCRIPT_RAISED, who=who, summary=summary, trace=trace)
             self.worlds.inquest.accuse(event.worker, verdict)
             return
@@ -105,60 +105,60 @@ class Failures(Part):
         self.staff.last_output = trace
         blamed = ": its GPU failed, or NCCL, and not the script" if event.hardware else ""
         self.orders.say("error", f"{raised}{blamed}")
-        self.staff.dismiss(standing, because(Why.RAISED), self.settings.leave_s)
+        self.staff.dismiss(record, because(Why.RAISED), self.settings.leave_s)
         worker, summary = str(event.worker), event.summary
-        self.worlds.lose(standing, because(Why.LOST_RAISED, worker=worker, summary=summary))
+        self.worlds.lose(record, because(Why.LOST_RAISED, worker=worker, summary=summary))
 
     def quit(self, event: WorkerQuit) -> None:
         """Its interpreter, with torch in it, takes seconds to end. The others, cut off from it, go on at once."""
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.killed_for or not self.settings.elastic:
+        record = self.roster.get(event.worker)
+        if record is None or record.killed_for or not self.settings.elastic:
             return
-        if event.generation != self.worlds.generation or standing.stage not in AT_STAKE:
+        if event.generation != self.worlds.generation or record.stage not in AT_STAKE:
             return
-        if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not standing):
+        if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
             return  # nobody waits for it, so that it may take its time: its exit brings the end
-        self.staff.dismiss(standing, because(Why.NOT_EXITED), self.settings.leave_s)
+        self.staff.dismiss(record, because(Why.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
-        self.worlds.lose(standing, because(Why.LOST_EXITED, worker=worker, exit=ended))
+        self.worlds.lose(record, because(Why.LOST_EXITED, worker=worker, exit=ended))
 
     def exited(self, event: WorkerExited) -> None:
-        standing = self.roster.remove(event.worker)
-        if standing is None:
+        record = self.roster.remove(event.worker)
+        if record is None:
             return
         exit_text = ended = event.reason or describe_exit(event.code)
         worker = str(event.worker)
         lost = because(Why.LOST_EXITED, worker=worker, exit=exit_text)
-        if standing.killed_for is not None:
+        if record.killed_for is not None:
             # The reason was given when it was killed. Only where its exit ends the job it is given again.
             ended = f"{ended}, as ordered"
-            lost = because(Why.LOST_KILLED, worker=worker, killed_for=standing.killed_for)
+            lost = because(Why.LOST_KILLED, worker=worker, killed_for=record.killed_for)
         if event.output:
             self.staff.last_output = event.output.rstrip()
-        if standing.stage is Stage.FINISHED:
+        if record.stage is WorkerStage.FINISHED:
             if event.code:
                 self.orders.say(
-                    "error", f"{self.worlds.named(standing)} ended with {ended} after training"
+                    "error", f"{self.worlds.named(record)} ended with {ended} after training"
                 )
-        elif event.code == 0 and self._ran_to_its_end(standing):
-            self.staff.slots.complete(standing.slot)
-            self.worlds.completed.append(self.worlds.named(standing))
-        elif self._explains_a_complaint(standing, event):
+        elif event.code == 0 and self._ran_to_its_end(record):
+            self.staff.slots.complete(record.slot)
+            self.worlds.completed.append(self.worlds.named(record))
+        elif self._explains_a_complaint(record, event):
             assert self.worlds.inquest is not None
             verdict, self.worlds.inquest = self.worlds.inquest.verdict, None
-            self.staff.slots.ended(standing.slot, -1)
-            self.staff.punish(standing, ended)
-            self.worlds.lose(standing, lost)
+            self.staff.slots.ended(record.slot, -1)
+            self.staff.punish(record, ended)
+            self.worlds.lose(record, lost)
             self._begin_anew(verdict or lost)
         elif not self.settings.elastic or self.worlds.inquest is not None:
-            self._exit_ends_the_job(standing, event, exit_text)
-        elif standing.leaving and standing.stage is Stage.DISMISSED:
-            self.orders.say("info", f"{event.worker} has left with {ended}: {standing.leaving}")
+            self._exit_ends_the_job(record, event, exit_text)
+        elif record.leaving and record.stage is WorkerStage.DISMISSED:
+            self.orders.say("info", f"{event.worker} has left with {ended}: {record.leaving}")
         else:
-            self._end_if_the_script_is_wrong(standing, event, exit_text)
-            self.staff.punish(standing, ended)
-            if standing.stage is not Stage.DISMISSED:
-                self.worlds.lose(standing, lost)
+            self._end_if_the_script_is_wrong(record, event, exit_text)
+            self.staff.punish(record, ended)
+            if record.stage is not WorkerStage.DISMISSED:
+                self.worlds.lose(record, lost)
 
     # ---- all begin anew ----------------------------------------------------------------------------------------------
 
@@ -168,15 +168,15 @@ class Failures(Part):
         """
         if self.settings.reset_limit is None:
             return False  # a script without elastic.run is not started again unasked
-        failed = self.staff.slots.any_failed() or self.roster.any_at(Stage.DISMISSED)
+        failed = self.staff.slots.any_failed() or self.roster.any_at(WorkerStage.DISMISSED)
         return not (self.worlds.trained or self.worlds.completed or failed)
 
-    def _explains_a_complaint(self, standing: Standing, event: WorkerExited) -> bool:
+    def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
         """In an elastic job: a member was killed, and others had noticed first."""
-        inquest, killed = self.worlds.inquest, event.code < 0 or standing.killed_for is not None
+        inquest, killed = self.worlds.inquest, event.code < 0 or record.killed_for is not None
         if inquest is None or not self.settings.elastic or not inquest.settles(event.worker):
             return False
-        member = standing.worker in self.worlds.world.places and not standing.leaving
+        member = record.worker in self.worlds.world.places and not record.leaving
         return killed and member and self._nothing_to_lose()
 
     def _begin_anew(self, why: Reason) -> None:
@@ -185,13 +185,13 @@ class Failures(Part):
         self.orders.say("warning", f"{why}; {text}")
         self.worlds.gathering.anew = self.worlds.gathering.whole = True
         stranded = because(Why.STRANDED)
-        for standing in [*self.roster.in_plans()]:
-            if standing.stage is not Stage.STARTING:
-                self.staff.discard(standing, stranded)
+        for record in [*self.roster.in_plans()]:
+            if record.stage is not WorkerStage.STARTING:
+                self.staff.discard(record, stranded)
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
-    def _complain(self, standing: Standing, verdict: Reason) -> None:
+    def _complain(self, record: WorkerRecord, verdict: Reason) -> None:
         """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
         if self.worlds.inquest is None:
             if self.worlds.completed:
@@ -201,45 +201,45 @@ class Failures(Part):
             self.worlds.inquest = Inquest(
                 self.orders.now + moment, self.orders.now + 5 * moment, verdict
             )
-        if self.worlds.inquest.culprit != standing.worker:
-            self.worlds.inquest.witnesses.add(standing.worker)
+        if self.worlds.inquest.culprit != record.worker:
+            self.worlds.inquest.witnesses.add(record.worker)
 
-    def _exit_ends_the_job(self, standing: Standing, event: WorkerExited, exit_text: str) -> None:
+    def _exit_ends_the_job(self, record: WorkerRecord, event: WorkerExited, exit_text: str) -> None:
         inquest, early = self.worlds.inquest, not event.code
         if inquest is not None and not inquest.settles(event.worker):
             if next(self.roster.in_plans(), None) is None:
-                ended = self._ended(standing, exit_text, early=early)
+                ended = self._ended(record, exit_text, early=early)
                 self.worlds.end(exit_code(event.code), inquest.verdict or ended)
             return
         if inquest is not None and inquest.culprit == event.worker and inquest.verdict:
             self.worlds.end(exit_code(event.code), inquest.verdict)
         wrote = event.output.rstrip() if "\n" in event.output.strip() else ""
         outside = self.settings.elastic
-        ended = self._ended(standing, exit_text, early=early, outside=outside, wrote=wrote)
+        ended = self._ended(record, exit_text, early=early, outside=outside, wrote=wrote)
         self.worlds.end(exit_code(event.code), ended)
 
-    def _ended(self, standing: Standing, exit_text: str, **facts: bool | str) -> Reason:
-        who, killed_for = self.worlds.named(standing), standing.killed_for
+    def _ended(self, record: WorkerRecord, exit_text: str, **facts: bool | str) -> Reason:
+        who, killed_for = self.worlds.named(record), record.killed_for
         return because(Why.ENDED, who=who, exit=exit_text, killed_for=killed_for, **facts)
 
     def _end_if_the_script_is_wrong(
-        self, standing: Standing, event: WorkerExited, exit_text: str
+        self, record: WorkerRecord, event: WorkerExited, exit_text: str
     ) -> None:
-        outside = not standing.running and not self.worlds.world.running
+        outside = not record.running and not self.worlds.world.running
         if outside and self.staff.slots.completed:
-            self.worlds.end(exit_code(event.code), self._ended(standing, exit_text))
-        self.staff.slots.ended(standing.slot, -1 if standing.killed_for else event.code)
+            self.worlds.end(exit_code(event.code), self._ended(record, exit_text))
+        self.staff.slots.ended(record.slot, -1 if record.killed_for else event.code)
         if not self.worlds.trained and self.staff.all_fail():
             fails = because(
                 Why.SCRIPT_FAILS,
                 exit=exit_text,
-                killed_for=standing.killed_for,
+                killed_for=record.killed_for,
                 wrote=self.staff.last_output,
             )
             self.worlds.end(1, fails)
 
-    def _ran_to_its_end(self, standing: Standing) -> bool:
+    def _ran_to_its_end(self, record: WorkerRecord) -> bool:
         """A program without elastic.run, or without init() even, that came to its end."""
-        outside = not standing.running and standing.stage is not Stage.DISMISSED
-        here = not self.worlds.generation or standing.worker in self.worlds.world.places
-        return outside and here and not standing.leaving and self.worlds.inquest is None
+        outside = not record.running and record.stage is not WorkerStage.DISMISSED
+        here = not self.worlds.generation or record.worker in self.worlds.world.places
+        return outside and here and not record.leaving and self.worlds.inquest is None

@@ -52,7 +52,7 @@ from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.requests import OperatorRequests
-from elastic.driver.membership.roster import Roster, Stage
+from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.worlds import Over, Phase, Worlds
@@ -200,12 +200,12 @@ class Membership:
 
     def _overdue(self) -> None:
         """Whatever should have happened by now and has not."""
-        for standing in self.worlds.staff.overdue():
-            if standing.stage is not Stage.DISMISSED:
-                standing.stage = Stage.DISMISSED
-                worker, killed_for = str(standing.worker), standing.killed_for
+        for record in self.worlds.staff.overdue():
+            if record.stage is not WorkerStage.DISMISSED:
+                record.stage = WorkerStage.DISMISSED
+                worker, killed_for = str(record.worker), record.killed_for
                 alive = because(Why.LOST_ALIVE, worker=worker, killed_for=killed_for)
-                self.frozen.given_up(standing, alive)
+                self.frozen.given_up(record, alive)
         self.frozen.give_up_hosts()
         self.frozen.fence()
         self.notices.overdue()
@@ -230,33 +230,33 @@ class Membership:
             case ScaleRequested(request) | DrainRequested(request) | RemoveRequested(request):
                 self.worlds.orders.do(AnswerRequest(request, False, because(Why.JOB_OVER)))
             case WorkerFrozen() if event.worker in self.roster:
-                standing = self.roster[event.worker]
-                if not standing.frozen:
-                    named = f"{self.worlds.named(standing)}, process {standing.pid},"
+                record = self.roster[event.worker]
+                if not record.frozen:
+                    named = f"{self.worlds.named(record)}, process {record.pid},"
                     text = "the job's outcome is known, and it ends when this process has: continue it, or kill it"
                     self.worlds.orders.say("warning", f"{named} is frozen ({event.how}); {text}")
-                standing.frozen = event.how or "not able to run"
+                record.frozen = event.how or "not able to run"
             case WorkerThawed() if event.worker in self.roster:
                 self.roster[event.worker].frozen = ""
             case _:
                 pass
 
     def _has_finished(self, worker: Worker) -> bool:
-        standing = self.roster.get(worker)
-        return standing is not None and standing.stage is Stage.FINISHED
+        record = self.roster.get(worker)
+        return record is not None and record.stage is WorkerStage.FINISHED
 
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""
         self.stuck.check()
-        slots = {standing.slot for standing in self.roster.values()}
+        slots = {record.slot for record in self.roster.values()}
         assert len(slots) == len(self.roster), "two live processes in one slot"
         assert len(set(self.members)) == len(self.members)
         live = self.worlds.live()
-        leaving = sum(standing.leaving is not None for standing in live)
+        leaving = sum(record.leaving is not None for record in live)
         assert len(live) <= self.worlds.staff.workers_max + leaving
         deadline = self.next_deadline()
         assert deadline is None or deadline > self.worlds.orders.now, (
             "a deadline that would be met for ever"
         )
         if self.phase in (Phase.TRAINING, Phase.PREPARING):
-            assert all(standing.stage is Stage.MEMBER for standing in live), live
+            assert all(record.stage is WorkerStage.MEMBER for record in live), live

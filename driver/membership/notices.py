@@ -88,9 +88,9 @@ class Notices(Part):
         """Discovery's list: who has left it comes back as another machine."""
         for host in self.announced.keys() - hosts.keys():
             self._clear(host)
-            for standing in self.roster.hosts.get(host, {}).values():
-                if standing.noticed:
-                    standing.unlisted, standing.noticed = True, False
+            for record in self.roster.hosts.get(host, {}).values():
+                if record.noticed:
+                    record.unlisted, record.noticed = True, False
 
     def checkpoint_made(self, event: CheckpointMade) -> None:
         """The newest commit that no machine takes along."""
@@ -120,10 +120,10 @@ class Notices(Part):
         hurry_at = one.before(HURRY_S, now)
         if hurry_at is not None and not alone:
             self._hurry_at[host] = hurry_at
-        for standing in [*self.roster.hosts.get(host, {}).values()]:
-            if not standing.leaving and standing.in_plans:
-                standing.noticed = True
-                self.staff.ask_to_leave(standing, self._why(host), self.worlds.world.places)
+        for record in [*self.roster.hosts.get(host, {}).values()]:
+            if not record.leaving and record.in_plans:
+                record.noticed = True
+                self.staff.ask_to_leave(record, self._why(host), self.worlds.world.places)
 
     def _stays(self, host: str) -> None:
         if host not in self.announced:
@@ -132,11 +132,11 @@ class Notices(Part):
         why = self._why(host)
         self._clear(host)
         self.staff.slots.reopen(host)
-        for standing in self.roster.hosts.get(host, {}).values():
-            leaving = standing.leaving
+        for record in self.roster.hosts.get(host, {}).values():
+            leaving = record.leaving
             drained = leaving is not None and leaving.kind is Why.DRAINED  # by an operator, too
-            if standing.in_plans and not drained and (standing.noticed or leaving == why):
-                standing.leaving, standing.noticed = None, False
+            if record.in_plans and not drained and (record.noticed or leaving == why):
+                record.leaving, record.noticed = None, False
 
     def _clear(self, host: str) -> None:
         self._looked_at = None
@@ -160,7 +160,7 @@ class Notices(Part):
 
     def _look_at_all(self) -> None:
         members = self.worlds.live() if self.announced else []
-        going = [self.announced.get(standing.worker.host) for standing in members]
+        going = [self.announced.get(record.worker.host) for record in members]
         everybody = bool(going) and None not in going and self.worlds.world.running
         if everybody and not self._all_go:
             self._everybody_goes([each for each in going if each is not None])
@@ -207,9 +207,9 @@ class Notices(Part):
         """From here on there is little time."""
         for host in [host for host, at in self._hurry_at.items() if self.orders.due(at)]:
             del self._hurry_at[host]
-            for standing in self.roster.hosts.get(host, {}).values():
-                if standing.noticed:
-                    standing.unlisted = standing.noticed = False
+            for record in self.roster.hosts.get(host, {}).values():
+                if record.noticed:
+                    record.unlisted = record.noticed = False
         if self.orders.due(self._end_at):
             self._end()
 

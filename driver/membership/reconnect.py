@@ -28,7 +28,7 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Why, because
@@ -40,8 +40,8 @@ class Reconnections(Part):
     """What holds for one worker, said again."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None:
+        record = self.roster.get(event.worker)
+        if record is None:
             # Given up and reported dead, and yet it lives: nobody trains with it.
             self.orders.do(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
             return
@@ -49,22 +49,22 @@ class Reconnections(Part):
             worker, generation = str(event.worker), event.generation
             unknown = because(Why.JOURNAL_INCOMPLETE, worker=worker, generation=generation)
             self.worlds.end(1, unknown)
-        why = standing.exit_why
-        if why is not None and why.kind in UNTIL_IT_IS_BACK and standing.killed_for is None:
-            standing.exit_by, standing.exit_why = None, None
-        if standing.killed_for or standing.stage is Stage.DISMISSED:
-            self.staff.part_again(standing)
-        elif standing.stage is Stage.STARTING or (
-            standing.stage is Stage.CONNECTED and not event.welcomed
+        why = record.exit_why
+        if why is not None and why.kind in UNTIL_IT_IS_BACK and record.killed_for is None:
+            record.exit_by, record.exit_why = None, None
+        if record.killed_for or record.stage is WorkerStage.DISMISSED:
+            self.staff.part_again(record)
+        elif record.stage is WorkerStage.STARTING or (
+            record.stage is WorkerStage.CONNECTED and not event.welcomed
         ):
-            self.staff.welcome(standing, self.worlds.members)
-        elif standing.stage is Stage.FINISHED:
+            self.staff.welcome(record, self.worlds.members)
+        elif record.stage is WorkerStage.FINISHED:
             self.orders.do(FinishWorld(event.generation, [event.worker]))
-        elif standing.worker in self.worlds.world.places:
-            self._tell_member(standing, event)
+        elif record.worker in self.worlds.world.places:
+            self._tell_member(record, event)
 
-    def _tell_member(self, standing: Standing, event: WorkerReconnected) -> None:
-        worker, generation, change = standing.worker, self.worlds.generation, self.worlds.change
+    def _tell_member(self, record: WorkerRecord, event: WorkerReconnected) -> None:
+        worker, generation, change = record.worker, self.worlds.generation, self.worlds.change
         published = self.worlds.published
         assert published is not None
         if event.generation < generation:
@@ -78,7 +78,7 @@ class Reconnections(Part):
                     published.reason,
                 )
             )
-        at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
+        at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
         match self.worlds.phase:
             case Phase.GATHERING if at_work:
                 planned = self.worlds.gathering.kind is not Kind.RECOVERY
@@ -102,11 +102,11 @@ class Reconnections(Part):
         running = set(event.running)
         here = self.roster.hosts.get(event.host, {})
         for worker in event.running:
-            standing = here.get(worker)
-            if standing is None:
+            record = here.get(worker)
+            if record is None:
                 self.orders.do(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
-            elif standing.killed_for:
-                self.orders.do(KillWorker(worker, standing.killed_for))
+            elif record.killed_for:
+                self.orders.do(KillWorker(worker, record.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
         for worker in [w for w in here if w not in running and w in ordered]:
             yield WorkerExited(
@@ -116,10 +116,15 @@ class Reconnections(Part):
     def restarted(self) -> None:
         """Nobody is late only because there was no driver."""
         now, settings = self.orders.now, self.settings
-        for standing in self.roster.values():
-            if standing.killed_for or standing.stage is Stage.DISMISSED:
-                if standing.exit_by is not None:
-                    standing.exit_by = now + settings.leave_s
-            elif standing.stage in (Stage.CONNECTED, Stage.READY, Stage.MEMBER, Stage.RETURNED):
-                standing.exit_by = now + settings.reconnect_s
-                standing.exit_why = because(Why.NOT_BACK)
+        for record in self.roster.values():
+            if record.killed_for or record.stage is WorkerStage.DISMISSED:
+                if record.exit_by is not None:
+                    record.exit_by = now + settings.leave_s
+            elif record.stage in (
+                WorkerStage.CONNECTED,
+                WorkerStage.READY,
+                WorkerStage.MEMBER,
+                WorkerStage.RETURNED,
+            ):
+                record.exit_by = now + settings.reconnect_s
+                record.exit_why = because(Why.NOT_BACK)

@@ -18,7 +18,7 @@ from elastic.driver.events import (
     ScaleRequested,
 )
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import UNBOUNDED
 
@@ -51,26 +51,26 @@ class OperatorRequests(Part):
         if workers < least:
             return False, because(Why.BELOW_LEAST, workers=workers, least=least)
         self.staff.asked = workers
-        for standing in self.roster.in_plans():
-            if standing.leaving is not None and standing.leaving.kind is Why.SCALED_DOWN:
-                standing.leaving = None  # of those that have not left yet some may stay
+        for record in self.roster.in_plans():
+            if record.leaving is not None and record.leaving.kind is Why.SCALED_DOWN:
+                record.leaving = None  # of those that have not left yet some may stay
         surplus = self._surplus(workers)
-        for standing in surplus:
+        for record in surplus:
             why = because(Why.SCALED_DOWN, workers=workers)
-            self.staff.ask_to_leave(standing, why, self.worlds.world.places)
+            self.staff.ask_to_leave(record, why, self.worlds.world.places)
         slots = self.staff.slots.open(self.orders.now)
         had = None if before == UNBOUNDED else before
         leave = len(surplus)
         return True, because(Why.SCALED, workers=workers, before=had, slots=slots, leave=leave)
 
-    def _surplus(self, workers: int) -> list[Standing]:
+    def _surplus(self, workers: int) -> list[WorkerRecord]:
         """Who is too many: of the members the last ranks; of the others those that were started last."""
-        staying = [standing for standing in self.roster.in_plans() if standing.leaving is None]
+        staying = [record for record in self.roster.in_plans() if record.leaving is None]
         places = self.worlds.world.places
-        members = [standing for standing in staying if standing.worker in places]
-        members.sort(key=lambda standing: places[standing.worker].rank)
-        others = [standing for standing in staying if standing.worker not in places]
-        others.sort(key=lambda standing: (standing.stage is Stage.STARTING, standing.started_at))
+        members = [record for record in staying if record.worker in places]
+        members.sort(key=lambda record: places[record.worker].rank)
+        others = [record for record in staying if record.worker not in places]
+        others.sort(key=lambda record: (record.stage is WorkerStage.STARTING, record.started_at))
         kept = min(len(members), workers)
         return [*members[kept:], *others[workers + self.settings.standbys - kept :]]
 
@@ -83,10 +83,10 @@ class OperatorRequests(Part):
         self.staff.slots.drain(host)
         why = because(Why.DRAINED, host=host)
         here = [each for each in self.roster.hosts.get(host, {}).values() if each.in_plans]
-        for standing in here:
-            if standing.leaving is None:
-                standing.noticed = True
-                self.staff.ask_to_leave(standing, why, self.worlds.world.places)
+        for record in here:
+            if record.leaving is None:
+                record.noticed = True
+                self.staff.ask_to_leave(record, why, self.worlds.world.places)
         enough = self.roster.staying() >= self.settings.workers_min
         least = None if enough else self.settings.workers_min
         return True, because(Why.DRAINS, host=host, workers=len(here), least=least)
@@ -96,10 +96,10 @@ class OperatorRequests(Part):
         if refused is not None:
             return False, refused
         self.staff.slots.refill(host)
-        for standing in self.roster.hosts.get(host, {}).values():
-            leaving = standing.leaving
-            if standing.in_plans and leaving is not None and leaving.kind is Why.DRAINED:
-                standing.leaving, standing.noticed = None, False
+        for record in self.roster.hosts.get(host, {}).values():
+            leaving = record.leaving
+            if record.in_plans and leaving is not None and leaving.kind is Why.DRAINED:
+                record.leaving, record.noticed = None, False
         return True, because(Why.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:
@@ -112,12 +112,12 @@ class OperatorRequests(Part):
         return because(Why.NO_SUCH_HOST, host=host, hosts=", ".join(hosts[:8]) + more)
 
     def _remove(self, event: RemoveRequested) -> tuple[bool, Reason]:
-        worker, standing = str(event.worker), self.roster.get(event.worker)
+        worker, record = str(event.worker), self.roster.get(event.worker)
         if not self.settings.elastic:
             return False, because(Why.FIXED_SIZE)
-        if standing is None or not standing.in_plans:
+        if record is None or not record.in_plans:
             return False, because(Why.NO_SUCH_WORKER, worker=worker)
-        if standing.hurried:
-            return False, because(Why.LEAVES_ALREADY, worker=worker, leaving=standing.leaving)
-        self.staff.leave(standing, because(Why.REMOVED), self.worlds.world.places)
+        if record.hurried:
+            return False, because(Why.LEAVES_ALREADY, worker=worker, leaving=record.leaving)
+        self.staff.leave(record, because(Why.REMOVED), self.worlds.world.places)
         return True, because(Why.REMOVES, worker=worker)

@@ -15,7 +15,7 @@ from elastic.protocol.messages import Address, Commit, Launches, Place, Worker
 INDEXED = ("stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "inside")
 
 
-class Stage(enum.Enum):
+class WorkerStage(enum.Enum):
     """How far a live process has come."""
 
     STARTING = "starting"  # the process runs, init() was not called yet
@@ -30,17 +30,18 @@ class Stage(enum.Enum):
     __hash__ = object.__hash__
 
 
-AT_STAKE = (Stage.READY, Stage.MEMBER, Stage.RETURNED)  # others train with it, or are about to
+# Others train with it, or are about to.
+AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
 @dataclass(eq=False)
-class Standing:
+class WorkerRecord:
     """One live process. ``_at`` are times, ``_by`` deadlines, in seconds on the caller's clock."""
 
     worker: Worker
     started_at: float
     first_place: Place  # what it was promised at its start
-    stage: Stage = Stage.STARTING
+    stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
     commit: Commit | None = None
     store: Address | None = None
@@ -69,7 +70,7 @@ class Standing:
     waits_since: float = 0.0  # inside a collective, ready, or returned
     moved_at: float = 0.0  # it was last known to get on
 
-    _filed: Callable[[Standing, str], None] | None = field(default=None, repr=False)
+    _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The roster hears of what it looks workers up by."""
@@ -84,7 +85,7 @@ class Standing:
     @property
     def in_plans(self) -> bool:
         """Whether it may be part of the next world."""
-        return self.stage not in (Stage.FINISHED, Stage.DISMISSED)
+        return self.stage not in (WorkerStage.FINISHED, WorkerStage.DISMISSED)
 
     @property
     def patient(self) -> bool:
@@ -103,69 +104,71 @@ class Standing:
         self.moved_at = now
 
 
-class Roster(dict[Worker, Standing]):
+class Roster(dict[Worker, WorkerRecord]):
     """Every live process, by worker, and by what is asked for after each of very many events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version = 0  # grows when a process comes or goes
         self.shifts = 0  # grows when somebody's part in what comes next may have changed
-        self.leavers: dict[Worker, Standing] = {}
+        self.leavers: dict[Worker, WorkerRecord] = {}
         self._exits: list[
             tuple[float, int, Worker]
         ] = []  # a heap; those that were put off included
         self._filed_exits = 0
-        self.inside: dict[Worker, Standing] = {}  # members that wait in a collective
-        self.frozen: dict[Worker, Standing] = {}  # ready or members, and not being killed
-        self.hosts: dict[str, dict[Worker, Standing]] = {}
+        self.inside: dict[Worker, WorkerRecord] = {}  # members that wait in a collective
+        self.frozen: dict[Worker, WorkerRecord] = {}  # ready or members, and not being killed
+        self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
         # Ordered: the first of a plain dict takes long to find once many before it are gone.
-        self._stages: dict[Stage, OrderedDict[Worker, Standing]] = {s: OrderedDict() for s in Stage}
-        self._stage_of: dict[Worker, Stage] = {}
+        self._stages: dict[WorkerStage, OrderedDict[Worker, WorkerRecord]] = {
+            s: OrderedDict() for s in WorkerStage
+        }
+        self._stage_of: dict[Worker, WorkerStage] = {}
 
-    def __setitem__(self, worker: Worker, standing: Standing) -> None:
-        super().__setitem__(worker, standing)
+    def __setitem__(self, worker: Worker, record: WorkerRecord) -> None:
+        super().__setitem__(worker, record)
         self.version += 1
-        self.hosts.setdefault(worker.host, {})[worker] = standing
-        standing._filed = self._file
+        self.hosts.setdefault(worker.host, {})[worker] = record
+        record._filed = self._file
         for name in ("exit_by", "stage"):
-            self._file(standing, name)
+            self._file(record, name)
 
-    def remove(self, worker: Worker) -> Standing | None:
+    def remove(self, worker: Worker) -> WorkerRecord | None:
         """The process is gone; None if there was none."""
-        standing = self.get(worker)
-        if standing is None:
+        record = self.get(worker)
+        if record is None:
             return None
         del self[worker]
         self.version += 1
         self.shifts += 1
-        standing._filed = None
+        record._filed = None
         del self._stages[self._stage_of.pop(worker)][worker]
         for index in (self.leavers, self.inside, self.frozen, self.hosts[worker.host]):
             index.pop(worker, None)
-        return standing
+        return record
 
-    def _file(self, standing: Standing, name: str) -> None:
-        worker = standing.worker
+    def _file(self, record: WorkerRecord, name: str) -> None:
+        worker = record.worker
         if name == "exit_by":
-            if standing.exit_by is not None:
+            if record.exit_by is not None:
                 self._filed_exits += 1
-                heapq.heappush(self._exits, (standing.exit_by, self._filed_exits, worker))
+                heapq.heappush(self._exits, (record.exit_by, self._filed_exits, worker))
             return
         self.shifts += name != "inside"
         before = self._stage_of.get(worker)
-        if before is not standing.stage:
+        if before is not record.stage:
             if before is not None:
                 del self._stages[before][worker]
-            self._stages[standing.stage][worker] = standing
-            self._stage_of[worker] = standing.stage
-        hale = standing.killed_for is None
+            self._stages[record.stage][worker] = record
+            self._stage_of[worker] = record.stage
+        hale = record.killed_for is None
         for index, belongs in (
-            (self.leavers, standing.leaving is not None),
-            (self.inside, bool(standing.inside) and hale and standing.stage is Stage.MEMBER),
-            (self.frozen, bool(standing.frozen) and hale and standing.stage in AT_STAKE),
+            (self.leavers, record.leaving is not None),
+            (self.inside, bool(record.inside) and hale and record.stage is WorkerStage.MEMBER),
+            (self.frozen, bool(record.frozen) and hale and record.stage in AT_STAKE),
         ):
             if belongs:
-                index[worker] = standing
+                index[worker] = record
             else:
                 index.pop(worker, None)
 
@@ -173,44 +176,48 @@ class Roster(dict[Worker, Standing]):
         """When the first must be gone."""
         while self._exits:
             exit_by, _, worker = self._exits[0]
-            standing = self.get(worker)
-            if standing is not None and standing.exit_by == exit_by:
+            record = self.get(worker)
+            if record is not None and record.exit_by == exit_by:
                 return exit_by
             heapq.heappop(self._exits)
         return None
 
-    def overdue(self, now: float) -> list[Standing]:
+    def overdue(self, now: float) -> list[WorkerRecord]:
         """Those that should be gone, the longest overdue first. Each must be given another time, or none."""
-        found: dict[Worker, Standing] = {}
+        found: dict[Worker, WorkerRecord] = {}
         while (exit_by := self.first_exit_by()) is not None and exit_by <= now:
             worker = heapq.heappop(self._exits)[2]
             found[worker] = self[worker]
         return list(found.values())
 
-    def at(self, *stages: Stage) -> list[Standing]:
+    def at(self, *stages: WorkerStage) -> list[WorkerRecord]:
         """In the order in which they came there."""
-        return [standing for stage in stages for standing in self._stages[stage].values()]
+        return [record for stage in stages for record in self._stages[stage].values()]
 
-    def count(self, stage: Stage) -> int:
+    def count(self, stage: WorkerStage) -> int:
         """How many are there."""
         return len(self._stages[stage])
 
-    def any_at(self, *stages: Stage) -> bool:
+    def any_at(self, *stages: WorkerStage) -> bool:
         return any(self._stages[stage] for stage in stages)
 
-    def first_at(self, *stages: Stage) -> Iterator[Standing]:
+    def first_at(self, *stages: WorkerStage) -> Iterator[WorkerRecord]:
         """The same, one after the other."""
-        return (standing for stage in stages for standing in self._stages[stage].values())
+        return (record for stage in stages for record in self._stages[stage].values())
 
     def staying(self) -> int:
         """How many are here to stay."""
-        here = len(self) - len(self._stages[Stage.FINISHED]) - len(self._stages[Stage.DISMISSED])
+        here = (
+            len(self)
+            - len(self._stages[WorkerStage.FINISHED])
+            - len(self._stages[WorkerStage.DISMISSED])
+        )
         return here - sum(s.in_plans for s in self.leavers.values()) if self.leavers else here
 
-    def in_plans(self) -> Iterator[Standing]:
+    def in_plans(self) -> Iterator[WorkerRecord]:
         return (s for s in self.values() if s.in_plans)
 
-    def live(self, members: Iterable[Worker]) -> list[Standing]:
+    def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
         """Those of ``members`` that live and were not dismissed, in that order."""
         found = (self.get(worker) for worker in members)
-        return [s for s in found if s is not None and s.stage is not Stage.DISMISSED]
+        return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]

@@ -35,7 +35,7 @@ from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.notices import Departure, Notices
 from elastic.driver.membership.reconnect import Reconnections
-from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
@@ -72,10 +72,20 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Exceptions,
         Inquest,
     ),
-    *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers, Silence),
+    *(
+        Slots,
+        Cooldown,
+        SlotRecord,
+        Roster,
+        WorkerRecord,
+        Suspicions,
+        Suspicion,
+        Stragglers,
+        Silence,
+    ),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict, Why)
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, Why)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason),
     *Event.__subclasses__(),
@@ -89,6 +99,12 @@ _NAMED: dict[str, type] = {
     cls.__name__: cls
     for cls in (*OBJECTS, *CONTAINERS, *ENUMS, *STRUCTS, tuple, frozenset, Settings)
 }
+# What snapshots call a class or a field that had another name when the first of them were taken.
+OLD_CLASSES = {"WorkerRecord": "Standing", "WorkerStage": "Stage"}
+OLD_FIELDS: dict[str, dict[str, str]] = {}  # of a class, by its present name
+_NEW_CLASSES = {old: new for new, old in OLD_CLASSES.items()}
+_NEW_FIELDS = {name: {o: n for n, o in fields.items()} for name, fields in OLD_FIELDS.items()}
+
 _PLAIN = frozenset({str, int, bool, type(None)})
 _METHOD = "method"
 
@@ -123,6 +139,7 @@ def restored(data: bytes, settings: Settings) -> Membership:
     try:
         with _nothing_collected():
             snapshot = _decode(data)
+            snapshot.kinds = [_as_read(*kind) for kind in snapshot.kinds]
             _have_the_same_fields(snapshot.kinds, settings)
             found = _Making(snapshot, settings).root
     except Invalid:
@@ -136,6 +153,17 @@ def restored(data: bytes, settings: Settings) -> Membership:
     if all(name != Reason.__name__ for name, *_ in snapshot.kinds):
         _read_sentences(found)
     return found
+
+
+def _as_written(name: str, *fields: str) -> list[str]:
+    old = OLD_FIELDS.get(name, {})
+    return [OLD_CLASSES.get(name, name), *(old.get(field, field) for field in fields)]
+
+
+def _as_read(name: str, *fields: str) -> list[str]:
+    name = _NEW_CLASSES.get(name, name)
+    new = _NEW_FIELDS.get(name, {})
+    return [name, *(new.get(field, field) for field in fields)]
 
 
 @contextlib.contextmanager
@@ -177,7 +205,8 @@ class _Taking:
         while self._unfilled:
             row, value = self._unfilled.popleft()
             self._fill(row, value)
-        self.snapshot = _Snapshot([list(kind) for kind in self._kinds], self._objects, root)
+        kinds = [_as_written(*kind) for kind in self._kinds]
+        self.snapshot = _Snapshot(kinds, self._objects, root)
 
     def _part(self, value: Any) -> Part:
         kind = type(value)
@@ -351,7 +380,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "HostReported": {"notice": None},
     "WorkerExited": {"out_of_memory": False},
     "WorkerProgressed": {"line": ""},
-    "Standing": {"noticed": False, "stands_by": False, "line": ""},
+    "WorkerRecord": {"noticed": False, "stands_by": False, "line": ""},
     "Workforce": {"spare": 0, "asked": None},
     "Slots": {"_closed": {}, "_drained": set()},
     "Stuck": {"_silence": Silence(Settings.silence_s)},
@@ -391,7 +420,8 @@ def _compose(membership: Membership) -> None:
 
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
     """Another version of this program may know of more, or of less. Raises Invalid."""
-    expected = {name: set(names) for name, *names in _Taking(Membership(settings)).snapshot.kinds}
+    ours = [_as_read(*kind) for kind in _Taking(Membership(settings)).snapshot.kinds]
+    expected = {name: set(names) for name, *names in ours}
     for cls in (*OBJECTS, *STRUCTS):
         if dataclasses.is_dataclass(cls):
             expected[cls.__name__] = {field.name for field in dataclasses.fields(cls)}

@@ -21,7 +21,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
+from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -70,47 +70,47 @@ class WorkerReports(Part):
         return True
 
     def connected(self, event: WorkerConnected) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.stage is not Stage.STARTING:
+        record = self.roster.get(event.worker)
+        if record is None or record.stage is not WorkerStage.STARTING:
             return  # a connection that outlived its process
-        standing.pid = event.pid
-        self.frozen.speaks(standing)
+        record.pid = event.pid
+        self.frozen.speaks(record)
         if self.worlds.members and not self.worlds.trained and not self.worlds.live():
             # All are gone, and nobody had come as far as elastic.run. It would train alone if it were the newcomer of a
             # world that is gone: the next world is a first one.
             self.worlds.world = World(self.worlds.generation)
-        self.staff.welcome(standing, self.worlds.members)
+        self.staff.welcome(record, self.worlds.members)
 
     def ready(self, event: WorkerReady) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.stage is Stage.DISMISSED:
-            if standing is not None and standing.killed_for:
+        record = self.roster.get(event.worker)
+        if record is None or record.stage is WorkerStage.DISMISSED:
+            if record is not None and record.killed_for:
                 # Given up, and it has woken: the kill did not reach it.
-                self.staff.part_again(standing)
+                self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
             return  # it has not yet seen the world that it was published in
-        if 0 < event.number < standing.readies:
+        if 0 < event.number < record.readies:
             return  # of a wait that is over
-        standing.readies = event.number
-        standing.stands_by = False  # it says so anew where it may not have heard
-        self.frozen.speaks(standing)
-        if standing.stage is Stage.STARTING:
+        record.readies = event.number
+        record.stands_by = False  # it says so anew where it may not have heard
+        self.frozen.speaks(record)
+        if record.stage is WorkerStage.STARTING:
             raise IllegalEvent("ready before it connected")
-        if standing.stage is Stage.FINISHED:
-            self.staff.let_go(standing, because(Why.RETURNED_BEFORE))
+        if record.stage is WorkerStage.FINISHED:
+            self.staff.let_go(record, because(Why.RETURNED_BEFORE))
             return
-        was_at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
-        standing.commit, standing.store = event.commit, event.store
-        standing.layout, standing.running = event.layout, event.running
+        was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
+        record.commit, record.store = event.commit, event.store
+        record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
-        standing.moved(self.orders.now)
-        standing.waits_since = self.orders.now
+        record.moved(self.orders.now)
+        record.waits_since = self.orders.now
         self.staff.somebody_waits()
         if event.worker not in self.worlds.world.places:
-            self._newcomer_ready(standing)
+            self._newcomer_ready(record)
             return
-        standing.stage = Stage.READY
+        record.stage = WorkerStage.READY
         if was_at_work and self.worlds.phase in (Phase.TRAINING, Phase.PREPARING, Phase.ENDING):
             if self.worlds.world.running:
                 fell_out = because(Why.FELL_OUT, worker=str(event.worker))
@@ -120,17 +120,15 @@ class WorkerReports(Part):
                 why = Why.ENTERING if event.running else Why.INIT_AGAIN
                 self.worlds.gather(Kind.START, because(why))
 
-    def _newcomer_ready(self, standing: Standing) -> None:
-        if self.worlds.members and not standing.running:
-            self.staff.welcome(standing, self.worlds.members)  # too late for the world of init()
+    def _newcomer_ready(self, record: WorkerRecord) -> None:
+        if self.worlds.members and not record.running:
+            self.staff.welcome(record, self.worlds.members)  # too late for the world of init()
         elif (
-            standing.layout
-            and self.worlds.world.layout
-            and standing.layout != self.worlds.world.layout
+            record.layout and self.worlds.world.layout and record.layout != self.worlds.world.layout
         ):
-            self.staff.reject(standing, self.worlds.world.layout)
+            self.staff.reject(record, self.worlds.world.layout)
         else:
-            standing.stage = Stage.READY
+            record.stage = WorkerStage.READY
 
     def checked(self, event: WorkerChecked) -> None:
         current = (
@@ -140,24 +138,24 @@ class WorkerReports(Part):
             self.worlds.change.answer(event.worker, event.check)
 
     def leaving(self, event: WorkerLeaving) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is not None:
-            self.staff.leave(standing, in_words(event.reason), self.worlds.world.places)
+        record = self.roster.get(event.worker)
+        if record is not None:
+            self.staff.leave(record, in_words(event.reason), self.worlds.world.places)
 
     def resumed(self, event: WorkerResumed) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
-        if standing.resumed_at is None:
-            standing.resumed_at = self.orders.now
-        standing.moved_at = self.orders.now
+        if record.resumed_at is None:
+            record.resumed_at = self.orders.now
+        record.moved_at = self.orders.now
         report = self.worlds.world.resumed(event, self.orders.now)
         if report is not None:
             self.orders.do(report)
 
     def digested(self, event: WorkerDigested) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.killed_for or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or record.killed_for or event.generation != self.worlds.generation:
             return
         found = self.worlds.world.digested(event, self.roster)
         if found is not None:
@@ -170,10 +168,10 @@ class WorkerReports(Part):
             self._damaged(event.worker, " and ".join(event.parts), event.commit, event.equal)
 
     def _damaged(self, worker: Worker, parts: str, commit: Commit, equal: int) -> None:
-        standing = self.roster.get(worker)
-        if standing is not None and not standing.killed_for:
+        record = self.roster.get(worker)
+        if record is not None and not record.killed_for:
             damaged = because(Why.DAMAGED, parts=parts, commit=str(commit), equal=equal)
-            self.staff.fence(standing, damaged)
+            self.staff.fence(record, damaged)
 
     def spoilt(self, event: ReplicasSpoilt) -> None:
         """All are started anew, from the newest checkpoint. Not only their commits may be spoilt, but whatever they
@@ -185,32 +183,32 @@ class WorkerReports(Part):
         for worker in event.damaged:
             self._damaged(worker, BEFORE, event.commit, event.equal)
         reason = because(Why.SPOILT, commit=str(event.commit))
-        for standing in here:
-            if standing.killed_for:
-                standing.stage = Stage.DISMISSED  # it is to blame, and that was said
+        for record in here:
+            if record.killed_for:
+                record.stage = WorkerStage.DISMISSED  # it is to blame, and that was said
             else:
-                self.staff.discard(standing, reason)
+                self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)
 
     def returned(self, event: WorkerReturned) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
-        if standing.stage is not Stage.MEMBER or self.worlds.phase is Phase.GATHERING:
+        if record.stage is not WorkerStage.MEMBER or self.worlds.phase is Phase.GATHERING:
             return
-        standing.stage = Stage.RETURNED
-        standing.moved(self.orders.now)
-        standing.waits_since = self.orders.now
+        record.stage = WorkerStage.RETURNED
+        record.moved(self.orders.now)
+        record.waits_since = self.orders.now
         if self.worlds.phase is Phase.STOPPING and any(
-            s.stage is Stage.READY for s in self.worlds.live()
+            s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
             # It ended where others have stopped: only a new world brings them together.
             returned = because(Why.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return
-        self.worlds.one_returned(standing)
+        self.worlds.one_returned(record)
 
     def disconnected(self, event: WorkerDisconnected) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is not None:
-            self.staff.disconnected(standing, silent=event.silent)
+        record = self.roster.get(event.worker)
+        if record is not None:
+            self.staff.disconnected(record, silent=event.silent)

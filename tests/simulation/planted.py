@@ -23,7 +23,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicions
 from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
-from elastic.driver.membership.roster import Stage
+from elastic.driver.membership.roster import WorkerStage
 from elastic.driver.membership.scheduling.rank_order import Arrangement
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
@@ -163,9 +163,9 @@ def fenced_may_return(original: Any) -> Any:
     """Who was given up has a connection again: it is one of us."""
 
     def reconnected(self: Reconnections, event: Any) -> Any:
-        standing = self.roster.get(event.worker)
-        if standing is not None and standing.killed_for:
-            standing.killed_for, standing.exit_by, standing.stage = None, None, Stage.CONNECTED
+        record = self.roster.get(event.worker)
+        if record is not None and record.killed_for:
+            record.killed_for, record.exit_by, record.stage = None, None, WorkerStage.CONNECTED
         return original(self, event)
 
     return reconnected
@@ -185,17 +185,17 @@ def lost_means_dead(original: Any) -> Any:
 def killed_means_dead(original: Any) -> Any:
     """An order to kill is taken for an exit."""
 
-    def kill(self: Workforce, standing: Any, reason: Reason) -> None:
-        fresh = not standing.killed_for
-        original(self, standing, reason)
+    def kill(self: Workforce, record: Any, reason: Reason) -> None:
+        fresh = not record.killed_for
+        original(self, record, reason)
         if fresh:
-            self.roster.remove(standing.worker)
+            self.roster.remove(record.worker)
 
     return kill
 
 
 def immortals_awaited(original: Any) -> Any:
-    return lambda self, standing: 1e6
+    return lambda self, record: 1e6
 
 
 def stuck_for_ever(original: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from elastic.driver.events import Event, HostLost, WorkerFrozen, WorkerThawed
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
+from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Worlds
 from elastic.driver.reasons import Reason, Why, because, counted
 from elastic.protocol.messages import Worker
@@ -49,58 +49,60 @@ class Frozen(Part):
     def restarted(self) -> None:
         """The driver was away: agents tell again who is frozen, and which hosts are gone."""
         self._hosts_awaited.clear()
-        for standing in self.roster.values():
-            standing.frozen = ""
+        for record in self.roster.values():
+            record.frozen = ""
 
     def has_frozen(self, event: WorkerFrozen) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.killed_for:
+        record = self.roster.get(event.worker)
+        if record is None or record.killed_for:
             return
-        if standing.frozen:
+        if record.frozen:
             return  # said again, as long as it lasts
-        standing.frozen = event.how or "not able to run"
-        if standing.stage not in AT_STAKE:
-            text = f"{self.worlds.named(standing)} is frozen ({standing.frozen}); nobody trains with it"
+        record.frozen = event.how or "not able to run"
+        if record.stage not in AT_STAKE:
+            text = f"{self.worlds.named(record)} is frozen ({record.frozen}); nobody trains with it"
             self.orders.say("warning", text)
 
     def thawed(self, event: WorkerThawed) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or not standing.frozen:
+        record = self.roster.get(event.worker)
+        if record is None or not record.frozen:
             return
-        standing.frozen = ""
+        record.frozen = ""
         self._alone_said.discard(event.worker)
-        if not standing.killed_for:
-            standing.moved_at = self.orders.now
-            self.orders.say("info", f"{self.worlds.named(standing)} runs again")
+        if not record.killed_for:
+            record.moved_at = self.orders.now
+            self.orders.say("info", f"{self.worlds.named(record)} runs again")
 
-    def speaks(self, standing: Standing) -> None:
+    def speaks(self, record: WorkerRecord) -> None:
         """It has come to its next wait since it was frozen: its word is here before its agent looks again."""
-        if standing.frozen and not standing.killed_for:
-            standing.frozen = ""
-            self._alone_said.discard(standing.worker)
+        if record.frozen and not record.killed_for:
+            record.frozen = ""
+            self._alone_said.discard(record.worker)
 
     def fence(self) -> None:
         """Before anything else is decided: a world with a frozen member would only wait for it."""
-        for standing in [*self.roster.frozen.values()]:
-            reason = because(Why.FROZEN, how=standing.frozen)
-            if self._has_company(standing):
-                self.staff.fence(standing, reason)
-            elif standing.worker not in self._alone_said:
-                self._alone_said.add(standing.worker)
-                who = f"{self.worlds.named(standing)} is frozen ({standing.frozen})"
+        for record in [*self.roster.frozen.values()]:
+            reason = because(Why.FROZEN, how=record.frozen)
+            if self._has_company(record):
+                self.staff.fence(record, reason)
+            elif record.worker not in self._alone_said:
+                self._alone_said.add(record.worker)
+                who = f"{self.worlds.named(record)} is frozen ({record.frozen})"
                 self.orders.say("warning", f"{who}; nobody else trains, so it is left alone")
 
-    def _has_company(self, standing: Standing) -> bool:
+    def _has_company(self, record: WorkerRecord) -> bool:
         """Whether anybody trains with it, or will in the next world, who can. Newcomers know nothing of what a member
         has learned, so for them it is not given up; and of members that are all frozen one has to stay.
         """
-        member = standing.worker in self.worlds.world.places
+        member = record.worker in self.worlds.world.places
         return any(
-            other is not standing
+            other is not record
             and not other.killed_for
             and not other.frozen
             and (not member or other.worker in self.worlds.world.places)
-            for other in self.roster.first_at(Stage.MEMBER, Stage.RETURNED, Stage.READY)
+            for other in self.roster.first_at(
+                WorkerStage.MEMBER, WorkerStage.RETURNED, WorkerStage.READY
+            )
         )
 
     # ---- a whole host ----------------------------------------------------------------------------------------------
@@ -141,18 +143,18 @@ class Frozen(Part):
 
     def _without_host(self, host: str, reason: Reason) -> None:
         members = [s for s in self.worlds.live() if s.worker.host == host]
-        for standing in [*self.roster.hosts.get(host, {}).values()]:
-            if standing.in_plans:
-                standing.killed_for = standing.killed_for or reason
-                standing.exit_by = None
-                standing.stage = Stage.DISMISSED
+        for record in [*self.roster.hosts.get(host, {}).values()]:
+            if record.in_plans:
+                record.killed_for = record.killed_for or reason
+                record.exit_by = None
+                record.stage = WorkerStage.DISMISSED
         if members:
             self.given_up(members[0], reason)
 
-    def given_up(self, standing: Standing, reason: Reason) -> None:
+    def given_up(self, record: WorkerRecord, reason: Reason) -> None:
         """It is not known to be dead, but nobody waits for that any longer."""
         if not self.settings.elastic:
             self.worlds.end(
-                1, because(Why.LOST_FOR_GOOD, who=self.worlds.named(standing), cause=reason)
+                1, because(Why.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)
             )
-        self.worlds.lose(standing, reason)
+        self.worlds.lose(record, reason)

@@ -39,7 +39,7 @@ from elastic.driver.membership.failure_detection.suspicion import (
     probe_every_s,
 )
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Why, because, counted
 from elastic.protocol.messages import COPY, GRADIENTS, Launches, Worker
@@ -90,56 +90,56 @@ class Stuck(Part):
         return True
 
     def progressed(self, event: WorkerProgressed) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
-        if standing.stage is not Stage.MEMBER or standing.killed_for:
+        if record.stage is not WorkerStage.MEMBER or record.killed_for:
             return
-        before = (standing.entered, standing.phase, standing.inside)
+        before = (record.entered, record.phase, record.inside)
         self._silence.answered(event.worker.host)
-        standing.said_at = self.orders.now
-        self._gpu_said(standing, event)
+        record.said_at = self.orders.now
+        self._gpu_said(record, event)
         if event.inside and before == (event.entered, event.phase, event.inside):
             self._repeated_at = self.orders.now
         if event.inside:
-            standing.inside = standing.last_inside = event.inside
-            standing.waits_since = self.orders.now - event.waited_s
+            record.inside = record.last_inside = event.inside
+            record.waits_since = self.orders.now - event.waited_s
         elif before != (event.entered, event.phase, ""):
-            standing.moved(self.orders.now)
-        standing.entered, standing.phase, standing.line = event.entered, event.phase, event.line
+            record.moved(self.orders.now)
+        record.entered, record.phase, record.line = event.entered, event.phase, event.line
         if before != (event.entered, event.phase, event.inside):
-            self._got_on(standing)
+            self._got_on(record)
 
     def located(self, event: WorkerLocated) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
-        standing.line = event.line
+        record.line = event.line
         place = self.worlds.world.places.get(event.worker)
         suspected = self._suspicions.get(event.worker) is not None
         if suspected and place is not None and event.line and len(self._suspicions) <= NAMED:
             waiters = [each.worker for each in self.roster.inside.values()]
             self.orders.do(TellAwaited(event.generation, waiters, place.rank, event.line))
 
-    def _gpu_said(self, standing: Standing, event: WorkerProgressed) -> None:
+    def _gpu_said(self, record: WorkerRecord, event: WorkerProgressed) -> None:
         """How far its GPU is; since when counts within one wait only."""
-        same_wait = (standing.entered, standing.inside) == (event.entered, event.inside)
-        if not same_wait or _counts(standing.gpu) != _counts(event.gpu):
-            standing.gpu_since = self.orders.now
-        standing.gpu = event.gpu
+        same_wait = (record.entered, record.inside) == (event.entered, event.inside)
+        if not same_wait or _counts(record.gpu) != _counts(event.gpu):
+            record.gpu_since = self.orders.now
+        record.gpu = event.gpu
 
     def paced(self, event: WorkerPaced) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.worlds.generation:
+        record = self.roster.get(event.worker)
+        if record is None or event.generation != self.worlds.generation:
             return
-        if standing.stage is not Stage.MEMBER or standing.killed_for:
+        if record.stage is not WorkerStage.MEMBER or record.killed_for:
             return
         suspicion = self._suspicions.get(event.worker)
         since = self.orders.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:
             # The others wait in a collective that is none of its business.
-            standing.moved_at = max(since, standing.moved_at)
-            self._got_on(standing)
+            record.moved_at = max(since, record.moved_at)
+            self._got_on(record)
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
@@ -150,11 +150,11 @@ class Stuck(Part):
         if self._silence.answered(event.worker.host):
             return
         suspicion = self._suspicions.get(event.worker)
-        standing = None if suspicion is None else self._still(suspicion)
-        if suspicion is None or standing is None:
+        record = None if suspicion is None else self._still(suspicion)
+        if suspicion is None or record is None:
             return
         suspicion.probed(event, self.orders.now)
-        self._judge(suspicion, standing)
+        self._judge(suspicion, record)
         due = suspicion.fence_due(self.settings)
         if due is not None and self._look_at is not None and due > self.orders.now:
             self._look_at = min(self._look_at, due)
@@ -178,11 +178,11 @@ class Stuck(Part):
             self._forget()
             return
         for suspicion in self._suspicions.to_fence(self.orders.now):
-            standing = self._still(suspicion)
-            if standing is not None:
+            record = self._still(suspicion)
+            if record is not None:
                 reason = suspicion.reason(self.orders.now, self._where)
                 self.worlds.patience.was_stuck(self.worlds.generation)
-                self.staff.fence(standing, reason)
+                self.staff.fence(record, reason)
         if self._look_at is None:
             first = next(iter(self.roster.inside.values()), None)
             since = self.orders.now if first is None else first.waits_since
@@ -192,12 +192,12 @@ class Stuck(Part):
             if not self._somebody_may_wait():  # the world was broken
                 self._forget()
 
-    def _still(self, suspicion: Suspicion) -> Standing | None:
+    def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
         """The suspect, unless it has moved since it was suspected: it may be ready, or have returned."""
-        standing = self.roster.get(suspicion.worker)
-        if standing is None or standing.killed_for or standing.moved_at > suspicion.since:
+        record = self.roster.get(suspicion.worker)
+        if record is None or record.killed_for or record.moved_at > suspicion.since:
             return None
-        return standing
+        return record
 
     def _forget(self) -> None:
         self._look_at = None
@@ -205,9 +205,9 @@ class Stuck(Part):
         if self._suspicions:
             self._suspicions.only(())
 
-    def _got_on(self, standing: Standing) -> None:
-        if self._suspicions.drop(standing.worker):
-            text = f"{self.worlds.named(standing)} got on at the last moment: it is not fenced"
+    def _got_on(self, record: WorkerRecord) -> None:
+        if self._suspicions.drop(record.worker):
+            text = f"{self.worlds.named(record)} got on at the last moment: it is not fenced"
             self.orders.say("info", text)
 
     def _ask_hosts(self) -> None:
@@ -244,10 +244,14 @@ class Stuck(Part):
             case Phase.TRAINING | Phase.PREPARING:
                 return bool(self.roster.inside)
             case Phase.GATHERING:
-                at_work = self.roster.any_at(Stage.MEMBER, Stage.RETURNED)
-                return bool(self.worlds.generation) and at_work and self.roster.any_at(Stage.READY)
+                at_work = self.roster.any_at(WorkerStage.MEMBER, WorkerStage.RETURNED)
+                return (
+                    bool(self.worlds.generation)
+                    and at_work
+                    and self.roster.any_at(WorkerStage.READY)
+                )
             case Phase.STOPPING:
-                return self.roster.any_at(Stage.READY) or bool(self.roster.inside)
+                return self.roster.any_at(WorkerStage.READY) or bool(self.roster.inside)
             case Phase.ENDING:
                 return True
         return False
@@ -300,32 +304,34 @@ class Stuck(Part):
 
     def _disbelieve_the_silent(self) -> None:
         """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
-        for standing in [*self.roster.inside.values()]:
-            if standing.said_at < self._repeated_at - SILENT_S:
-                standing.inside = ""
+        for record in [*self.roster.inside.values()]:
+            if record.said_at < self._repeated_at - SILENT_S:
+                record.inside = ""
 
-    def _sides(self) -> tuple[list[Standing], list[Standing]]:
+    def _sides(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
         """Members that wait, and those that they wait for."""
         gathering = self.worlds.phase is Phase.GATHERING
         places = self.worlds.world.places
-        waiters: list[Standing] = []
-        suspects: list[Standing] = []
-        for standing in self.roster.first_at(Stage.MEMBER, Stage.RETURNED, Stage.READY):
-            if standing.killed_for or standing.worker not in places:
+        waiters: list[WorkerRecord] = []
+        suspects: list[WorkerRecord] = []
+        for record in self.roster.first_at(
+            WorkerStage.MEMBER, WorkerStage.RETURNED, WorkerStage.READY
+        ):
+            if record.killed_for or record.worker not in places:
                 continue
-            if standing.stage is Stage.READY:
-                waiters.append(standing)
+            if record.stage is WorkerStage.READY:
+                waiters.append(record)
             elif gathering:
                 # Inside a collective: it is about to be cut, and elastic_timeout_s bounds that.
-                if not standing.inside and self.worlds.awaited(standing):
-                    suspects.append(standing)
-            elif standing.inside or standing.stage is Stage.RETURNED:
-                waiters.append(standing)
+                if not record.inside and self.worlds.awaited(record):
+                    suspects.append(record)
+            elif record.inside or record.stage is WorkerStage.RETURNED:
+                waiters.append(record)
             else:
-                suspects.append(standing)
+                suspects.append(record)
         return waiters, suspects
 
-    def _place_of_wait(self, first: Standing) -> str:
+    def _place_of_wait(self, first: WorkerRecord) -> str:
         match self.worlds.phase:
             case Phase.GATHERING:
                 return "for the next world"
@@ -335,26 +341,26 @@ class Stuck(Part):
                 return "where all are to stop"
         return "for the end"
 
-    def _judge(self, suspicion: Suspicion, standing: Standing) -> None:
+    def _judge(self, suspicion: Suspicion, record: WorkerRecord) -> None:
         now = self.orders.now
         match self._suspicions.judge(suspicion, now):
             case Next.NAME if self._lines > 0:
                 self._lines -= 1
                 last = (
-                    f"in no collective now, its last wait was in {standing.last_inside!r}"
-                    if standing.last_inside
+                    f"in no collective now, its last wait was in {record.last_inside!r}"
+                    if record.last_inside
                     else "in no collective"
                 )
                 held = f"keeps the others waiting {self._where} for {now - suspicion.since:.0f} s"
                 what, end = suspicion.describe(self.settings, now)
-                what += f" at {standing.line}" if standing.line else ""
-                text = f"{self.worlds.named(standing)} {held}: {what}, {last}"
+                what += f" at {record.line}" if record.line else ""
+                text = f"{self.worlds.named(record)} {held}: {what}, {last}"
                 self.orders.say("warning", f"{text}; {end}" if end else text)
             case Next.NAME:
                 self._unnamed += 1
             case Next.CONDEMN:
                 reason = suspicion.reason(now, self._where)
-                self.orders.do(DumpStacks(standing.worker, reason))
+                self.orders.do(DumpStacks(record.worker, reason))
             case _:
                 pass
 
@@ -362,19 +368,19 @@ class Stuck(Part):
         """The driver was away: no wait from before counts."""
         self._silence = Silence(self.settings.silence_s)
         self._forget()
-        for standing in self.roster.values():
-            standing.waits_since = standing.moved_at = standing.gpu_since = self.orders.now
+        for record in self.roster.values():
+            record.waits_since = record.moved_at = record.gpu_since = self.orders.now
 
     def check(self) -> None:
         """What always holds of those that are watched."""
-        for standing in self.roster.inside.values():
-            assert standing.stage is Stage.MEMBER and standing.inside and not standing.killed_for
+        for record in self.roster.inside.values():
+            assert record.stage is WorkerStage.MEMBER and record.inside and not record.killed_for
         assert self.worlds.over or (self._look_at is not None) == self._somebody_may_wait()
         self._suspicions.check()
 
     # ---- all wait --------------------------------------------------------------------------------------------------
 
-    def _all_inside(self, waiters: list[Standing]) -> None:
+    def _all_inside(self, waiters: list[WorkerRecord]) -> None:
         """Nobody is missing, and still it does not go on."""
         patience = min(self.settings.idle_s, ALL_INSIDE_S)
         if patience <= 0 or not self.roster.inside:
@@ -390,7 +396,7 @@ class Stuck(Part):
             early = ", ".join(self.worlds.completed[:8])
             uneven = because(Why.UNEVEN, where=self._where_all(inside), for_s=patience)
             self.worlds.end(1, because(Why.ENDED_EARLY, workers=early, cause=uneven))
-        returned = [s for s in waiters if s.stage is Stage.RETURNED]
+        returned = [s for s in waiters if s.stage is WorkerStage.RETURNED]
         if returned and self.worlds.phase is Phase.ENDING:
             names = self._names(returned)
             where = self._where_all(inside)
@@ -419,11 +425,11 @@ class Stuck(Part):
                 why += " Or do they step different optimizers?"
             self.orders.say("warning", f"{text} for {patience:g} s; {why}")
 
-    def _where_all(self, inside: list[Standing]) -> str:
+    def _where_all(self, inside: list[WorkerRecord]) -> str:
         """Who waits in what, the fewest first: they are the ones that took another turn."""
-        groups: dict[tuple[str, int], list[Standing]] = {}
-        for standing in inside:
-            groups.setdefault((standing.inside, standing.entered), []).append(standing)
+        groups: dict[tuple[str, int], list[WorkerRecord]] = {}
+        for record in inside:
+            groups.setdefault((record.inside, record.entered), []).append(record)
         ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[0]))
         parts = [
             f"{self._names(there)} wait{'s' if len(there) == 1 else ''} in {name!r}"
@@ -440,9 +446,9 @@ class Stuck(Part):
         if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
         groups: dict[str, list[Witness]] = {}
-        for standing in self.roster.inside.values():
-            for launches in standing.gpu if not standing.phase else ():
-                said = Witness(standing.worker, launches, standing.gpu_since, standing.said_at)
+        for record in self.roster.inside.values():
+            for launches in record.gpu if not record.phase else ():
+                said = Witness(record.worker, launches, record.gpu_since, record.said_at)
                 groups.setdefault(launches.group, []).append(said)
         found = (
             judge(each, self.settings, self.worlds.patience.worlds_hung) for each in groups.values()
@@ -465,22 +471,22 @@ class Stuck(Part):
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
-    def _names(self, standings: Iterable[Standing]) -> str:
-        found = [*standings]
+    def _names(self, records: Iterable[WorkerRecord]) -> str:
+        found = [*records]
         if len(found) > 1 and len(found) == len(self.worlds.members):
             return f"all {len(found)} members"
-        named = [self.worlds.named(standing) for standing in found[:NAMED]]
+        named = [self.worlds.named(record) for record in found[:NAMED]]
         more = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
         return " and ".join([", ".join(named), *more])
 
     def _name_of(self, worker: Worker) -> str:
-        standing = self.roster.get(worker)
-        return str(worker) if standing is None else self.worlds.named(standing)
+        record = self.roster.get(worker)
+        return str(worker) if record is None else self.worlds.named(record)
 
 
-def _at(waiters: Iterable[Standing], before: str = " ") -> str:
+def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
     """At which lines of the script they wait, if they have said so."""
-    lines = sorted({standing.line for standing in waiters} - {""})
+    lines = sorted({record.line for record in waiters} - {""})
     more = [f"{len(lines) - NAMED} more lines"] if len(lines) > NAMED else []
     listed = " and ".join([", ".join(lines[:NAMED]), *more])
     return f"{before}at {listed}" if lines else ""

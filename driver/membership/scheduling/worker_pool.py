@@ -11,7 +11,7 @@ from math import inf
 
 from elastic.driver.events import KillWorker, LetGo, RejectWorker, StartWorker, WelcomeWorker
 from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.roster import AT_STAKE, Roster, Stage, Standing
+from elastic.driver.membership.roster import AT_STAKE, Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.reasons import Reason, Why, because
@@ -54,7 +54,7 @@ class Workforce:
             return
         room = wanted
         if members and self.settings.starting_max is not None and not self._short():
-            room = self.settings.starting_max - self.roster.count(Stage.STARTING)
+            room = self.settings.starting_max - self.roster.count(WorkerStage.STARTING)
             if room <= 0:
                 return  # looked at again when one of them has called init(), or is gone
         # Looking at every slot after each of many events would take too long where nothing has changed.
@@ -71,38 +71,38 @@ class Workforce:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
         for number, worker in enumerate(started):
-            self.roster[worker] = Standing(worker, self.orders.now, places[worker])
+            self.roster[worker] = WorkerRecord(worker, self.orders.now, places[worker])
             why = Why.FIRST_START if worker.incarnation == 1 else Why.SLOT_IS_FREE
             if number >= needed and worker.incarnation == 1:
                 why = Why.TO_STAND_BY
             self.orders.do(StartWorker(worker, places[worker], because(why)))
 
-    def welcome(self, standing: Standing, members: Sequence[Worker]) -> None:
+    def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
         """It has called init(). Where a world exists without it, it goes on with a provisional place, never rank 0."""
-        standing.stage = Stage.CONNECTED
-        place = standing.first_place
+        record.stage = WorkerStage.CONNECTED
+        place = record.first_place
         if members:
-            others = [worker for worker in members if worker != standing.worker]
-            place = rank_order.next_place(others, standing.worker)
+            others = [worker for worker in members if worker != record.worker]
+            place = rank_order.next_place(others, record.worker)
         elastic = self.settings.elastic
-        self.orders.do(WelcomeWorker(standing.worker, place, bool(members), elastic))
+        self.orders.do(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def somebody_waits(self) -> None:
         """From here on the others must have called init() within a bound."""
         if self._first_ready_at is None:
             self._first_ready_at = self.orders.now
 
-    def starting(self) -> Iterator[Standing]:
+    def starting(self) -> Iterator[WorkerRecord]:
         """Those that may still come in time for the first world. Where nobody waits, nobody is ever late."""
-        for standing in self.roster.first_at(Stage.STARTING, Stage.CONNECTED):
-            start_by = self._start_by(standing)
+        for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
+            start_by = self._start_by(record)
             if start_by is None or self.orders.now < start_by:
-                yield standing
+                yield record
 
-    def _start_by(self, standing: Standing) -> float | None:
+    def _start_by(self, record: WorkerRecord) -> float | None:
         if self._first_ready_at is None:
             return None
-        return max(standing.started_at, self._first_ready_at) + self.settings.start_timeout_s
+        return max(record.started_at, self._first_ready_at) + self.settings.start_timeout_s
 
     def _short(self) -> bool:
         return self.roster.staying() < self.settings.workers_min
@@ -121,104 +121,106 @@ class Workforce:
     def announce(self, hosts: dict[str, int], members: Collection[Worker]) -> None:
         """Discovery's whole list: workers on hosts that have left it should leave, and those on it may stay."""
         self.slots.announce(hosts)
-        for standing in self.roster.values():
-            listed = self.slots.lists(standing.worker)
-            if listed and standing.unlisted and standing.in_plans:
-                standing.leaving, standing.unlisted = None, False
-            elif not listed and not standing.leaving and standing.in_plans:
-                standing.unlisted = True
-                left = because(Why.HOST_NOT_LISTED, host=standing.worker.host)
-                self.ask_to_leave(standing, left, members)
+        for record in self.roster.values():
+            listed = self.slots.lists(record.worker)
+            if listed and record.unlisted and record.in_plans:
+                record.leaving, record.unlisted = None, False
+            elif not listed and not record.leaving and record.in_plans:
+                record.unlisted = True
+                left = because(Why.HOST_NOT_LISTED, host=record.worker.host)
+                self.ask_to_leave(record, left, members)
 
-    def leave(self, standing: Standing, reason: Reason, members: Collection[Worker]) -> None:
+    def leave(self, record: WorkerRecord, reason: Reason, members: Collection[Worker]) -> None:
         """It was asked to leave, and its slot stays empty."""
-        if standing.in_plans and not standing.hurried:
-            standing.unlisted = standing.noticed = False
-            self.slots.leave(standing.slot)
-            self.ask_to_leave(standing, reason, members)
+        if record.in_plans and not record.hurried:
+            record.unlisted = record.noticed = False
+            self.slots.leave(record.slot)
+            self.ask_to_leave(record, reason, members)
 
-    def ask_to_leave(self, standing: Standing, reason: Reason, members: Collection[Worker]) -> None:
+    def ask_to_leave(
+        self, record: WorkerRecord, reason: Reason, members: Collection[Worker]
+    ) -> None:
         """A member leaves at a planned change, all others at once."""
-        standing.leaving = reason
-        if standing.stage is Stage.STARTING:
-            self.dismiss(standing, reason, self.settings.leave_s)
-            self.kill(standing, reason)
-        elif standing.worker not in members:
-            self.let_go(standing, reason)  # a member is let go at a planned change
+        record.leaving = reason
+        if record.stage is WorkerStage.STARTING:
+            self.dismiss(record, reason, self.settings.leave_s)
+            self.kill(record, reason)
+        elif record.worker not in members:
+            self.let_go(record, reason)  # a member is let go at a planned change
 
-    def let_go(self, standing: Standing, reason: Reason) -> None:
-        if standing.stage is not Stage.DISMISSED:
-            standing.leaving = reason
-            self.dismiss(standing, because(Why.NOT_LEFT), self.settings.leave_s)
-            self.orders.do(LetGo(standing.worker, reason))
+    def let_go(self, record: WorkerRecord, reason: Reason) -> None:
+        if record.stage is not WorkerStage.DISMISSED:
+            record.leaving = reason
+            self.dismiss(record, because(Why.NOT_LEFT), self.settings.leave_s)
+            self.orders.do(LetGo(record.worker, reason))
 
     def let_all_go(self, reason: Reason) -> None:
         """All but those that have finished, which go by themselves."""
-        for standing in [*self.roster.in_plans()]:
-            if standing.stage is Stage.STARTING:
-                self.kill(standing, reason)
+        for record in [*self.roster.in_plans()]:
+            if record.stage is WorkerStage.STARTING:
+                self.kill(record, reason)
             else:
-                self.let_go(standing, reason)
+                self.let_go(record, reason)
 
-    def part_again(self, standing: Standing) -> None:
+    def part_again(self, record: WorkerRecord) -> None:
         """It was told to leave, or to be killed, and is still heard of: it is told again."""
-        worker = standing.worker
-        if standing.killed_for:
-            self.orders.do(KillWorker(worker, standing.killed_for))
-            self.orders.do(LetGo(worker, standing.killed_for, True))
-        elif standing.rejected:
-            self.orders.do(RejectWorker(worker, standing.layout, standing.rejected))
+        worker = record.worker
+        if record.killed_for:
+            self.orders.do(KillWorker(worker, record.killed_for))
+            self.orders.do(LetGo(worker, record.killed_for, True))
+        elif record.rejected:
+            self.orders.do(RejectWorker(worker, record.layout, record.rejected))
         else:
-            reason = standing.leaving or standing.exit_why
+            reason = record.leaving or record.exit_why
             assert reason is not None
             self.orders.do(LetGo(worker, reason))
 
-    def reject(self, standing: Standing, expected: str) -> None:
-        text = f"{standing.worker} is rejected: its state differs from the world's"
+    def reject(self, record: WorkerRecord, expected: str) -> None:
+        text = f"{record.worker} is rejected: its state differs from the world's"
         self.orders.say("error", text)
-        standing.rejected = expected
-        self.dismiss(standing, because(Why.REJECTED), self.settings.leave_s)
-        self.orders.do(RejectWorker(standing.worker, standing.layout, expected))
+        record.rejected = expected
+        self.dismiss(record, because(Why.REJECTED), self.settings.leave_s)
+        self.orders.do(RejectWorker(record.worker, record.layout, expected))
 
-    def dismiss(self, standing: Standing, why: Reason, within_s: float) -> None:
+    def dismiss(self, record: WorkerRecord, why: Reason, within_s: float) -> None:
         """It is part of no plan from here on, and must be gone in time."""
-        standing.stage = Stage.DISMISSED
-        standing.exit_by = self.orders.now + within_s
-        standing.exit_why = why
+        record.stage = WorkerStage.DISMISSED
+        record.exit_by = self.orders.now + within_s
+        record.exit_why = why
 
-    def discard(self, standing: Standing, reason: Reason) -> None:
+    def discard(self, record: WorkerRecord, reason: Reason) -> None:
         """It can't go on, through no fault of its own: another may be started in its slot once it is dead."""
-        standing.leaving = reason
-        self.dismiss(standing, reason, self.settings.disconnect_s)
-        self.kill(standing, reason)
+        record.leaving = reason
+        self.dismiss(record, reason, self.settings.disconnect_s)
+        self.kill(record, reason)
 
-    def disconnected(self, standing: Standing, *, silent: bool) -> None:
+    def disconnected(self, record: WorkerRecord, *, silent: bool) -> None:
         """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
-        if standing.in_plans and silent and not standing.killed_for:
-            self.fence(standing, because(Why.CUT_OFF))
-        elif standing.in_plans and standing.exit_by is None:
-            standing.exit_by = self.orders.now + self.settings.disconnect_s
-            standing.exit_why = because(Why.CONNECTION_LOST)
+        if record.in_plans and silent and not record.killed_for:
+            self.fence(record, because(Why.CUT_OFF))
+        elif record.in_plans and record.exit_by is None:
+            record.exit_by = self.orders.now + self.settings.disconnect_s
+            record.exit_why = because(Why.CONNECTION_LOST)
 
-    def fence(self, standing: Standing, reason: Reason) -> None:
-        self.orders.say("error", f"fencing {standing.worker}: {reason}", reason)
-        self.kill(standing, reason)
+    def fence(self, record: WorkerRecord, reason: Reason) -> None:
+        self.orders.say("error", f"fencing {record.worker}: {reason}", reason)
+        self.kill(record, reason)
 
-    def kill(self, standing: Standing, reason: Reason) -> None:
-        if not standing.killed_for:
-            standing.killed_for = reason
-            standing.exit_by = self.orders.now + self._dies_within_s(standing)
-            self.orders.do(KillWorker(standing.worker, reason))
+    def kill(self, record: WorkerRecord, reason: Reason) -> None:
+        if not record.killed_for:
+            record.killed_for = reason
+            record.exit_by = self.orders.now + self._dies_within_s(record)
+            self.orders.do(KillWorker(record.worker, reason))
 
-    def _dies_within_s(self, standing: Standing) -> float:
+    def _dies_within_s(self, record: WorkerRecord) -> float:
         """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
-        return self.settings.kill_s if standing.stage in AT_STAKE else self.settings.leave_s
+        return self.settings.kill_s if record.stage in AT_STAKE else self.settings.leave_s
 
     # ---- gone ------------------------------------------------------------------------------------------------------
 
-    def punish(self, standing: Standing, what: str) -> None:
+    def punish(self, record: WorkerRecord, what: str) -> None:
         """It should not have ended: its slot cools down."""
-        worker, now, settings = standing.worker, self.orders.now, self.settings
+        worker, now, settings = record.worker, self.orders.now, self.settings
         if not self.slots.lists(worker):
             self.orders.say("info", f"{worker} ended with {what}; its slot is not listed")
             return
@@ -226,9 +228,9 @@ class Workforce:
             text = f"{worker} ended with {what}; its machine had announced its own end"
             self.orders.say("info", text)
             return
-        since = standing.resumed_at
+        since = record.resumed_at
         fruitful = since is not None and now - since >= settings.cooldown_max_s
-        wait = self.slots.failed(standing.slot, now, fruitful=fruitful)
+        wait = self.slots.failed(record.slot, now, fruitful=fruitful)
         if wait is not None:
             text = f"{worker} ended with {what}; its slot may return in {wait:g} s"
             self.orders.say("warning", text)
@@ -241,7 +243,7 @@ class Workforce:
 
     def all_fail(self) -> bool:
         """Where nobody has come to training yet: the script is wrong, and trying again would only repeat it."""
-        hopeful = any(each.stage is not Stage.STARTING for each in self.roster.in_plans())
+        hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
 
     def quoted(self) -> str:
@@ -255,9 +257,11 @@ class Workforce:
         exit_by = self.roster.first_exit_by()
         if exit_by is not None:
             yield exit_by
-        for stage in (Stage.STARTING, Stage.CONNECTED) if first else (Stage.STARTING,):
-            for standing in self.roster.first_at(stage):  # in the order in which they were started
-                start_by = self._start_by(standing)
+        for stage in (
+            (WorkerStage.STARTING, WorkerStage.CONNECTED) if first else (WorkerStage.STARTING,)
+        ):
+            for record in self.roster.first_at(stage):  # in the order in which they were started
+                start_by = self._start_by(record)
                 if start_by is None:
                     break
                 if start_by > self.orders.now:
@@ -273,7 +277,7 @@ class Workforce:
         those of a machine that goes away.
         """
         at, soon = self.next_slot_at(), self.orders.now + self.settings.cooldown_max_s
-        later = self.roster.any_at(Stage.DISMISSED) or (at is not None and at <= soon)
+        later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
         return self._wanted() > 0 and later
 
     def next_slot_at(self) -> float | None:
@@ -286,23 +290,23 @@ class Workforce:
             self._cooling = (state, inf if at is None else at)
         return None if self._cooling[1] == inf else self._cooling[1]
 
-    def overdue(self) -> list[Standing]:
+    def overdue(self) -> list[WorkerRecord]:
         """Kills who is late. Returns who can't be killed."""
-        for standing in self.roster.first_at(Stage.STARTING):
-            if not self.orders.due(self._start_by(standing)):
+        for record in self.roster.first_at(WorkerStage.STARTING):
+            if not self.orders.due(self._start_by(record)):
                 break  # those after it were started later
-            if not standing.killed_for:
+            if not record.killed_for:
                 late = because(Why.NO_INIT, within_s=self.settings.start_timeout_s)
-                self.fence(standing, late)
+                self.fence(record, late)
         immortal = []
-        for standing in self.roster.overdue(self.orders.now):
-            if standing.killed_for:
-                standing.exit_by = None
-                worker, within_s = str(standing.worker), self._dies_within_s(standing)
+        for record in self.roster.overdue(self.orders.now):
+            if record.killed_for:
+                record.exit_by = None
+                worker, within_s = str(record.worker), self._dies_within_s(record)
                 undead = because(Why.CANT_BE_KILLED, worker=worker, within_s=within_s)
                 self.orders.say("error", str(undead), undead)
-                immortal.append(standing)
+                immortal.append(record)
             else:
-                assert standing.exit_why is not None
-                self.kill(standing, standing.exit_why)
+                assert record.exit_why is not None
+                self.kill(record, record.exit_why)
         return immortal

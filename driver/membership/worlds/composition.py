@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic.driver.membership.roster import Standing
+from elastic.driver.membership.roster import WorkerRecord
 from elastic.driver.membership.scheduling.rank_order import Arrangement, arrange
 from elastic.protocol.messages import Commit, Worker
 
@@ -21,15 +21,15 @@ class Composition:
     """``arrangement`` has everybody in the next world. Who is in no list waits, as a spare."""
 
     arrangement: Arrangement
-    joining: list[Standing] = field(default_factory=list)
-    leaving: list[Standing] = field(default_factory=list)  # may go now
-    rejected: list[Standing] = field(default_factory=list)  # their state's layout differs
+    joining: list[WorkerRecord] = field(default_factory=list)
+    leaving: list[WorkerRecord] = field(default_factory=list)  # may go now
+    rejected: list[WorkerRecord] = field(default_factory=list)  # their state's layout differs
     layout: str = ""
 
 
 def compose(
-    old: Sequence[Standing],
-    new: Sequence[Standing],
+    old: Sequence[WorkerRecord],
+    new: Sequence[WorkerRecord],
     commits: Mapping[Worker, Commit | None],
     *,
     workers_min: int,
@@ -53,7 +53,7 @@ def compose(
     if min(workers_max, len(staying) + len(willing)) < workers_min:
         staying = [s for s in fitting if not s.hurried]
         patient = set()
-    keeper: list[Standing] = []
+    keeper: list[WorkerRecord] = []
     if newest is not None and not any(commits.get(s.worker) == newest for s in staying):
         keeper = [s for s in fitting if commits.get(s.worker) == newest][:1]
     leaving = [s for s in fitting if (s.hurried or s in patient) and s not in keeper]

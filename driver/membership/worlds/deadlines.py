@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import Stage
+from elastic.driver.membership.roster import WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Why, because
 
@@ -52,7 +52,9 @@ class Deadlines(Part):
                 self.worlds.call_off(because(Why.NO_ANSWER, workers=silent))
                 self.worlds.change.put_off(self.orders.now)
             case Phase.STOPPING if self.orders.due(self.worlds.change.by):
-                late = [str(s.worker) for s in self.worlds.live() if s.stage is not Stage.READY]
+                late = [
+                    str(s.worker) for s in self.worlds.live() if s.stage is not WorkerStage.READY
+                ]
                 missed = because(
                     Why.NOT_STOPPED,
                     workers=", ".join(late),
@@ -93,10 +95,10 @@ class Deadlines(Part):
         if not self.orders.due(self.worlds.gathering.late_at):
             return
         self.worlds.gathering.late = True
-        for standing in list(self.worlds.gathering.missing(self.roster)):
-            if standing.running:
+        for record in list(self.worlds.gathering.missing(self.roster)):
+            if record.running:
                 late = because(Why.NOT_READY, within_s=self.settings.elastic_timeout_s)
-                self.staff.fence(standing, late)
+                self.staff.fence(record, late)
             elif not self.settings.elastic:
-                waited_s, who = self.settings.elastic_timeout_s, self.worlds.named(standing)
+                waited_s, who = self.settings.elastic_timeout_s, self.worlds.named(record)
                 self.worlds.end(1, because(Why.NOT_ENTERED, who=who, for_s=waited_s))

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
@@ -49,7 +49,7 @@ class Gathering:
     def remind_at(self) -> float:
         return self.began_at + self.remind_after_s
 
-    def reminder(self, awaited: Sequence[Standing], now: float) -> str:
+    def reminder(self, awaited: Sequence[WorkerRecord], now: float) -> str:
         """Who holds everybody up, and until when."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
@@ -95,20 +95,20 @@ class Gathering:
             self._more += 1
         self.reason = because(Why.SEVERAL, causes=causes, more=self._more)
 
-    def awaited(self, roster: Roster) -> Iterator[Standing]:
+    def awaited(self, roster: Roster) -> Iterator[WorkerRecord]:
         """Old members that it does not go on without."""
-        for standing in self.missing(roster):
-            if standing.running or not self.late:
-                yield standing
+        for record in self.missing(roster):
+            if record.running or not self.late:
+                yield record
 
-    def missing(self, roster: Roster) -> Iterator[Standing]:
+    def missing(self, roster: Roster) -> Iterator[WorkerRecord]:
         """Old members that are not ready."""
-        return roster.first_at(Stage.MEMBER, Stage.RETURNED)
+        return roster.first_at(WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
 def candidates(
-    ready: Sequence[Standing], members: Sequence[Worker]
-) -> tuple[list[Standing], list[Standing], list[Standing]]:
+    ready: Sequence[WorkerRecord], members: Sequence[Worker]
+) -> tuple[list[WorkerRecord], list[WorkerRecord], list[WorkerRecord]]:
     """Ready old members in rank order, ready newcomers, and those whose kind of world this one is not."""
     rank = {worker: index for index, worker in enumerate(members)}
     old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])

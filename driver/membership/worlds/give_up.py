@@ -6,7 +6,7 @@ Every question is answered with the reason to end the job, or with nothing: then
 from __future__ import annotations
 
 from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.roster import AT_STAKE, Stage
+from elastic.driver.membership.roster import AT_STAKE, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.world import World
@@ -32,7 +32,7 @@ class Patience:
         """The smallest world allowed now. Once some have finished, the rest need not find more."""
         if not self._settings.elastic:
             return self._settings.np
-        return 1 if self._staff.roster.at(Stage.FINISHED) else self._settings.workers_min
+        return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
         """A world broke."""
@@ -121,7 +121,7 @@ class Patience:
             return None
         if not self._settings.elastic and slots.completed:
             return because(Why.OTHERS_EXITED, exited=len(slots.completed), waiting=have)
-        coming = any(s.stage is not Stage.READY for s in self._staff.roster.in_plans())
+        coming = any(s.stage is not WorkerStage.READY for s in self._staff.roster.in_plans())
         if not coming and slots.spent():
             return self.spent()
         if gathering.short_by is None:
@@ -136,7 +136,7 @@ class Patience:
 
     def too_few(self) -> Reason:
         """They have waited long enough."""
-        ready = len(self._staff.roster.at(Stage.READY))
+        ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
         return because(Why.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
 

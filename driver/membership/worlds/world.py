@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.driver.events import Member, ReportRecovery, WorkerDigested, WorkerResumed
-from elastic.driver.membership.roster import Roster, Stage
+from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, Why, because
@@ -69,7 +69,7 @@ class World:
         if first[1] == event.digest:
             return None
         other = roster.get(first[0])
-        if other is None or other.killed_for or other.stage is Stage.DISMISSED:
+        if other is None or other.killed_for or other.stage is WorkerStage.DISMISSED:
             self._digests[event.commit] = (event.worker, event.digest)  # it is on its way out
             return None
         # The lower rank's copy is the one that others were sent.

@@ -22,7 +22,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.failure_detection.root_cause import Exceptions, Inquest
-from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.membership.worlds.gathering import Gathering, Kind, candidates
@@ -121,7 +121,7 @@ class Worlds:
                 case Phase.PREPARING:
                     self._try_to_stop()
                 case Phase.STOPPING:
-                    if not self.roster.any_at(Stage.MEMBER, Stage.RETURNED):
+                    if not self.roster.any_at(WorkerStage.MEMBER, WorkerStage.RETURNED):
                         self.gather(Kind.CHANGE, self.change_reason)
                 case Phase.ENDING:
                     self._try_to_finish()
@@ -146,14 +146,14 @@ class Worlds:
             return
         if self.gathering.whole and self.staff.some_return():
             return
-        ready = [s for s in self.roster.first_at(Stage.READY) if not s.killed_for]
+        ready = [s for s in self.roster.first_at(WorkerStage.READY) if not s.killed_for]
         old, new, others = candidates(ready, self.members)
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
-        for standing in composition.leaving:
-            assert standing.leaving is not None
-            self.staff.let_go(standing, standing.leaving)
-        for standing in composition.rejected:
-            self.staff.reject(standing, composition.layout)
+        for record in composition.leaving:
+            assert record.leaving is not None
+            self.staff.let_go(record, record.leaving)
+        for record in composition.rejected:
+            self.staff.reject(record, composition.layout)
         if composition.arrangement.commit is None:
             self.end_if(self.patience.nothing_held(self.world, self.gathering))
         have = len(composition.arrangement.order)
@@ -164,7 +164,9 @@ class Worlds:
         self.end_if(self.patience.in_circles(self.world, self.gathering, commit))
         self._publish(composition, others, survivors=have - len(composition.joining))
 
-    def _publish(self, composition: Composition, others: list[Standing], *, survivors: int) -> None:
+    def _publish(
+        self, composition: Composition, others: list[WorkerRecord], *, survivors: int
+    ) -> None:
         before, gathering, arranged = self.world, self.gathering, composition.arrangement
         source = self.roster[arranged.order[0]]
         assert source.store is not None
@@ -197,17 +199,17 @@ class Worlds:
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
             self.change.put_off(self.now)  # an interruption for nothing: not at once again
         # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
-        for standing in self.roster.at(Stage.MEMBER, Stage.RETURNED):
-            standing.stage = Stage.CONNECTED
-        for standing in others:
-            if not standing.running:
-                self.staff.welcome(standing, self.members)
+        for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
+            record.stage = WorkerStage.CONNECTED
+        for record in others:
+            if not record.running:
+                self.staff.welcome(record, self.members)
         for worker in arranged.order:
-            standing = self.roster[worker]
-            standing.stage, standing.stands_by = Stage.MEMBER, False
-            standing.moved(self.now)
-            standing.entered, standing.phase, standing.last_inside = 0, "", ""
-            standing.gpu = []
+            record = self.roster[worker]
+            record.stage, record.stands_by = WorkerStage.MEMBER, False
+            record.moved(self.now)
+            record.entered, record.phase, record.last_inside = 0, "", ""
+            record.gpu = []
         self.published = PublishWorld(
             generation=self.generation,
             members=self.world.placed(),
@@ -231,7 +233,7 @@ class Worlds:
             return
         coming = any(
             not s.leaving and s.worker not in self.world.places
-            for s in self.roster.first_at(Stage.STARTING, Stage.CONNECTED)
+            for s in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED)
         )
         self.look_again_at = self.change.wanted(self.now, more_coming=coming and not urgent)
         if self.look_again_at is not None:
@@ -244,17 +246,17 @@ class Worlds:
 
     def _have_stand_by(self) -> None:
         """Who is ready and has no place in a world that is as large as it may be."""
-        for standing in self._joining():
-            if not standing.stands_by:
-                standing.stands_by = True
-                self.orders.do(TellStandby(standing.worker))
+        for record in self._joining():
+            if not record.stands_by:
+                record.stands_by = True
+                self.orders.do(TellStandby(record.worker))
 
-    def _joining(self) -> list[Standing]:
+    def _joining(self) -> list[WorkerRecord]:
         """Newcomers that are ready."""
         places = self.world.places
         return [
             s
-            for s in self.roster.first_at(Stage.READY)
+            for s in self.roster.first_at(WorkerStage.READY)
             if s.running and not s.leaving and not s.killed_for and s.worker not in places
         ]
 
@@ -269,7 +271,7 @@ class Worlds:
             self._wished = (basis, self._compose_wish(joining))
         return self._wished[1]
 
-    def _compose_wish(self, joining: list[Standing]) -> tuple[Reason | None, bool]:
+    def _compose_wish(self, joining: list[WorkerRecord]) -> tuple[Reason | None, bool]:
         live = self.live()
         same = Commit(self.generation, 1)  # where all stop together, all hold the same
         composition = self._compose(live, joining, {s.worker: same for s in live})
@@ -297,7 +299,7 @@ class Worlds:
         self.orders.do(CallOffChange(self.generation, self.change.number, live, reason))
 
     def _try_to_finish(self) -> None:
-        if not self.roster.any_at(Stage.MEMBER):
+        if not self.roster.any_at(WorkerStage.MEMBER):
             members = len(self.live())
             self.finish("")
             end = because(Why.ALL_RETURNED, members=members, generation=self.generation)
@@ -305,16 +307,16 @@ class Worlds:
 
     def finish(self, because: str) -> None:
         """Returned workers need not be there for the others any more."""
-        returned = [s for s in self.live() if s.stage is Stage.RETURNED]
+        returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
             self.orders.say("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
-        for standing in returned:
-            standing.stage = Stage.FINISHED
+        for record in returned:
+            record.stage = WorkerStage.FINISHED
         self.orders.do(FinishWorld(self.generation, [s.worker for s in returned]))
 
-    def one_returned(self, standing: Standing) -> None:
+    def one_returned(self, record: WorkerRecord) -> None:
         """A member's function has returned: the others get their time to do so too."""
-        returned = because(Why.RETURNED, worker=str(standing.worker))
+        returned = because(Why.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
@@ -325,20 +327,22 @@ class Worlds:
 
     # ---- losing members ------------------------------------------------------------------------------
 
-    def lose(self, standing: Standing, reason: Reason) -> None:
+    def lose(self, record: WorkerRecord, reason: Reason) -> None:
         """A member is gone, or as good as gone: the world is over for the others."""
-        if standing.worker not in self.world.places:
+        if record.worker not in self.world.places:
             return
         if self.phase is Phase.GATHERING:
             self.gathering.lost(reason)
             if self.gathering.kind is Kind.START:
-                at_work = [s.worker for s in self.live() if s.stage is Stage.MEMBER]
+                at_work = [s.worker for s in self.live() if s.stage is WorkerStage.MEMBER]
                 if at_work:
                     self.orders.do(BreakWorld(self.generation, at_work, reason))
             self.end_if(self.patience.all_lost(self.world, self.gathering))
             return
         live = self.live()
-        returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
+        returned = bool(live) and all(
+            s.stage in (WorkerStage.RETURNED, WorkerStage.FINISHED) for s in live
+        )
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
             self.orders.say("warning", f"{reason}, after all others had returned")
             return
@@ -348,9 +352,9 @@ class Worlds:
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
         if failure and not announced:  # the end of a machine that was announced is no failure
             self.end_if(self.patience.failed_again(reason))
-        at_work = [s for s in self.live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
-        for standing in at_work:
-            standing.stage = Stage.MEMBER
+        at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
+        for record in at_work:
+            record.stage = WorkerStage.MEMBER
         self.gather(Kind.RECOVERY, reason)
         self.gathering.somebody_lost = lost
         self.orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
@@ -378,21 +382,21 @@ class Worlds:
 
     # ---- small questions -------------------------------------------------------------------------------------------
 
-    def awaited(self, standing: Standing) -> bool:
+    def awaited(self, record: WorkerRecord) -> bool:
         """Whether the next world waits for it."""
         if self.phase is not Phase.GATHERING or not self.members:
             return False
-        at_work = standing.stage is not Stage.READY
-        return at_work and (standing.running or not self.gathering.late)
+        at_work = record.stage is not WorkerStage.READY
+        return at_work and (record.running or not self.gathering.late)
 
-    def live(self) -> list[Standing]:
+    def live(self) -> list[WorkerRecord]:
         """Members that live and were not dismissed, in rank order."""
         return self.roster.live(self.members)
 
     def _compose(
         self,
-        old: list[Standing],
-        new: list[Standing],
+        old: list[WorkerRecord],
+        new: list[WorkerRecord],
         commits: dict[Worker, Commit | None] | dict[Worker, Commit],
     ) -> Composition:
         return compose(
@@ -408,10 +412,10 @@ class Worlds:
     def now(self) -> float:
         return self.orders.now
 
-    def named(self, standing: Standing) -> str:
-        worker = standing.worker
+    def named(self, record: WorkerRecord) -> str:
+        worker = record.worker
         place = self.world.places.get(worker)
         if place is None and not self.members:
-            place = standing.first_place
+            place = record.first_place
         who = "worker" if place is None else f"rank {place.rank}"
         return f"{who} ({worker} on {worker.host})"

@@ -88,10 +88,10 @@ def test_a_twin_goes_its_own_way():
 
 def test_what_is_shared_stays_shared():
     twin = restored(taken(running(3).m), running(3).m.settings)
-    standing = twin.roster[worker("h:1")]
-    assert twin.roster.hosts["h"][worker("h:1")] is standing
-    standing.leaving = in_words("told to")  # the roster files it
-    assert twin.roster.leavers == {worker("h:1"): standing}
+    record = twin.roster[worker("h:1")]
+    assert twin.roster.hosts["h"][worker("h:1")] is record
+    record.leaving = in_words("told to")  # the roster files it
+    assert twin.roster.leavers == {worker("h:1"): record}
     assert (
         twin.worlds.staff.orders is twin.worlds.orders
         and twin.worlds.patience._staff is twin.worlds.staff

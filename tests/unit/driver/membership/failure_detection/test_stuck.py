@@ -31,7 +31,7 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.membership.membership import Phase
-from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.protocol.messages import GRADIENTS
 from harness.conversation import (
     Talk,
@@ -548,16 +548,16 @@ def test_after_a_restart_of_the_driver_all_waits_begin_anew():
 
 @pytest.mark.parametrize("workers", [100, pytest.param(400, marks=pytest.mark.slow)])
 def test_what_each_event_costs_does_not_grow_with_the_world(workers, monkeypatch):
-    """Counted, not timed: the standings that are touched in a step in which everybody waits a little."""
+    """Counted, not timed: the records that are touched in a step in which everybody waits a little."""
     talk = running(workers, workers_min=1)
     touched = 0
     first_at = Roster.first_at
 
-    def counting(self: Roster, *stages: Stage) -> Iterator[Standing]:
+    def counting(self: Roster, *stages: WorkerStage) -> Iterator[WorkerRecord]:
         nonlocal touched
-        for standing in first_at(self, *stages):
+        for record in first_at(self, *stages):
             touched += 1
-            yield standing
+            yield record
 
     monkeypatch.setattr(Roster, "first_at", counting)
     for now, say in ((talk.now + 1.0, inside), (talk.now + 2.0, outside)):

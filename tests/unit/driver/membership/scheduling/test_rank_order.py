@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.membership.roster import Standing
+from elastic.driver.membership.roster import WorkerRecord
 from elastic.driver.membership.scheduling.rank_order import arrange, next_place, places, slots
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.reasons import in_words
@@ -55,8 +55,8 @@ def test_slots_are_dealt_host_by_host_in_the_order_of_the_list():
 # ---- composition --------------------------------------------------------------------------------
 
 
-def standing(who: Worker, *, leaving: str = "", unlisted: bool = False) -> Standing:
-    made = Standing(who, 0.0, Place(0, 1, 0, 1, 0, 1), layout="x", running=True)
+def record(who: Worker, *, leaving: str = "", unlisted: bool = False) -> WorkerRecord:
+    made = WorkerRecord(who, 0.0, Place(0, 1, 0, 1, 0, 1), layout="x", running=True)
     made.leaving = in_words(leaving) if leaving else None
     made.unlisted = unlisted
     return made
@@ -72,25 +72,25 @@ def going(composition: Composition) -> list[Worker]:
 
 
 def test_who_leaves_goes_if_somebody_who_stays_holds_the_same():
-    made = composed([standing(A, leaving="SIGTERM"), standing(B)])
+    made = composed([record(A, leaving="SIGTERM"), record(B)])
     assert going(made) == [A] and made.arrangement.order == [B]
 
 
 def test_who_leaves_stays_if_nobody_else_holds_the_newest():
     commits = {A: Commit(2, 6), B: Commit(2, 5)}
-    made = composed([standing(A, leaving="SIGTERM"), standing(B)], commits=commits)
+    made = composed([record(A, leaving="SIGTERM"), record(B)], commits=commits)
     assert going(made) == [] and made.arrangement.order == [A, B]
 
 
 def test_an_unlisted_host_waits_for_a_replacement_and_sigterm_does_not():
-    assert going(composed([standing(A), standing(B, leaving="gone", unlisted=True)], low=2)) == []
-    assert going(composed([standing(A), standing(B, leaving="SIGTERM")], low=2)) == [B]
+    assert going(composed([record(A), record(B, leaving="gone", unlisted=True)], low=2)) == []
+    assert going(composed([record(A), record(B, leaving="SIGTERM")], low=2)) == [B]
 
 
 def test_the_first_world_takes_the_layout_of_its_source_and_rejects_others():
-    odd = standing(B)
+    odd = record(B)
     odd.layout = "y"
-    made = composed([standing(A), odd, standing(C)], commits={A: None})
+    made = composed([record(A), odd, record(C)], commits={A: None})
     assert made.arrangement.order == [A, C] and made.rejected == [odd] and made.layout == "x"
 
 
@@ -103,13 +103,13 @@ people = st.lists(
 def test_nothing_committed_is_lost_and_no_world_is_too_large(old, new, low, high):
     low, high = min(low, high), max(low, high)
     members = [
-        standing(Worker("h", n), leaving=why, unlisted=why == "gone")
+        record(Worker("h", n), leaving=why, unlisted=why == "gone")
         for n, (why, _) in enumerate(old)
     ]
     commits = {
         s.worker: Commit(1, n) if n else None for s, (_, n) in zip(members, old, strict=True)
     }
-    joining = [standing(Worker("g", n)) for n in range(len(new))]
+    joining = [record(Worker("g", n)) for n in range(len(new))]
     made = compose(members, joining, commits, workers_min=low, workers_max=high)
     order, newest = made.arrangement.order, made.arrangement.commit
     held = [c for c in commits.values() if c is not None]
