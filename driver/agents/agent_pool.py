@@ -1,7 +1,7 @@
-"""Decides which agent serves a host, which orders wait for it, when a host is lost, and when an agent is started. Pure.
+"""Decides which agent serves a host, which starts wait for it, when a host is lost, and when an agent is started. Pure.
 
-    nobody --start a worker--> wanted: an agent is started there (if anybody can), orders wait for it
-    wanted --Registered--> here: orders go out, what its workers say comes in
+    nobody --start a worker--> wanted: an agent is started there (if anybody can), starts wait for it
+    wanted --Registered--> here: starts go out, what its workers say comes in
     here   --gone--> missing, for RETURN_S --Registered--> here
               |          +--------------------------------> lost: HostLost
               +--gone silently-----------------------------> lost --Registered--> here
@@ -109,7 +109,7 @@ class AgentPool:
         self._heard_of: Leases[str] = Leases(STOPPED_S)
         self._networks = Agreement()
         self._closing = False
-        self._orders = PoolActions()
+        self._actions = PoolActions()
         for worker in adopted:
             self._host(worker.host).running.add(worker)
 
@@ -136,7 +136,7 @@ class AgentPool:
 
     def handle(self, event: PoolEvent, now: float) -> list[PoolAction]:
         """What to do about an event, in order."""
-        self._orders.begin(now)
+        self._actions.begin(now)
         match event:
             case AgentSaid(agent, message, caller):
                 self._agent_said(agent, self._host(agent.host), message, caller)
@@ -164,10 +164,10 @@ class AgentPool:
                 self._end_job()
             case TimePassed():
                 self._overdue()
-        return self._orders.actions
+        return self._actions.decided
 
     def _overdue(self) -> None:
-        while (key := self._due.pop(self._orders.now)) is not None:
+        while (key := self._due.pop(self._actions.now)) is not None:
             name, due = key
             match due:
                 case Due.ARRIVAL:
@@ -193,28 +193,28 @@ class AgentPool:
         """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
         packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
         """
-        self._due.put("", Due.BEAT, self._orders.now + self.attach.lease_s / BEATS)
+        self._due.put("", Due.BEAT, self._actions.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
         if agents:
-            self._orders.do(TellAgents(agents, [Beat()]))
-        for name in self._heard_of.expired(self._orders.now):
+            self._actions.add(TellAgents(agents, [Beat()]))
+        for name in self._heard_of.expired(self._actions.now):
             stopped = self._hosts[name].agent
             if stopped is not None:
                 why = f"it has said nothing for {STOPPED_S:g} s, although it is connected: is it stopped?"
-                self._orders.say("error", f"the agent of {name} is given up: {why}")
-                self._orders.do(HangUp(stopped))
+                self._actions.log("error", f"the agent of {name} is given up: {why}")
+                self._actions.add(HangUp(stopped))
 
     def _end_job(self) -> None:
         self._closing = True
         self._due.clear()
         for host in self._hosts.values():
-            self._orders.tell(host, Detach("the job has ended"))
+            self._actions.tell(host, Detach("the job has ended"))
 
     # ---- agents come and go ----------------------------------------------------------------------------------------
 
     def _agent_said(self, agent: HostAgent, host: AgentRecord, message: Any, caller: str) -> None:
         if agent == host.agent:
-            self._heard_of.renew(agent.host, self._orders.now)
+            self._heard_of.renew(agent.host, self._actions.now)
         match message:
             case Here():
                 pass
@@ -223,20 +223,20 @@ class AgentPool:
             case _ if agent != host.agent:
                 pass  # of one that another has followed
             case Heard(worker, said) if worker.host == agent.host:
-                self._orders.do(PassOn(worker, said))
+                self._actions.add(PassOn(worker, said))
             case Seen(event) if event.worker.host == agent.host:
                 self._seen(host, event)
             case Printed(worker, stream, data) if worker.host == agent.host:
-                self._orders.do(ShowOutput(worker, stream, data))
+                self._actions.add(ShowOutput(worker, stream, data))
             case Logged(level, text):
-                self._orders.say(level, f"{agent.host}: {text}")
+                self._actions.log(level, f"{agent.host}: {text}")
             case Announced(Notice() as notice):
-                self._orders.do(TellDriver(HostLeaving(agent.host, notice)))
+                self._actions.add(TellDriver(HostLeaving(agent.host, notice)))
             case Announced():
-                self._orders.do(TellDriver(HostStaying(agent.host)))
+                self._actions.add(TellDriver(HostStaying(agent.host)))
             case _:
-                self._orders.say("warning", f"{agent} speaks of a worker that is not its own")
-                self._orders.do(HangUp(agent))
+                self._actions.log("warning", f"{agent} speaks of a worker that is not its own")
+                self._actions.add(HangUp(agent))
 
     def _agent_called(self, agent: HostAgent, host: AgentRecord) -> None:
         """It is told who this driver is, and answers with Registered.
@@ -245,11 +245,11 @@ class AgentPool:
         the other is gone: it may be the same machine, started again, whose end has not been noticed yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
-            self._orders.do(TellAgents([agent], [self.attach]))
+            self._actions.add(TellAgents([agent], [self.attach]))
         elif host.agent.incarnation > agent.incarnation:
-            self._orders.do(TellAgents([agent], [Reject("another agent serves this host")]))
+            self._actions.add(TellAgents([agent], [Reject("another agent serves this host")]))
         else:
-            self._orders.do(HangUp(agent))
+            self._actions.add(HangUp(agent))
 
     def _registered(
         self, agent: HostAgent, host: AgentRecord, said: Registered, caller: str
@@ -259,29 +259,29 @@ class AgentPool:
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
             news = "has a new agent: the workers of the one before it are gone"
-            self._orders.say("info", f"{agent.host} {news}")
+            self._actions.log("info", f"{agent.host} {news}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
         host.given_up = False
         self._due.drop(host.name, Due.ARRIVAL)
         self._due.drop(host.name, Due.RETRY)
-        self._heard_of.grant(host.name, self._orders.now)
+        self._heard_of.grant(host.name, self._actions.now)
         self._back_among_others(host.name)
         if self._closing:
-            self._orders.tell(host, Detach("the job has ended"))
+            self._actions.tell(host, Detach("the job has ended"))
             return
         for event in said.exits:
             self._exited(host, event)
-        waiting = {order.worker for order in host.orders}
+        waiting = {order.worker for order in host.starts}
         # Whoever has to be started on this connection has not failed to come back from the last one.
         ordered = sorted(host.running - waiting)
-        self._orders.do(TellDriver(HostReported(agent.host, said.running, ordered, said.notice)))
+        self._actions.add(TellDriver(HostReported(agent.host, said.running, ordered, said.notice)))
         host.running = {*said.running, *waiting}
-        for order in host.orders:
-            self._orders.tell(host, order)
-        host.orders.clear()
+        for order in host.starts:
+            self._actions.tell(host, order)
+        host.starts.clear()
         trouble = self._networks.note(host.name, said.bind, said.addresses, caller)
         if trouble:
-            self._orders.say("warning", trouble)
+            self._actions.log("warning", trouble)
 
     def _agent_gone(self, agent: HostAgent, host: AgentRecord, silent: bool) -> None:
         if agent != host.agent or host.given_up:
@@ -294,15 +294,15 @@ class AgentPool:
         if silent:
             self._expect(host, TOGETHER_S, "its agent acknowledges nothing any more")
         else:
-            self._orders.say("warning", f"the connection of {host.name}'s agent was closed")
+            self._actions.log("warning", f"the connection of {host.name}'s agent was closed")
             self._expect(host, RETURN_S, f"its agent has not come back within {RETURN_S:g} s")
 
     def _give_up_host(self, host: AgentRecord, why: str) -> None:
         """Its agent may wake, and comes then as any that was lost."""
         if not host.here or host.agent is None or self._closing:
             return
-        self._orders.say("error", f"the agent of {host.name} is given up: {why}")
-        self._orders.do(HangUp(host.agent))
+        self._actions.log("error", f"the agent of {host.name} is given up: {why}")
+        self._actions.add(HangUp(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
         self._heard_of.drop(host.name)
         self._reach.away(host.name)
@@ -310,25 +310,25 @@ class AgentPool:
 
     def _expect(self, host: AgentRecord, within_s: float, otherwise: str) -> None:
         host.overdue_why = otherwise
-        self._due.put(host.name, Due.ARRIVAL, self._orders.now + within_s)
+        self._due.put(host.name, Due.ARRIVAL, self._actions.now + within_s)
 
     def _missing(self, host: AgentRecord) -> None:
         if self._reach.overdue(host.name):
             self._lose(host, host.overdue_why)
         elif ("", Due.RESIGNATION) not in self._due:
-            self._orders.say(
+            self._actions.log(
                 "warning",
                 "no agent can be reached: this driver is cut off itself, and takes nobody for lost"
                 f" until one is heard of again, or {self.attach.away_s:g} s have passed",
             )
-            self._due.put("", Due.RESIGNATION, self._orders.now + self.attach.away_s)
+            self._due.put("", Due.RESIGNATION, self._actions.now + self.attach.away_s)
 
     def _back_among_others(self, name: str) -> None:
         """This host is reached. Whoever was not given up gets its time anew."""
         released = self._reach.here(name)
         if ("", Due.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", Due.RESIGNATION)
-            self._orders.say("info", f"{name} is reached again, and with that this driver")
+            self._actions.log("info", f"{name} is reached again, and with that this driver")
         for other in released:
             host = self._host(other)
             if not host.here:
@@ -336,13 +336,13 @@ class AgentPool:
 
     def _lose(self, host: AgentRecord, reason: str) -> None:
         self._due.drop(host.name, Due.ARRIVAL)
-        orders, host.orders = host.orders, []
-        for order in orders:
+        waiting, host.starts = host.starts, []
+        for order in waiting:
             why = f"host {host.name}: {reason}"
             self._exited(host, WorkerExited(order.worker, NO_AGENT, why))
         if host.running:
             self._networks.drop(host.name)
-            self._orders.do(TellDriver(HostLost(host.name, reason)))
+            self._actions.add(TellDriver(HostLost(host.name, reason)))
             self._start_again(host)
 
     def _part(self, host: AgentRecord) -> None:
@@ -351,9 +351,9 @@ class AgentPool:
         """
         if not self._starts_agents or self._closing or host.name in self._listed:
             return
-        if not host.here or host.running or host.orders:
+        if not host.here or host.running or host.starts:
             return
-        self._orders.tell(host, Detach("its host has left the list, and its workers have gone"))
+        self._actions.tell(host, Detach("its host has left the list, and its workers have gone"))
         host.agent, host.here = None, False
         self._heard_of.drop(host.name)
         self._reach.drop(host.name)
@@ -364,13 +364,13 @@ class AgentPool:
     def _start_agent(self, host: AgentRecord) -> None:
         if not host.starting:
             host.starting = True
-            self._orders.do(StartAgent(host.name))
+            self._actions.add(StartAgent(host.name))
 
     def _start_again(self, host: AgentRecord) -> None:
         """What ran there is unknown until its agent, or a new one, tells; and nothing can be started before."""
         if not self._starts_agents or self._closing or (host.name, Due.RETRY) in self._due:
             return
-        self._due.put(host.name, Due.RETRY, self._orders.now + host.again_s)
+        self._due.put(host.name, Due.RETRY, self._actions.now + host.again_s)
         host.again_s = min(2 * host.again_s, AGAIN_S[1])
 
     def _try_again(self, host: AgentRecord) -> None:
@@ -396,10 +396,10 @@ class AgentPool:
         if self._closing:
             return
         trouble = f"no agent could be started: {reason}"
-        if host.orders:
+        if host.starts:
             self._lose(host, trouble)
         elif trouble != host.trouble:
-            self._orders.say("warning", f"host {host.name}: {trouble}; trying on")
+            self._actions.log("warning", f"host {host.name}: {trouble}; trying on")
         host.trouble = trouble
         self._start_again(host)
 
@@ -408,9 +408,9 @@ class AgentPool:
     def _start(self, host: AgentRecord, order: Start) -> None:
         host.running.add(order.worker)
         if host.here:
-            self._orders.tell(host, order)
+            self._actions.tell(host, order)
             return
-        host.orders.append(order)
+        host.starts.append(order)
         if (host.name, Due.ARRIVAL) in self._due:
             return  # one that runs there is expected
         if self._starts_agents:  # a start ends by itself, with a reason if it fails
@@ -419,25 +419,25 @@ class AgentPool:
             self._expect(host, CALL_S, "its agent has not called this driver")
 
     def _kill(self, host: AgentRecord, worker: Worker) -> None:
-        waiting = [order for order in host.orders if order.worker == worker]
+        waiting = [order for order in host.starts if order.worker == worker]
         if waiting:
-            host.orders.remove(waiting[0])
+            host.starts.remove(waiting[0])
             self._exited(host, WorkerExited(worker, -9))
         else:
-            self._orders.tell(host, Kill(worker))
+            self._actions.tell(host, Kill(worker))
 
     def _seen(self, host: AgentRecord, event: Event) -> None:
         if isinstance(event, WorkerExited):
             self._exited(host, event)
             self._part(host)
         else:
-            self._orders.do(TellDriver(event))
+            self._actions.add(TellDriver(event))
 
     def _exited(self, host: AgentRecord, event: WorkerExited) -> None:
         """Told once of each worker."""
         if event.worker in host.running:
             host.running.discard(event.worker)
-            self._orders.do(TellDriver(event))
+            self._actions.add(TellDriver(event))
 
     def _host(self, name: str) -> AgentRecord:
         known = self._hosts.get(name)

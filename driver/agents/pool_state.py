@@ -20,7 +20,7 @@ class AgentRecord:
     name: str
     agent: HostAgent | None = None  # the one that has registered last
     here: bool = False  # it is connected, and has said who runs
-    orders: list[Start] = field(default_factory=list)  # that wait for it
+    starts: list[Start] = field(default_factory=list)  # that wait for it
     starting: bool = False  # an agent is being started
     running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not
     overdue_why: str = ""  # why it is lost, if it is not here in time
@@ -81,18 +81,18 @@ class PoolActions:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.actions: list[PoolAction] = []
+        self.decided: list[PoolAction] = []
 
     def begin(self, now: float) -> None:
-        self.now, self.actions = now, []
+        self.now, self.decided = now, []
 
-    def do(self, action: PoolAction) -> None:
-        self.actions.append(action)
+    def add(self, action: PoolAction) -> None:
+        self.decided.append(action)
 
-    def say(self, level: str, text: str) -> None:
-        self.do(Report(level, text))
+    def log(self, level: str, text: str) -> None:
+        self.add(Report(level, text))
 
     def tell(self, host: AgentRecord, message: AgentMessage) -> None:
         """Where its agent is here; else nobody is told."""
         if host.here and host.agent is not None:
-            self.do(TellAgents([host.agent], [message]))
+            self.add(TellAgents([host.agent], [message]))

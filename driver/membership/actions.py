@@ -6,21 +6,21 @@ from elastic.driver.events import Action, Report
 from elastic.driver.reasons import Reason
 
 
-class Orders:
+class ActionList:
     """Shared by those that decide together. ``now`` is the time of the event, in seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.actions: list[Action] = []
+        self.decided: list[Action] = []
 
     def begin(self, now: float) -> None:
-        self.now, self.actions = now, []
+        self.now, self.decided = now, []
 
-    def do(self, action: Action) -> None:
-        self.actions.append(action)
+    def add(self, action: Action) -> None:
+        self.decided.append(action)
 
-    def say(self, level: str, text: str, about: Reason | None = None) -> None:
-        self.do(Report(level, text, about))
+    def log(self, level: str, text: str, about: Reason | None = None) -> None:
+        self.add(Report(level, text, about))
 
-    def due(self, deadline: float | None) -> bool:
+    def expired(self, deadline: float | None) -> bool:
         return deadline is not None and deadline <= self.now

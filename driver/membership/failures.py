@@ -14,7 +14,11 @@ from elastic.driver.events import (
     WorkerRaised,
     WorkerStranded,
 )
-from elastic.driver.membership.failure_detection.root_cause import Inquest, describe_exit, exit_code
+from elastic.driver.membership.failure_detection.root_cause import (
+    RootCauseSearch,
+    describe_exit,
+    exit_code,
+)
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase
@@ -84,12 +88,12 @@ class Failures(Part):
         raised = f"{self.worlds.named(record)} raised {event.summary}"
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
-            if self.worlds.inquest is None:
-                by = self.orders.now + self.settings.leave_s  # its exit brings the exit code
-                self.worlds.inquest = Inquest(by, by, None)
+            if self.worlds.root_cause_search is None:
+                by = self.actions.now + self.settings.leave_s  # its exit brings the exit code
+                self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             who, summary = self.worlds.named(record), event.summary
             verdict = because(Why.SCRIPT_RAISED, who=who, summary=summary, trace=trace)
-            self.worlds.inquest.accuse(event.worker, verdict)
+            self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
@@ -104,7 +108,7 @@ class Failures(Part):
                 self.worlds.end(1, same)
         self.staff.last_output = trace
         blamed = ": its GPU failed, or NCCL, and not the script" if event.hardware else ""
-        self.orders.say("error", f"{raised}{blamed}")
+        self.actions.log("error", f"{raised}{blamed}")
         self.staff.dismiss(record, because(Why.RAISED), self.settings.leave_s)
         worker, summary = str(event.worker), event.summary
         self.worlds.lose(record, because(Why.LOST_RAISED, worker=worker, summary=summary))
@@ -137,26 +141,26 @@ class Failures(Part):
             self.staff.last_output = event.output.rstrip()
         if record.stage is WorkerStage.FINISHED:
             if event.code:
-                self.orders.say(
+                self.actions.log(
                     "error", f"{self.worlds.named(record)} ended with {ended} after training"
                 )
         elif event.code == 0 and self._ran_to_its_end(record):
             self.staff.slots.complete(record.slot)
             self.worlds.completed.append(self.worlds.named(record))
         elif self._explains_a_complaint(record, event):
-            assert self.worlds.inquest is not None
-            verdict, self.worlds.inquest = self.worlds.inquest.verdict, None
+            assert self.worlds.root_cause_search is not None
+            verdict, self.worlds.root_cause_search = self.worlds.root_cause_search.verdict, None
             self.staff.slots.ended(record.slot, -1)
-            self.staff.punish(record, ended)
+            self.staff.record_failure(record, ended)
             self.worlds.lose(record, lost)
             self._begin_anew(verdict or lost)
-        elif not self.settings.elastic or self.worlds.inquest is not None:
+        elif not self.settings.elastic or self.worlds.root_cause_search is not None:
             self._exit_ends_the_job(record, event, exit_text)
         elif record.leaving and record.stage is WorkerStage.DISMISSED:
-            self.orders.say("info", f"{event.worker} has left with {ended}: {record.leaving}")
+            self.actions.log("info", f"{event.worker} has left with {ended}: {record.leaving}")
         else:
             self._end_if_the_script_is_wrong(record, event, exit_text)
-            self.staff.punish(record, ended)
+            self.staff.record_failure(record, ended)
             if record.stage is not WorkerStage.DISMISSED:
                 self.worlds.lose(record, lost)
 
@@ -173,8 +177,9 @@ class Failures(Part):
 
     def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
         """In an elastic job: a member was killed, and others had noticed first."""
-        inquest, killed = self.worlds.inquest, event.code < 0 or record.killed_for is not None
-        if inquest is None or not self.settings.elastic or not inquest.settles(event.worker):
+        search = self.worlds.root_cause_search
+        killed = event.code < 0 or record.killed_for is not None
+        if search is None or not self.settings.elastic or not search.settles(event.worker):
             return False
         member = record.worker in self.worlds.world.places and not record.leaving
         return killed and member and self._nothing_to_lose()
@@ -182,7 +187,7 @@ class Failures(Part):
     def _begin_anew(self, why: Reason) -> None:
         """Nobody was in elastic.run, and who waits for a lost peer can't go on: the next world is a first one."""
         text = "no worker had come to elastic.run, so all start from the beginning"
-        self.orders.say("warning", f"{why}; {text}")
+        self.actions.log("warning", f"{why}; {text}")
         self.worlds.gathering.anew = self.worlds.gathering.whole = True
         stranded = because(Why.STRANDED)
         for record in [*self.roster.in_plans()]:
@@ -193,26 +198,26 @@ class Failures(Part):
 
     def _complain(self, record: WorkerRecord, verdict: Reason) -> None:
         """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
-        if self.worlds.inquest is None:
+        if self.worlds.root_cause_search is None:
             if self.worlds.completed:
                 early = ", ".join(self.worlds.completed[:8])
                 verdict = because(Why.ENDED_EARLY, workers=early, cause=verdict)
             moment = self.settings.disconnect_s
-            self.worlds.inquest = Inquest(
-                self.orders.now + moment, self.orders.now + 5 * moment, verdict
+            self.worlds.root_cause_search = RootCauseSearch(
+                self.actions.now + moment, self.actions.now + 5 * moment, verdict
             )
-        if self.worlds.inquest.culprit != record.worker:
-            self.worlds.inquest.witnesses.add(record.worker)
+        if self.worlds.root_cause_search.root_cause != record.worker:
+            self.worlds.root_cause_search.reporters.add(record.worker)
 
     def _exit_ends_the_job(self, record: WorkerRecord, event: WorkerExited, exit_text: str) -> None:
-        inquest, early = self.worlds.inquest, not event.code
-        if inquest is not None and not inquest.settles(event.worker):
+        search, early = self.worlds.root_cause_search, not event.code
+        if search is not None and not search.settles(event.worker):
             if next(self.roster.in_plans(), None) is None:
                 ended = self._ended(record, exit_text, early=early)
-                self.worlds.end(exit_code(event.code), inquest.verdict or ended)
+                self.worlds.end(exit_code(event.code), search.verdict or ended)
             return
-        if inquest is not None and inquest.culprit == event.worker and inquest.verdict:
-            self.worlds.end(exit_code(event.code), inquest.verdict)
+        if search is not None and search.root_cause == event.worker and search.verdict:
+            self.worlds.end(exit_code(event.code), search.verdict)
         wrote = event.output.rstrip() if "\n" in event.output.strip() else ""
         outside = self.settings.elastic
         ended = self._ended(record, exit_text, early=early, outside=outside, wrote=wrote)
@@ -242,4 +247,4 @@ class Failures(Part):
         """A program without elastic.run, or without init() even, that came to its end."""
         outside = not record.running and record.stage is not WorkerStage.DISMISSED
         here = not self.worlds.generation or record.worker in self.worlds.world.places
-        return outside and here and not record.leaving and self.worlds.inquest is None
+        return outside and here and not record.leaving and self.worlds.root_cause_search is None

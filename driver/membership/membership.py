@@ -147,7 +147,7 @@ class Membership:
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about an event, in order. Raises IllegalEvent on one that can't be."""
         self.story.append(event)
-        self.worlds.orders.begin(now)
+        self.worlds.actions.begin(now)
         try:
             if self.over:
                 self._after_the_end(event)
@@ -163,7 +163,7 @@ class Membership:
             story = "\n  ".join(map(str, self.story))
             where = f"in phase {self.phase.value}; the story:\n  {story}"
             raise IllegalEvent(f"{event}: {illegal}, {where}") from None
-        return self.worlds.orders.actions
+        return self.worlds.actions.decided
 
     def _dispatch(self, event: Event) -> None:
         # The most frequent first.
@@ -221,20 +221,20 @@ class Membership:
             case WorkerReconnected() if self._has_finished(event.worker):
                 self.reconnections.reconnected(event)  # what follows its training still runs
             case WorkerReconnected():
-                self.worlds.orders.do(LetGo(event.worker, because(Why.JOB_ENDED)))
+                self.worlds.actions.add(LetGo(event.worker, because(Why.JOB_ENDED)))
             case HostReported():
                 for gone in self.reconnections.not_there(event):
                     self.roster.remove(gone.worker)
             case DriverRestarted() if self.verdict is not None:
-                self.worlds.orders.do(self.verdict)
+                self.worlds.actions.add(self.verdict)
             case ScaleRequested(request) | DrainRequested(request) | RemoveRequested(request):
-                self.worlds.orders.do(AnswerRequest(request, False, because(Why.JOB_OVER)))
+                self.worlds.actions.add(AnswerRequest(request, False, because(Why.JOB_OVER)))
             case WorkerFrozen() if event.worker in self.roster:
                 record = self.roster[event.worker]
                 if not record.frozen:
                     named = f"{self.worlds.named(record)}, process {record.pid},"
                     text = "the job's outcome is known, and it ends when this process has: continue it, or kill it"
-                    self.worlds.orders.say("warning", f"{named} is frozen ({event.how}); {text}")
+                    self.worlds.actions.log("warning", f"{named} is frozen ({event.how}); {text}")
                 record.frozen = event.how or "not able to run"
             case WorkerThawed() if event.worker in self.roster:
                 self.roster[event.worker].frozen = ""
@@ -255,7 +255,7 @@ class Membership:
         leaving = sum(record.leaving is not None for record in live)
         assert len(live) <= self.worlds.staff.workers_max + leaving
         deadline = self.next_deadline()
-        assert deadline is None or deadline > self.worlds.orders.now, (
+        assert deadline is None or deadline > self.worlds.actions.now, (
             "a deadline that would be met for ever"
         )
         if self.phase in (Phase.TRAINING, Phase.PREPARING):

@@ -101,13 +101,13 @@ class Notices(Part):
     # ---- one machine -----------------------------------------------------------------------------------------------
 
     def _leaves(self, host: str, notice: Notice, *, alone: bool) -> None:
-        now = self.orders.now
+        now = self.actions.now
         by = None if notice.within_s is None else now + max(0.0, notice.within_s)
         known = self.announced.get(host)
         if known is None:
             left = "" if by is None else f" in {max(0.0, by - now):.0f} s"
             then = "its workers leave" if self.settings.elastic and not alone else "so does the job"
-            self.orders.say("warning", f"{host} goes away{left} ({notice.text}): {then}")
+            self.actions.log("warning", f"{host} goes away{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
             by = known.by  # of two notices the earlier end counts
         one = self.announced[host] = Departure(notice.text, by, alone)
@@ -128,7 +128,7 @@ class Notices(Part):
     def _stays(self, host: str) -> None:
         if host not in self.announced:
             return
-        self.orders.say("info", f"{host} stays after all ({self.announced[host].text})")
+        self.actions.log("info", f"{host} stays after all ({self.announced[host].text})")
         why = self._why(host)
         self._clear(host)
         self.staff.slots.reopen(host)
@@ -167,18 +167,18 @@ class Notices(Part):
         elif not everybody:
             self._ask_at, self._last_asked, self._asked_in = [], False, None
         elif self._asked_in not in (None, self.worlds.generation):
-            self._ask_at.insert(0, self.orders.now)  # the world that was asked is over
+            self._ask_at.insert(0, self.actions.now)  # the world that was asked is over
             self._asked_in = None
         self._all_go = everybody
 
     def _everybody_goes(self, going: list[Departure]) -> None:
-        now = self.orders.now
+        now = self.actions.now
         if self.settings.restarts is None:
             text = "every machine of this job goes away, and its commits are in memory only"
-            self.orders.say("error", f"{text}; with --checkpoint-dir it could go on later")
+            self.actions.log("error", f"{text}; with --checkpoint-dir it could go on later")
             return
         text = "every machine of this job goes away: it trains on, and makes a checkpoint first"
-        self.orders.say("warning", text)
+        self.actions.log("warning", text)
         ends = [each.by for each in going]
         last = None if None in ends else max(by for by in ends if by is not None)
         self._ask_at = [now]
@@ -205,20 +205,20 @@ class Notices(Part):
 
     def overdue(self) -> None:
         """From here on there is little time."""
-        for host in [host for host, at in self._hurry_at.items() if self.orders.due(at)]:
+        for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():
                 if record.noticed:
                     record.unlisted = record.noticed = False
-        if self.orders.due(self._end_at):
+        if self.actions.expired(self._end_at):
             self._end()
 
     def _ask(self) -> None:
         """For a checkpoint, where everybody goes."""
         if not self._ask_at or self.worlds.phase is not Phase.TRAINING:
             return
-        if self.orders.due(self._ask_at[0]):
+        if self.actions.expired(self._ask_at[0]):
             del self._ask_at[0]
             self._last_asked = not self._ask_at
             self._asked_in = self.worlds.generation
-            self.orders.do(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))
+            self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))

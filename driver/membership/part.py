@@ -11,6 +11,6 @@ class Part:
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds
         self.settings = worlds.settings
-        self.orders = worlds.orders
+        self.actions = worlds.actions
         self.staff = worlds.staff
         self.roster = worlds.staff.roster

@@ -43,7 +43,7 @@ class Reconnections(Part):
         record = self.roster.get(event.worker)
         if record is None:
             # Given up and reported dead, and yet it lives: nobody trains with it.
-            self.orders.do(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
+            self.actions.add(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:
             worker, generation = str(event.worker), event.generation
@@ -59,7 +59,7 @@ class Reconnections(Part):
         ):
             self.staff.welcome(record, self.worlds.members)
         elif record.stage is WorkerStage.FINISHED:
-            self.orders.do(FinishWorld(event.generation, [event.worker]))
+            self.actions.add(FinishWorld(event.generation, [event.worker]))
         elif record.worker in self.worlds.world.places:
             self._tell_member(record, event)
 
@@ -68,7 +68,7 @@ class Reconnections(Part):
         published = self.worlds.published
         assert published is not None
         if event.generation < generation:
-            self.orders.do(
+            self.actions.add(
                 TellWorld(
                     generation,
                     Member(worker, self.worlds.world.places[worker]),
@@ -83,15 +83,15 @@ class Reconnections(Part):
             case Phase.GATHERING if at_work:
                 planned = self.worlds.gathering.kind is not Kind.RECOVERY
                 if not planned or self.worlds.gathering.somebody_lost:
-                    self.orders.do(BreakWorld(generation, [worker], self.worlds.gathering.reason))
+                    self.actions.add(BreakWorld(generation, [worker], self.worlds.gathering.reason))
             case Phase.PREPARING:
                 wish = self.worlds.change_reason
-                self.orders.do(PrepareChange(generation, change.number, [worker], wish))
+                self.actions.add(PrepareChange(generation, change.number, [worker], wish))
             case Phase.STOPPING if at_work:
-                self.orders.do(StopMembersAt(generation, change.number, change.check, [worker]))
+                self.actions.add(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
                 # It may be held at a change that was called off while nobody could tell it so.
-                self.orders.do(
+                self.actions.add(
                     CallOffChange(generation, change.number, [worker], because(Why.RECONNECTED))
                 )
 
@@ -104,9 +104,9 @@ class Reconnections(Part):
         for worker in event.running:
             record = here.get(worker)
             if record is None:
-                self.orders.do(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
+                self.actions.add(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
             elif record.killed_for:
-                self.orders.do(KillWorker(worker, record.killed_for))
+                self.actions.add(KillWorker(worker, record.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
         for worker in [w for w in here if w not in running and w in ordered]:
             yield WorkerExited(
@@ -115,7 +115,7 @@ class Reconnections(Part):
 
     def restarted(self) -> None:
         """Nobody is late only because there was no driver."""
-        now, settings = self.orders.now, self.settings
+        now, settings = self.actions.now, self.settings
         for record in self.roster.values():
             if record.killed_for or record.stage is WorkerStage.DISMISSED:
                 if record.exit_by is not None:

@@ -40,7 +40,7 @@ class OperatorRequests(Part):
         return True
 
     def _answer(self, request: int, done: bool, reason: Reason) -> None:
-        self.orders.do(AnswerRequest(request, done, reason))
+        self.actions.add(AnswerRequest(request, done, reason))
 
     # ---- scale -----------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class OperatorRequests(Part):
         for record in surplus:
             why = because(Why.SCALED_DOWN, workers=workers)
             self.staff.ask_to_leave(record, why, self.worlds.world.places)
-        slots = self.staff.slots.open(self.orders.now)
+        slots = self.staff.slots.open(self.actions.now)
         had = None if before == UNBOUNDED else before
         leave = len(surplus)
         return True, because(Why.SCALED, workers=workers, before=had, slots=slots, leave=leave)

@@ -24,9 +24,9 @@ import msgspec
 
 from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member, Notice
-from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
-from elastic.driver.membership.failure_detection.root_cause import Exceptions, Inquest
+from elastic.driver.membership.failure_detection.root_cause import Exceptions, RootCauseSearch
 from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.stuck import Stuck
@@ -63,14 +63,14 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Notices,
         Departure,
         Deadlines,
-        Orders,
+        ActionList,
         Workforce,
         Patience,
         World,
         Gathering,
         Change,
         Exceptions,
-        Inquest,
+        RootCauseSearch,
     ),
     *(
         Slots,
@@ -93,17 +93,26 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enu
 )
 METHODS = {(Roster, "_file")}  # kept in fields
 # Begun anew with each event; the caller has them.
-PASSING: dict[tuple[type, str], type] = {(Orders, "actions"): list}
+PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
 
 _NAMED: dict[str, type] = {
     cls.__name__: cls
     for cls in (*OBJECTS, *CONTAINERS, *ENUMS, *STRUCTS, tuple, frozenset, Settings)
 }
-# What snapshots call a class or a field that had another name when the first of them were taken.
-OLD_CLASSES = {"WorkerRecord": "Standing", "WorkerStage": "Stage"}
-OLD_FIELDS: dict[str, dict[str, str]] = {}  # of a class, by its present name
-_NEW_CLASSES = {old: new for new, old in OLD_CLASSES.items()}
-_NEW_FIELDS = {name: {o: n for n, o in fields.items()} for name, fields in OLD_FIELDS.items()}
+# What snapshots call a class, or a field of any, that had another name when the first of them were taken.
+OLD_NAMES = {
+    "WorkerRecord": "Standing",
+    "WorkerStage": "Stage",
+    "ActionList": "Orders",
+    "actions": "orders",
+    "_actions": "_orders",
+    "decided": "actions",
+    "RootCauseSearch": "Inquest",
+    "root_cause_search": "inquest",
+    "root_cause": "culprit",
+    "reporters": "witnesses",
+}
+_NEW_NAMES = {old: new for new, old in OLD_NAMES.items()}
 
 _PLAIN = frozenset({str, int, bool, type(None)})
 _METHOD = "method"
@@ -139,7 +148,7 @@ def restored(data: bytes, settings: Settings) -> Membership:
     try:
         with _nothing_collected():
             snapshot = _decode(data)
-            snapshot.kinds = [_as_read(*kind) for kind in snapshot.kinds]
+            snapshot.kinds = _as_read(snapshot.kinds)
             _have_the_same_fields(snapshot.kinds, settings)
             found = _Making(snapshot, settings).root
     except Invalid:
@@ -155,15 +164,8 @@ def restored(data: bytes, settings: Settings) -> Membership:
     return found
 
 
-def _as_written(name: str, *fields: str) -> list[str]:
-    old = OLD_FIELDS.get(name, {})
-    return [OLD_CLASSES.get(name, name), *(old.get(field, field) for field in fields)]
-
-
-def _as_read(name: str, *fields: str) -> list[str]:
-    name = _NEW_CLASSES.get(name, name)
-    new = _NEW_FIELDS.get(name, {})
-    return [name, *(new.get(field, field) for field in fields)]
+def _as_read(kinds: list[list[str]]) -> list[list[str]]:
+    return [[_NEW_NAMES.get(name, name) for name in kind] for kind in kinds]
 
 
 @contextlib.contextmanager
@@ -205,7 +207,7 @@ class _Taking:
         while self._unfilled:
             row, value = self._unfilled.popleft()
             self._fill(row, value)
-        kinds = [_as_written(*kind) for kind in self._kinds]
+        kinds = [[OLD_NAMES.get(name, name) for name in kind] for kind in self._kinds]
         self.snapshot = _Snapshot(kinds, self._objects, root)
 
     def _part(self, value: Any) -> Part:
@@ -282,7 +284,7 @@ class _Taking:
         else:
             fields = vars(value)
             row.append(self._number(kind.__name__, *fields))
-            if kind is Orders:
+            if kind is ActionList:
                 fields = {n: None if (kind, n) in PASSING else v for n, v in fields.items()}
             row.extend(map(part, fields.values()))
         if isinstance(value, dict):
@@ -391,9 +393,10 @@ ADDED: dict[str, dict[str, Any]] = {
 _FLAT: dict[str, dict[str, str]] = {
     "worlds": {
         **{"settings": "settings", "phase": "phase"},
-        **{f"_{name}": name for name in ("orders", "staff", "patience", "world", "published")},
+        "_inquest": "root_cause_search",
+        **{f"_{name}": name for name in ("actions", "staff", "patience", "world", "published")},
         **{f"_{name}": name for name in ("verdict", "gathering", "change", "change_reason")},
-        **{f"_{name}": name for name in ("exceptions", "trained", "inquest", "completed")},
+        **{f"_{name}": name for name in ("exceptions", "trained", "completed")},
         **{f"_{name}": name for name in ("look_again_at", "ending_by")},
         **{name: name for name in ("_wished", "_cause_at")},
     },
@@ -420,8 +423,8 @@ def _compose(membership: Membership) -> None:
 
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
     """Another version of this program may know of more, or of less. Raises Invalid."""
-    ours = [_as_read(*kind) for kind in _Taking(Membership(settings)).snapshot.kinds]
-    expected = {name: set(names) for name, *names in ours}
+    ours = _Taking(Membership(settings)).snapshot.kinds
+    expected = {name: set(names) for name, *names in _as_read(ours)}
     for cls in (*OBJECTS, *STRUCTS):
         if dataclasses.is_dataclass(cls):
             expected[cls.__name__] = {field.name for field in dataclasses.fields(cls)}
@@ -441,7 +444,7 @@ def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
 def _read_sentences(membership: Membership) -> None:
     """Where reasons were sentences yet: an older version has taken the snapshot."""
     worlds, awaited = membership.worlds, vars(membership.frozen)["_hosts_awaited"]
-    for each in (*membership.roster.values(), worlds.inquest):
+    for each in (*membership.roster.values(), worlds.root_cause_search):
         for name in ("leaving", "exit_why", "killed_for", "verdict"):
             if isinstance(text := getattr(each, name, None), str):
                 setattr(each, name, old_reasons.read(text) if text else None)

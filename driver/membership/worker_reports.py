@@ -104,8 +104,8 @@ class WorkerReports(Part):
         record.commit, record.store = event.commit, event.store
         record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
-        record.moved(self.orders.now)
-        record.waits_since = self.orders.now
+        record.moved(self.actions.now)
+        record.waits_since = self.actions.now
         self.staff.somebody_waits()
         if event.worker not in self.worlds.world.places:
             self._newcomer_ready(record)
@@ -147,11 +147,11 @@ class WorkerReports(Part):
         if record is None or event.generation != self.worlds.generation:
             return
         if record.resumed_at is None:
-            record.resumed_at = self.orders.now
-        record.moved_at = self.orders.now
-        report = self.worlds.world.resumed(event, self.orders.now)
+            record.resumed_at = self.actions.now
+        record.moved_at = self.actions.now
+        report = self.worlds.world.resumed(event, self.actions.now)
         if report is not None:
-            self.orders.do(report)
+            self.actions.add(report)
 
     def digested(self, event: WorkerDigested) -> None:
         record = self.roster.get(event.worker)
@@ -197,8 +197,8 @@ class WorkerReports(Part):
         if record.stage is not WorkerStage.MEMBER or self.worlds.phase is Phase.GATHERING:
             return
         record.stage = WorkerStage.RETURNED
-        record.moved(self.orders.now)
-        record.waits_since = self.orders.now
+        record.moved(self.actions.now)
+        record.waits_since = self.actions.now
         if self.worlds.phase is Phase.STOPPING and any(
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):

@@ -61,7 +61,7 @@ class Frozen(Part):
         record.frozen = event.how or "not able to run"
         if record.stage not in AT_STAKE:
             text = f"{self.worlds.named(record)} is frozen ({record.frozen}); nobody trains with it"
-            self.orders.say("warning", text)
+            self.actions.log("warning", text)
 
     def thawed(self, event: WorkerThawed) -> None:
         record = self.roster.get(event.worker)
@@ -70,8 +70,8 @@ class Frozen(Part):
         record.frozen = ""
         self._alone_said.discard(event.worker)
         if not record.killed_for:
-            record.moved_at = self.orders.now
-            self.orders.say("info", f"{self.worlds.named(record)} runs again")
+            record.moved_at = self.actions.now
+            self.actions.log("info", f"{self.worlds.named(record)} runs again")
 
     def speaks(self, record: WorkerRecord) -> None:
         """It has come to its next wait since it was frozen: its word is here before its agent looks again."""
@@ -88,7 +88,7 @@ class Frozen(Part):
             elif record.worker not in self._alone_said:
                 self._alone_said.add(record.worker)
                 who = f"{self.worlds.named(record)} is frozen ({record.frozen})"
-                self.orders.say("warning", f"{who}; nobody else trains, so it is left alone")
+                self.actions.log("warning", f"{who}; nobody else trains, so it is left alone")
 
     def _has_company(self, record: WorkerRecord) -> bool:
         """Whether anybody trains with it, or will in the next world, who can. Newcomers know nothing of what a member
@@ -114,16 +114,16 @@ class Frozen(Part):
         gone = [s for s in self.roster.hosts.get(host, {}).values() if s.in_plans]
         workers = counted(len(gone), "worker")
         if not gone:
-            self.orders.say("warning", str(reason))
+            self.actions.log("warning", str(reason))
         elif not self._all_there(host):
-            self.orders.say("error", f"{reason}; going on without its {workers}")
+            self.actions.log("error", f"{reason}; going on without its {workers}")
             lost = because(Why.LOST_WITH_HOST, host=host, text=text, workers=len(gone))
             self._without_host(host, lost)
         elif host not in self._hosts_awaited:
             by_s = self.settings.elastic_timeout_s
-            self._hosts_awaited[host] = (self.orders.now + by_s, reason)
+            self._hosts_awaited[host] = (self.actions.now + by_s, reason)
             awaited = f"all members are there, so it is awaited for {by_s:g} s (--elastic-timeout)"
-            self.orders.say("error", f"{reason}; {awaited}")
+            self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
         """Whether nobody would be left to go on from without this host."""
@@ -133,11 +133,11 @@ class Frozen(Part):
     def host_is_back(self, host: str) -> None:
         """Its agent was heard of again."""
         if self._hosts_awaited.pop(host, None) is not None:
-            self.orders.say("info", f"host {host} is back, with all members")
+            self.actions.log("info", f"host {host} is back, with all members")
 
     def give_up_hosts(self) -> None:
         for host, (by, reason) in [*self._hosts_awaited.items()]:
-            if self.orders.due(by):
+            if self.actions.expired(by):
                 del self._hosts_awaited[host]
                 self._without_host(host, reason)
 

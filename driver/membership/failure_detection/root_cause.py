@@ -1,7 +1,7 @@
 """Decides who is to blame: one worker, or the script. Pure.
 
-`Inquest`: in a job that can't recover, survivors may complain before the exit of the worker they lost is known. So a
-complaint waits a moment for an exit, and the first that did not complain itself is the culprit.
+`RootCauseSearch`: in a job that can't recover, survivors may complain before the exit of the worker they lost is known.
+So a complaint waits a moment for an exit, and the first that did not complain itself is the culprit.
 
 `Exceptions`: an exception that one worker raised is its own trouble, and the others go on. The same one again at the
 same commit is the script's, and would come for ever. What a worker reports as the hardware's fault is not asked here:
@@ -36,7 +36,7 @@ def exit_code(code: int) -> int:
 
 
 @dataclass
-class Inquest:
+class RootCauseSearch:
     """``verdict`` is what the job ends with if nobody turns out to be the culprit before ``by``.
 
     Somebody who has not complained is the suspect, and may just be slow to exit: it is given until ``latest``.
@@ -45,32 +45,32 @@ class Inquest:
     by: float
     latest: float
     verdict: Reason | None
-    witnesses: set[Worker] = field(default_factory=set)
-    culprit: Worker | None = None  # known already; its exit is awaited for the exit code
+    reporters: set[Worker] = field(default_factory=set)
+    root_cause: Worker | None = None  # known already; its exit is awaited for the exit code
 
-    def accuse(self, worker: Worker, verdict: Reason) -> None:
+    def name_root_cause(self, worker: Worker, verdict: Reason) -> None:
         """Its own exception explains everything; the first one counts."""
-        if self.culprit is None and worker not in self.witnesses:
-            self.culprit, self.verdict = worker, verdict
+        if self.root_cause is None and worker not in self.reporters:
+            self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
         """A new world has begun: whether all who complained are in it, and nobody is accused. Then they have helped
         themselves, by a retry loop of the script's own that calls init() again.
         """
-        return self.culprit is None and self.witnesses <= set(members)
+        return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
         """``by`` has come: whether to give a suspect more time."""
-        if self.by >= self.latest or all(worker in self.witnesses for worker in live):
+        if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False
         self.by = self.latest
         return True
 
     def settles(self, worker: Worker) -> bool:
         """Whether the exit of this worker answers the question."""
-        if self.culprit is not None:
-            return worker == self.culprit
-        return worker not in self.witnesses
+        if self.root_cause is not None:
+            return worker == self.root_cause
+        return worker not in self.reporters
 
 
 # Addresses, indices and the like differ from rank to rank.

@@ -97,15 +97,15 @@ class Stuck(Part):
             return
         before = (record.entered, record.phase, record.inside)
         self._silence.answered(event.worker.host)
-        record.said_at = self.orders.now
+        record.said_at = self.actions.now
         self._gpu_said(record, event)
         if event.inside and before == (event.entered, event.phase, event.inside):
-            self._repeated_at = self.orders.now
+            self._repeated_at = self.actions.now
         if event.inside:
             record.inside = record.last_inside = event.inside
-            record.waits_since = self.orders.now - event.waited_s
+            record.waits_since = self.actions.now - event.waited_s
         elif before != (event.entered, event.phase, ""):
-            record.moved(self.orders.now)
+            record.moved(self.actions.now)
         record.entered, record.phase, record.line = event.entered, event.phase, event.line
         if before != (event.entered, event.phase, event.inside):
             self._got_on(record)
@@ -119,13 +119,13 @@ class Stuck(Part):
         suspected = self._suspicions.get(event.worker) is not None
         if suspected and place is not None and event.line and len(self._suspicions) <= NAMED:
             waiters = [each.worker for each in self.roster.inside.values()]
-            self.orders.do(TellAwaited(event.generation, waiters, place.rank, event.line))
+            self.actions.add(TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _gpu_said(self, record: WorkerRecord, event: WorkerProgressed) -> None:
         """How far its GPU is; since when counts within one wait only."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):
-            record.gpu_since = self.orders.now
+            record.gpu_since = self.actions.now
         record.gpu = event.gpu
 
     def paced(self, event: WorkerPaced) -> None:
@@ -135,7 +135,7 @@ class Stuck(Part):
         if record.stage is not WorkerStage.MEMBER or record.killed_for:
             return
         suspicion = self._suspicions.get(event.worker)
-        since = self.orders.now - event.over_s
+        since = self.actions.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:
             # The others wait in a collective that is none of its business.
             record.moved_at = max(since, record.moved_at)
@@ -144,7 +144,7 @@ class Stuck(Part):
             self._stragglers.size = len(self.worlds.members)
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
             level = "warning" if self._stragglers.named else "info"
-            self.orders.say(level, self._stragglers.sentence(self._name_of))
+            self.actions.log(level, self._stragglers.sentence(self._name_of))
 
     def probed(self, event: WorkerProbed) -> None:
         if self._silence.answered(event.worker.host):
@@ -153,10 +153,10 @@ class Stuck(Part):
         record = None if suspicion is None else self._still(suspicion)
         if suspicion is None or record is None:
             return
-        suspicion.probed(event, self.orders.now)
+        suspicion.probed(event, self.actions.now)
         self._judge(suspicion, record)
         due = suspicion.fence_due(self.settings)
-        if due is not None and self._look_at is not None and due > self.orders.now:
+        if due is not None and self._look_at is not None and due > self.actions.now:
             self._look_at = min(self._look_at, due)
 
     # ---- after each event ------------------------------------------------------------------------------------------
@@ -177,17 +177,17 @@ class Stuck(Part):
         if not self._somebody_may_wait():
             self._forget()
             return
-        for suspicion in self._suspicions.to_fence(self.orders.now):
+        for suspicion in self._suspicions.to_fence(self.actions.now):
             record = self._still(suspicion)
             if record is not None:
-                reason = suspicion.reason(self.orders.now, self._where)
+                reason = suspicion.reason(self.actions.now, self._where)
                 self.worlds.patience.was_stuck(self.worlds.generation)
                 self.staff.fence(record, reason)
         if self._look_at is None:
             first = next(iter(self.roster.inside.values()), None)
-            since = self.orders.now if first is None else first.waits_since
+            since = self.actions.now if first is None else first.waits_since
             self._look_at = since + self._probe_s
-        if self._look_at <= self.orders.now:
+        if self._look_at <= self.actions.now:
             self._look()
             if not self._somebody_may_wait():  # the world was broken
                 self._forget()
@@ -208,7 +208,7 @@ class Stuck(Part):
     def _got_on(self, record: WorkerRecord) -> None:
         if self._suspicions.drop(record.worker):
             text = f"{self.worlds.named(record)} got on at the last moment: it is not fenced"
-            self.orders.say("info", text)
+            self.actions.log("info", text)
 
     def _ask_hosts(self) -> None:
         """Hosts of suspects where nobody waits, who would speak: the others wait in vain if no agent answers there."""
@@ -217,11 +217,11 @@ class Stuck(Part):
         if self.worlds.phase is Phase.ENDING or not self._somebody_waits():
             self._silence.end()
             return
-        now = self.orders.now
+        now = self.actions.now
         if self._silence.look_at is None:
             first = next(iter(self.roster.inside.values()), None)
             self._silence.begin(now if first is None else first.waits_since, now)
-        if not self.orders.due(self._silence.look_at):
+        if not self.actions.expired(self._silence.look_at):
             return
         for_s, silent = self._silence.for_s(now), self._silence.silent(now)
         waiters, suspects = self._sides()
@@ -229,9 +229,9 @@ class Stuck(Part):
         hosts = {s.worker.host: s.worker for s in suspects if s.worker.host not in speak}
         if silent and all(s.worker.host in silent & hosts.keys() and not s.phase for s in suspects):
             for host in sorted(hosts):
-                self.orders.do(GiveUpHost(host, because(Why.HOST_SILENT, for_s=for_s)))
+                self.actions.add(GiveUpHost(host, because(Why.HOST_SILENT, for_s=for_s)))
         elif self._silence.ask(hosts, now) and hosts:
-            self.orders.do(ProbeWorkers([*hosts.values()]))
+            self.actions.add(ProbeWorkers([*hosts.values()]))
 
     def _somebody_may_wait(self) -> bool:
         """Whether to look at it: not if nothing would come of that."""
@@ -258,11 +258,11 @@ class Stuck(Part):
 
     def _look(self) -> None:
         """Who waits, for whom, and since when."""
-        now = self.orders.now
+        now = self.actions.now
         self._look_at = now + self._probe_s
         if self._unnamed:
             more = counted(self._unnamed, "more member")
-            self.orders.say("warning", f"{more} keep the others waiting {self._where}")
+            self.actions.log("warning", f"{more} keep the others waiting {self._where}")
         self._lines, self._unnamed = NAMED, 0
         self._disbelieve_the_silent()
         waiters, suspects = self._sides()
@@ -300,7 +300,7 @@ class Stuck(Part):
             elif suspicion.fence_at is None:
                 to_probe.append(suspicion.worker)
         if to_probe:
-            self.orders.do(ProbeWorkers(to_probe))
+            self.actions.add(ProbeWorkers(to_probe))
 
     def _disbelieve_the_silent(self) -> None:
         """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
@@ -342,7 +342,7 @@ class Stuck(Part):
         return "for the end"
 
     def _judge(self, suspicion: Suspicion, record: WorkerRecord) -> None:
-        now = self.orders.now
+        now = self.actions.now
         match self._suspicions.judge(suspicion, now):
             case Next.NAME if self._lines > 0:
                 self._lines -= 1
@@ -355,12 +355,12 @@ class Stuck(Part):
                 what, end = suspicion.describe(self.settings, now)
                 what += f" at {record.line}" if record.line else ""
                 text = f"{self.worlds.named(record)} {held}: {what}, {last}"
-                self.orders.say("warning", f"{text}; {end}" if end else text)
+                self.actions.log("warning", f"{text}; {end}" if end else text)
             case Next.NAME:
                 self._unnamed += 1
             case Next.CONDEMN:
                 reason = suspicion.reason(now, self._where)
-                self.orders.do(DumpStacks(record.worker, reason))
+                self.actions.add(DumpStacks(record.worker, reason))
             case _:
                 pass
 
@@ -369,7 +369,7 @@ class Stuck(Part):
         self._silence = Silence(self.settings.silence_s)
         self._forget()
         for record in self.roster.values():
-            record.waits_since = record.moved_at = record.gpu_since = self.orders.now
+            record.waits_since = record.moved_at = record.gpu_since = self.actions.now
 
     def check(self) -> None:
         """What always holds of those that are watched."""
@@ -389,8 +389,8 @@ class Stuck(Part):
         if not inside or any(s.killed_for for s in self.worlds.live()):
             return  # who was missing is on its way out
         due = max(s.waits_since for s in waiters) + patience
-        if self.orders.now < due:
-            self._look_at = min(self.orders.now + self._probe_s, due)
+        if self.actions.now < due:
+            self._look_at = min(self.actions.now + self._probe_s, due)
             return
         if self.worlds.completed and not any(s.running for s in inside):
             early = ", ".join(self.worlds.completed[:8])
@@ -410,10 +410,10 @@ class Stuck(Part):
         groups = {(s.inside, s.entered) for s in inside}
         copying = any(s.inside == COPY for s in inside)
         if len(groups) > 1 and copying:
-            self.orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
+            self.actions.log("warning", f"{text} for {patience:g} s: is there so much to copy?")
         elif len(groups) > 1:
             wrong = because(Why.DIFFERENT_COLLECTIVES, for_s=patience, where=text)
-            self.orders.say("error", str(wrong))
+            self.actions.log("error", str(wrong))
             if len({s.inside for s in inside}) == 1:
                 return  # counted differently is no proof
             if not self.settings.elastic:
@@ -423,7 +423,7 @@ class Stuck(Part):
             why = "nobody is missing: is the network between them broken, or this much to send?"
             if any(s.inside == GRADIENTS for s in inside):
                 why += " Or do they step different optimizers?"
-            self.orders.say("warning", f"{text} for {patience:g} s; {why}")
+            self.actions.log("warning", f"{text} for {patience:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
         """Who waits in what, the fewest first: they are the ones that took another turn."""
@@ -466,7 +466,7 @@ class Stuck(Part):
         self.worlds.patience.hung(self.worlds.generation)
         if not self.settings.elastic:
             self.worlds.end(1, hung)
-        self.orders.say("error", str(hung))
+        self.actions.log("error", str(hung))
         self.worlds.break_up(hung)
 
     # ---- words -----------------------------------------------------------------------------------------------------

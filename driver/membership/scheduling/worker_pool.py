@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
 from elastic.driver.events import KillWorker, LetGo, RejectWorker, StartWorker, WelcomeWorker
-from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.roster import AT_STAKE, Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.slots import Slots
@@ -22,9 +22,9 @@ from elastic.protocol.messages import Worker
 class Workforce:
     """Every live process and every slot."""
 
-    def __init__(self, settings: Settings, orders: Orders) -> None:
+    def __init__(self, settings: Settings, actions: ActionList) -> None:
         self.settings = settings
-        self.orders = orders
+        self.actions = actions
         self.roster = Roster()
         self.slots = Slots(settings)
         self.last_output = ""
@@ -60,10 +60,10 @@ class Workforce:
         # Looking at every slot after each of many events would take too long where nothing has changed.
         most = self.workers_max + self.spare
         state = (self.roster.version, self.slots.version, self.roster.staying(), most, room)
-        if state == self._looked_at and self.orders.now < self._look_again_at:
+        if state == self._looked_at and self.actions.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
-        free = self.slots.free(self._taken(), self.orders.now, short=self._short())
+        free = self.slots.free(self._taken(), self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
         needed = max(0, wanted - self.spare)  # those after them will stand by
         order = [*members, *started]  # never rank 0: somebody trains already
@@ -71,11 +71,11 @@ class Workforce:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
         for number, worker in enumerate(started):
-            self.roster[worker] = WorkerRecord(worker, self.orders.now, places[worker])
+            self.roster[worker] = WorkerRecord(worker, self.actions.now, places[worker])
             why = Why.FIRST_START if worker.incarnation == 1 else Why.SLOT_IS_FREE
             if number >= needed and worker.incarnation == 1:
                 why = Why.TO_STAND_BY
-            self.orders.do(StartWorker(worker, places[worker], because(why)))
+            self.actions.add(StartWorker(worker, places[worker], because(why)))
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
         """It has called init(). Where a world exists without it, it goes on with a provisional place, never rank 0."""
@@ -85,18 +85,18 @@ class Workforce:
             others = [worker for worker in members if worker != record.worker]
             place = rank_order.next_place(others, record.worker)
         elastic = self.settings.elastic
-        self.orders.do(WelcomeWorker(record.worker, place, bool(members), elastic))
+        self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def somebody_waits(self) -> None:
         """From here on the others must have called init() within a bound."""
         if self._first_ready_at is None:
-            self._first_ready_at = self.orders.now
+            self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
         """Those that may still come in time for the first world. Where nobody waits, nobody is ever late."""
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
-            if start_by is None or self.orders.now < start_by:
+            if start_by is None or self.actions.now < start_by:
                 yield record
 
     def _start_by(self, record: WorkerRecord) -> float | None:
@@ -152,7 +152,7 @@ class Workforce:
         if record.stage is not WorkerStage.DISMISSED:
             record.leaving = reason
             self.dismiss(record, because(Why.NOT_LEFT), self.settings.leave_s)
-            self.orders.do(LetGo(record.worker, reason))
+            self.actions.add(LetGo(record.worker, reason))
 
     def let_all_go(self, reason: Reason) -> None:
         """All but those that have finished, which go by themselves."""
@@ -166,26 +166,26 @@ class Workforce:
         """It was told to leave, or to be killed, and is still heard of: it is told again."""
         worker = record.worker
         if record.killed_for:
-            self.orders.do(KillWorker(worker, record.killed_for))
-            self.orders.do(LetGo(worker, record.killed_for, True))
+            self.actions.add(KillWorker(worker, record.killed_for))
+            self.actions.add(LetGo(worker, record.killed_for, True))
         elif record.rejected:
-            self.orders.do(RejectWorker(worker, record.layout, record.rejected))
+            self.actions.add(RejectWorker(worker, record.layout, record.rejected))
         else:
             reason = record.leaving or record.exit_why
             assert reason is not None
-            self.orders.do(LetGo(worker, reason))
+            self.actions.add(LetGo(worker, reason))
 
     def reject(self, record: WorkerRecord, expected: str) -> None:
         text = f"{record.worker} is rejected: its state differs from the world's"
-        self.orders.say("error", text)
+        self.actions.log("error", text)
         record.rejected = expected
         self.dismiss(record, because(Why.REJECTED), self.settings.leave_s)
-        self.orders.do(RejectWorker(record.worker, record.layout, expected))
+        self.actions.add(RejectWorker(record.worker, record.layout, expected))
 
     def dismiss(self, record: WorkerRecord, why: Reason, within_s: float) -> None:
         """It is part of no plan from here on, and must be gone in time."""
         record.stage = WorkerStage.DISMISSED
-        record.exit_by = self.orders.now + within_s
+        record.exit_by = self.actions.now + within_s
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
@@ -199,18 +199,18 @@ class Workforce:
         if record.in_plans and silent and not record.killed_for:
             self.fence(record, because(Why.CUT_OFF))
         elif record.in_plans and record.exit_by is None:
-            record.exit_by = self.orders.now + self.settings.disconnect_s
+            record.exit_by = self.actions.now + self.settings.disconnect_s
             record.exit_why = because(Why.CONNECTION_LOST)
 
     def fence(self, record: WorkerRecord, reason: Reason) -> None:
-        self.orders.say("error", f"fencing {record.worker}: {reason}", reason)
+        self.actions.log("error", f"fencing {record.worker}: {reason}", reason)
         self.kill(record, reason)
 
     def kill(self, record: WorkerRecord, reason: Reason) -> None:
         if not record.killed_for:
             record.killed_for = reason
-            record.exit_by = self.orders.now + self._dies_within_s(record)
-            self.orders.do(KillWorker(record.worker, reason))
+            record.exit_by = self.actions.now + self._dies_within_s(record)
+            self.actions.add(KillWorker(record.worker, reason))
 
     def _dies_within_s(self, record: WorkerRecord) -> float:
         """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
@@ -218,24 +218,24 @@ class Workforce:
 
     # ---- gone ------------------------------------------------------------------------------------------------------
 
-    def punish(self, record: WorkerRecord, what: str) -> None:
+    def record_failure(self, record: WorkerRecord, what: str) -> None:
         """It should not have ended: its slot cools down."""
-        worker, now, settings = record.worker, self.orders.now, self.settings
+        worker, now, settings = record.worker, self.actions.now, self.settings
         if not self.slots.lists(worker):
-            self.orders.say("info", f"{worker} ended with {what}; its slot is not listed")
+            self.actions.log("info", f"{worker} ended with {what}; its slot is not listed")
             return
         if self.slots.closed(worker.host, now):
             text = f"{worker} ended with {what}; its machine had announced its own end"
-            self.orders.say("info", text)
+            self.actions.log("info", text)
             return
         since = record.resumed_at
         fruitful = since is not None and now - since >= settings.cooldown_max_s
         wait = self.slots.failed(record.slot, now, fruitful=fruitful)
         if wait is not None:
             text = f"{worker} ended with {what}; its slot may return in {wait:g} s"
-            self.orders.say("warning", text)
+            self.actions.log("warning", text)
             return
-        self.orders.say(
+        self.actions.log(
             "error",
             f"slot {worker.host}:{worker.slot} is given up: {settings.slot_attempts} workers in a row"
             f" ended without progress, the last with {what}{self.quoted()}",
@@ -264,7 +264,7 @@ class Workforce:
                 start_by = self._start_by(record)
                 if start_by is None:
                     break
-                if start_by > self.orders.now:
+                if start_by > self.actions.now:
                     yield start_by
                     break
         if starting and self._wanted() > 0:
@@ -276,35 +276,35 @@ class Workforce:
         """Whether a slot that is to have a worker gets it soon: its last one is not dead yet, or it cools down. Not so
         those of a machine that goes away.
         """
-        at, soon = self.next_slot_at(), self.orders.now + self.settings.cooldown_max_s
+        at, soon = self.next_slot_at(), self.actions.now + self.settings.cooldown_max_s
         later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
         return self._wanted() > 0 and later
 
     def next_slot_at(self) -> float | None:
         """When a cooling slot may be used again."""
         state = (self.roster.version, self.slots.version, self._short())
-        if state != self._cooling[0] or self._cooling[1] <= self.orders.now:
+        if state != self._cooling[0] or self._cooling[1] <= self.actions.now:
             at = None
             if self.settings.elastic:
-                at = self.slots.next_at(self._taken(), self.orders.now, short=self._short())
+                at = self.slots.next_at(self._taken(), self.actions.now, short=self._short())
             self._cooling = (state, inf if at is None else at)
         return None if self._cooling[1] == inf else self._cooling[1]
 
     def overdue(self) -> list[WorkerRecord]:
         """Kills who is late. Returns who can't be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
-            if not self.orders.due(self._start_by(record)):
+            if not self.actions.expired(self._start_by(record)):
                 break  # those after it were started later
             if not record.killed_for:
                 late = because(Why.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)
         immortal = []
-        for record in self.roster.overdue(self.orders.now):
+        for record in self.roster.overdue(self.actions.now):
             if record.killed_for:
                 record.exit_by = None
                 worker, within_s = str(record.worker), self._dies_within_s(record)
                 undead = because(Why.CANT_BE_KILLED, worker=worker, within_s=within_s)
-                self.orders.say("error", str(undead), undead)
+                self.actions.log("error", str(undead), undead)
                 immortal.append(record)
             else:
                 assert record.exit_why is not None

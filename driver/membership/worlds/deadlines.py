@@ -15,12 +15,12 @@ class Deadlines(Part):
 
     def all(self) -> Iterator[float]:
         """When to look again, if nothing happens."""
-        starting = self.worlds.phase is not Phase.ENDING and self.worlds.inquest is None
+        starting = self.worlds.phase is not Phase.ENDING and self.worlds.root_cause_search is None
         gathering = self.worlds.phase is Phase.GATHERING
         first = not self.worlds.members or (gathering and self.worlds.gathering.anew)
         yield from self.staff.deadlines(starting=starting, first=first)
-        if self.worlds.inquest is not None:
-            yield self.worlds.inquest.by
+        if self.worlds.root_cause_search is not None:
+            yield self.worlds.root_cause_search.by
         by: list[float | None] = []
         match self.worlds.phase:
             case Phase.GATHERING:
@@ -41,17 +41,19 @@ class Deadlines(Part):
 
     def overdue(self) -> None:
         """Whatever should have happened by now in this phase and has not."""
-        if self.worlds.inquest is not None and self.orders.due(self.worlds.inquest.by):
+        if self.worlds.root_cause_search is not None and self.actions.expired(
+            self.worlds.root_cause_search.by
+        ):
             suspects = (s.worker for s in self.roster.in_plans())
-            if not self.worlds.inquest.wait_longer(suspects):
-                assert self.worlds.inquest.verdict is not None
-                self.worlds.end(1, self.worlds.inquest.verdict)
+            if not self.worlds.root_cause_search.wait_longer(suspects):
+                assert self.worlds.root_cause_search.verdict is not None
+                self.worlds.end(1, self.worlds.root_cause_search.verdict)
         match self.worlds.phase:
-            case Phase.PREPARING if self.orders.due(self.worlds.change.by):
+            case Phase.PREPARING if self.actions.expired(self.worlds.change.by):
                 silent = ", ".join(map(str, sorted(self.worlds.change.silent)))
                 self.worlds.call_off(because(Why.NO_ANSWER, workers=silent))
-                self.worlds.change.put_off(self.orders.now)
-            case Phase.STOPPING if self.orders.due(self.worlds.change.by):
+                self.worlds.change.put_off(self.actions.now)
+            case Phase.STOPPING if self.actions.expired(self.worlds.change.by):
                 late = [
                     str(s.worker) for s in self.worlds.live() if s.stage is not WorkerStage.READY
                 ]
@@ -62,7 +64,7 @@ class Deadlines(Part):
                     within_s=self.settings.elastic_timeout_s,
                 )
                 self.worlds.break_up(missed)
-            case Phase.ENDING if self.orders.due(self.worlds.ending_by):
+            case Phase.ENDING if self.actions.expired(self.worlds.ending_by):
                 self.worlds.ending_by = None
                 self.worlds.finish(
                     f"waited {self.settings.elastic_timeout_s:g} s for the others to return, and go on"
@@ -71,28 +73,30 @@ class Deadlines(Part):
                 if self.worlds.members and not self.worlds.gathering.late:
                     self._remind()
                     self._gathering_late()
-                if self.orders.due(self.worlds.gathering.short_by):
+                if self.actions.expired(self.worlds.gathering.short_by):
                     self.worlds.end(1, self.worlds.patience.too_few())
             case _:
                 pass
 
     def restarted(self) -> None:
         """The driver was away: nobody is late only because of that."""
-        self.worlds.gathering.begin_again(self.orders.now)
-        by = self.orders.now + self.settings.elastic_timeout_s
+        self.worlds.gathering.begin_again(self.actions.now)
+        by = self.actions.now + self.settings.elastic_timeout_s
         self.worlds.change.by = None if self.worlds.change.by is None else by
         self.worlds.ending_by = None if self.worlds.ending_by is None else by
 
     def _remind(self) -> None:
         """Nobody should have to guess why nothing happens."""
-        if self.orders.due(self.worlds.gathering.remind_at):
+        if self.actions.expired(self.worlds.gathering.remind_at):
             self.worlds.gathering.remind_after_s *= 2
             awaited = list(self.worlds.gathering.awaited(self.roster))
             if awaited:
-                self.orders.say("warning", self.worlds.gathering.reminder(awaited, self.orders.now))
+                self.actions.log(
+                    "warning", self.worlds.gathering.reminder(awaited, self.actions.now)
+                )
 
     def _gathering_late(self) -> None:
-        if not self.orders.due(self.worlds.gathering.late_at):
+        if not self.actions.expired(self.worlds.gathering.late_at):
             return
         self.worlds.gathering.late = True
         for record in list(self.worlds.gathering.missing(self.roster)):

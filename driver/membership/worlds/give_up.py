@@ -5,7 +5,7 @@ Every question is answered with the reason to end the job, or with nothing: then
 
 from __future__ import annotations
 
-from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.roster import AT_STAKE, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
@@ -18,10 +18,10 @@ from elastic.protocol.messages import Commit
 class Patience:
     """What was tried so far."""
 
-    def __init__(self, settings: Settings, staff: Workforce, orders: Orders) -> None:
+    def __init__(self, settings: Settings, staff: Workforce, actions: ActionList) -> None:
         self._settings = settings
         self._staff = staff
-        self._orders = orders
+        self._actions = actions
         self._failures = 0  # of worlds; planned changes do not count
         self._stuck_in: set[int] = set()  # generations since the last new commit
         self._hung_in: set[int] = set()  # the same, where GPUs hung and nobody was to blame
@@ -74,7 +74,7 @@ class Patience:
         gathering.anew = True
         cause, restart = gathering.reason, self._restarts
         gathering.reason = because(Why.FROM_CHECKPOINT, cause=cause, restart=restart, limit=limit)
-        self._orders.say("warning", str(gathering.reason))
+        self._actions.log("warning", str(gathering.reason))
         return None
 
     def checkpoint_made(self) -> None:
@@ -125,13 +125,13 @@ class Patience:
         if not coming and slots.spent():
             return self.spent()
         if gathering.short_by is None:
-            gathering.short_by = self._orders.now + self._settings.elastic_timeout_s
+            gathering.short_by = self._actions.now + self._settings.elastic_timeout_s
         if gathering.said != (have, need):
             gathering.said = (have, need)
-            left = gathering.short_by - self._orders.now
+            left = gathering.short_by - self._actions.now
             more = counted(max(1, need - have), "more worker")
             said = f"{have} ready, {need} needed; giving up in {left:.0f} s"
-            self._orders.say("warning", f"waiting for {more}: {said}")
+            self._actions.log("warning", f"waiting for {more}: {said}")
         return None
 
     def too_few(self) -> Reason:

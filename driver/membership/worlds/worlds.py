@@ -20,8 +20,8 @@ from elastic.driver.events import (
     StopMembersAt,
     TellStandby,
 )
-from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.failure_detection.root_cause import Exceptions, Inquest
+from elastic.driver.membership.actions import ActionList
+from elastic.driver.membership.failure_detection.root_cause import Exceptions, RootCauseSearch
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.composition import Composition, compose
@@ -53,14 +53,14 @@ class Over(Exception):
 
 
 class Worlds:
-    """The worlds of one job, one after the other. Asked for actions, it adds them to the orders."""
+    """The worlds of one job, one after the other. Asked for actions, it adds them to the list."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.phase = Phase.GATHERING
-        self.orders = Orders()
-        self.staff = Workforce(settings, self.orders)
-        self.patience = Patience(settings, self.staff, self.orders)
+        self.actions = ActionList()
+        self.staff = Workforce(settings, self.actions)
+        self.patience = Patience(settings, self.staff, self.actions)
         self.world = World()
         self.published: PublishWorld | None = None  # the last one
         self.verdict: EndJob | None = None  # how the job ends, once that is decided
@@ -70,7 +70,7 @@ class Worlds:
         self.change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
         self.exceptions = Exceptions()
         self.trained = False  # somebody has entered elastic.run
-        self.inquest: Inquest | None = None
+        self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # who ended with exit code 0 outside elastic.run
         self._cause_at = 0.0  # when what led to the present gathering was noticed
         self.look_again_at: float | None = None  # at a planned change that is not due yet
@@ -107,7 +107,7 @@ class Worlds:
         """Does what the present state asks for, whatever event led to it."""
         # Not before there is a world to stand by: until then they would only take from the others.
         self.staff.spare = self.settings.standbys if self.world.running else 0
-        if self.phase is not Phase.ENDING and self.inquest is None:
+        if self.phase is not Phase.ENDING and self.root_cause_search is None:
             self.staff.start(self.members)
         self._end_with_the_last_process()
         before = None
@@ -135,7 +135,7 @@ class Worlds:
         if self.staff.slots.any_given_up():
             self.end(1, self.patience.spent())
         if self.staff.settings.elastic and not self.generation:
-            self.orders.say("warning", NO_INIT)
+            self.actions.log("warning", NO_INIT)
         self.end(0, because(Why.ALL_EXITED, workers=len(self.staff.slots.completed)))
 
     def _try_to_publish(self) -> None:
@@ -194,8 +194,8 @@ class Worlds:
             trained=before.trained,
         )
         self.exceptions.world_began(self.generation, arranged.commit)
-        if self.inquest is not None and self.inquest.settled(arranged.order):
-            self.inquest = None
+        if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
+            self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
             self.change.put_off(self.now)  # an interruption for nothing: not at once again
         # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
@@ -218,7 +218,7 @@ class Worlds:
             commit=arranged.commit,
             reason=reason,
         )
-        self.orders.do(self.published)
+        self.actions.add(self.published)
 
     def _consider_change(self) -> None:
         """A planned change, if somebody waits to join or has to leave."""
@@ -242,14 +242,14 @@ class Worlds:
         members = [s.worker for s in self.live()]
         self.change.prepare(self.now, members)
         self.change_reason, self._cause_at = wish, self.now
-        self.orders.do(PrepareChange(self.generation, self.change.number, members, wish))
+        self.actions.add(PrepareChange(self.generation, self.change.number, members, wish))
 
     def _have_stand_by(self) -> None:
         """Who is ready and has no place in a world that is as large as it may be."""
         for record in self._joining():
             if not record.stands_by:
                 record.stands_by = True
-                self.orders.do(TellStandby(record.worker))
+                self.actions.add(TellStandby(record.worker))
 
     def _joining(self) -> list[WorkerRecord]:
         """Newcomers that are ready."""
@@ -291,12 +291,12 @@ class Worlds:
             self.phase = Phase.STOPPING
             check = self.change.stop(self.now)
             live = [s.worker for s in self.live()]
-            self.orders.do(StopMembersAt(self.generation, self.change.number, check, live))
+            self.actions.add(StopMembersAt(self.generation, self.change.number, check, live))
 
     def call_off(self, reason: Reason) -> None:
         self.phase = Phase.TRAINING
         live = [s.worker for s in self.live()]
-        self.orders.do(CallOffChange(self.generation, self.change.number, live, reason))
+        self.actions.add(CallOffChange(self.generation, self.change.number, live, reason))
 
     def _try_to_finish(self) -> None:
         if not self.roster.any_at(WorkerStage.MEMBER):
@@ -309,10 +309,10 @@ class Worlds:
         """Returned workers need not be there for the others any more."""
         returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
-            self.orders.say("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
+            self.actions.log("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
         for record in returned:
             record.stage = WorkerStage.FINISHED
-        self.orders.do(FinishWorld(self.generation, [s.worker for s in returned]))
+        self.actions.add(FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
         """A member's function has returned: the others get their time to do so too."""
@@ -336,7 +336,7 @@ class Worlds:
             if self.gathering.kind is Kind.START:
                 at_work = [s.worker for s in self.live() if s.stage is WorkerStage.MEMBER]
                 if at_work:
-                    self.orders.do(BreakWorld(self.generation, at_work, reason))
+                    self.actions.add(BreakWorld(self.generation, at_work, reason))
             self.end_if(self.patience.all_lost(self.world, self.gathering))
             return
         live = self.live()
@@ -344,7 +344,7 @@ class Worlds:
             s.stage in (WorkerStage.RETURNED, WorkerStage.FINISHED) for s in live
         )
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
-            self.orders.say("warning", f"{reason}, after all others had returned")
+            self.actions.log("warning", f"{reason}, after all others had returned")
             return
         self.break_up(reason, lost=True)
 
@@ -357,7 +357,7 @@ class Worlds:
             record.stage = WorkerStage.MEMBER
         self.gather(Kind.RECOVERY, reason)
         self.gathering.somebody_lost = lost
-        self.orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
+        self.actions.add(BreakWorld(self.generation, [s.worker for s in at_work], reason))
         if lost:
             self.end_if(self.patience.all_lost(self.world, self.gathering))
 
@@ -377,7 +377,7 @@ class Worlds:
         if code == 0:
             self.staff.let_all_go(because(Why.JOB_ENDED))
         self.verdict = EndJob(code, reason)
-        self.orders.do(self.verdict)
+        self.actions.add(self.verdict)
         raise Over
 
     # ---- small questions -------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class Worlds:
 
     @property
     def now(self) -> float:
-        return self.orders.now
+        return self.actions.now
 
     def named(self, record: WorkerRecord) -> str:
         worker = record.worker

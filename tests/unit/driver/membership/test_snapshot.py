@@ -22,6 +22,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Entry
 from elastic.driver.membership import snapshot
+from elastic.driver.membership.failure_detection.root_cause import RootCauseSearch
 from elastic.driver.membership.membership import Membership, Phase
 from elastic.driver.membership.roster import Roster
 from elastic.driver.membership.snapshot import NotTaken, restored, taken
@@ -93,7 +94,7 @@ def test_what_is_shared_stays_shared():
     record.leaving = in_words("told to")  # the roster files it
     assert twin.roster.leavers == {worker("h:1"): record}
     assert (
-        twin.worlds.staff.orders is twin.worlds.orders
+        twin.worlds.staff.actions is twin.worlds.actions
         and twin.worlds.patience._staff is twin.worlds.staff
     )
 
@@ -150,6 +151,16 @@ def test_one_of_an_older_version_whose_parts_were_one_object():
     assert restored(taken(twin), talk.m.settings).members == twin.members
 
 
+def test_an_older_version_finds_the_names_that_it_knows():
+    talk = in_trouble()
+    talk.m.worlds.root_cause_search = RootCauseSearch(1.0, 2.0, None)
+    data = taken(talk.m)
+    names = {name for kind in json.loads(data)["kinds"] for name in kind}
+    assert {*snapshot.OLD_NAMES.values()} <= names
+    assert names & snapshot.OLD_NAMES.keys() == {"actions"}, "as the list of them was called"
+    assert restored(data, talk.m.settings).worlds.root_cause_search is not None
+
+
 def test_one_of_an_older_version_that_lacks_a_field():
     data = (Path(__file__).parent / "flat_snapshot.json").read_bytes()
     with pytest.raises(Invalid, match="Membership differs in _alone_said, _unheard_of"):
@@ -182,7 +193,7 @@ def test_a_new_field_of_a_known_kind_is_kept():
     talk = running(2)
     talk.m.roster[worker("h:1")].mood = {("h", 1): inf}
     assert b'"mood"' in taken(talk.m)
-    talk.m.worlds.orders.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
+    talk.m.worlds.actions.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
     data = taken(talk.m)
     snapshot_fields = json.loads(data)["kinds"]
     assert any(name == "Orders" and "mood" in names for name, *names in snapshot_fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld, WorkerRaised
 from elastic.driver.membership.failure_detection.root_cause import (
     Exceptions,
-    Inquest,
+    RootCauseSearch,
     describe_exit,
     exit_code,
 )
@@ -308,11 +308,13 @@ def test_a_reason_that_was_given_before_is_named_by_its_first_words():
 def test_a_complaint_is_settled_when_all_who_complained_are_in_a_new_world():
     """By a retry loop of the script's own. One that is accused of an exception of its own is not forgiven."""
     first, second = Worker("h", 0, 1), Worker("h", 1, 1)
-    inquest = Inquest(by=2.0, latest=10.0, verdict=in_words("h:0 lost a peer"), witnesses={first})
-    assert inquest.settled([second, first])
-    assert not inquest.settled([second])
-    inquest.accuse(second, in_words("h:1 raised ValueError"))
-    assert not inquest.settled([second, first])
+    search = RootCauseSearch(
+        by=2.0, latest=10.0, verdict=in_words("h:0 lost a peer"), reporters={first}
+    )
+    assert search.settled([second, first])
+    assert not search.settled([second])
+    search.name_root_cause(second, in_words("h:1 raised ValueError"))
+    assert not search.settled([second, first])
 
 
 def test_where_no_worker_could_begin_the_first_that_says_so_ends_the_job():

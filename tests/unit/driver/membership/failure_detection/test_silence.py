@@ -41,7 +41,7 @@ def test_a_host_that_does_not_answer_while_all_others_wait_is_given_up_after_a_l
     assert "c" in {each.host for each in asked} and len({each.host for each in asked}) == len(asked)
     actions = talk.wait(LEASE_S / 2)
     assert given_up(actions) == ["c"]
-    assert talk.m.worlds.orders.now - began < LEASE_S + 0.1
+    assert talk.m.worlds.actions.now - began < LEASE_S + 0.1
     action = the(GiveUpHost, actions)
     assert action.reason.kind is Why.HOST_SILENT and "is it stopped?" in str(action.reason)
     actions = talk.tell(HostLost("c", str(action.reason)))
