@@ -150,16 +150,16 @@ def _expected_of_driver(fault: str, phase: str) -> Expected:
 
 
 @dataclass(frozen=True)
-class Orders:
+class FaultRules:
     """``rules``: lines for `elastic.failpoints`. ``victims``: how many will be struck."""
 
     rules: list[str]
     victims: int
 
 
-def orders(
+def fault_rules(
     cell: Cell, members: Sequence[str], newest: str, name: str, go: str, *, step: int = 0
-) -> Orders:
+) -> FaultRules:
     """How to bring a cell about in a world of ``members``, by rank; ``newest`` joined last.
 
     Before the first world, ``members`` are those that will be. ``go`` is the file that an action waits for which comes
@@ -191,7 +191,7 @@ def orders(
         rules.append(f"forward kill worker={members[-1]} id={name}-before")
     elif is_disturbed(cell):
         rules.append(f"forward shut worker={members[1]} id={name}-before")
-    return Orders(rules, count)
+    return FaultRules(rules, count)
 
 
 def _picked(cell: Cell, members: Sequence[str], newest: str) -> tuple[list[str], int]:

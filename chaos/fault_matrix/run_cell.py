@@ -38,7 +38,9 @@ def _run(job: MatrixJob, cell: Cell, name: str) -> Result:
         job.until(lambda: story.full and job.has_spare(), all_there, FULL_S)
         members = list(story.members)
     go = job.folder / f"{name}.go"
-    asked = expectations.orders(cell, members, story.newest, name, str(go), step=job.step() + AHEAD)
+    asked = expectations.fault_rules(
+        cell, members, story.newest, name, str(go), step=job.step() + AHEAD
+    )
     since = len(story.entries)
     job.arm(asked.rules)
     if not job.started:

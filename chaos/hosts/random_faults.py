@@ -36,18 +36,18 @@ BACK_S = 150.0  # for all to train again
 
 
 @dataclass(frozen=True)
-class Blow:
+class RandomFault:
     """``victim``: a host with workers, or empty. ``gap_s``: since the one before."""
 
-    fault: str
+    kind: str
     victim: str
     gap_s: float
 
     def __str__(self) -> str:
-        return f"{self.gap_s:.1f} s later {self.fault} {self.victim}".rstrip()
+        return f"{self.gap_s:.1f} s later {self.kind} {self.victim}".rstrip()
 
 
-def draw(seed: int, rounds: int) -> list[list[Blow]]:
+def draw(seed: int, rounds: int) -> list[list[RandomFault]]:
     """Pure. No host, and neither driver nor etcd, is hit twice in a round."""
     dice = random.Random(seed)
     drawn = []
@@ -60,7 +60,7 @@ def draw(seed: int, rounds: int) -> list[list[Blow]]:
             faults.append((dice.choice(ON_ETCD), ""))
         dice.shuffle(faults)
         gaps = [dice.choice((0.0, 0.0, dice.uniform(0, MOST_GAP_S))) for _ in faults]
-        drawn.append([Blow(*fault, gap) for fault, gap in zip(faults, gaps, strict=True)])
+        drawn.append([RandomFault(*fault, gap) for fault, gap in zip(faults, gaps, strict=True)])
     return drawn
 
 
@@ -70,14 +70,14 @@ def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
         job.start()
         began = time.monotonic()
         spared = job.worker_pid(SPARED)
-        for number, blows in enumerate(draw(seed, rounds), start=1):
+        for number, faults in enumerate(draw(seed, rounds), start=1):
             _ensure_standby(job)
-            said = "; ".join(map(str, blows))
+            said = "; ".join(map(str, faults))
             say(f"seed {seed}, round {number}: {said}")
             stopped = []
-            for blow in blows:
-                time.sleep(blow.gap_s)
-                stopped += _strike(bench, job, blow)
+            for fault in faults:
+                time.sleep(fault.gap_s)
+                stopped += _strike(bench, job, fault)
             time.sleep(random.Random(seed * 1000 + number).choice((0.0, 1.0, 4.0)))
             _heal(bench, job, stopped)
             try:
@@ -93,23 +93,23 @@ def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
     return outcome
 
 
-def _alone(blows: list[Blow]) -> bool:
+def _alone(faults: list[RandomFault]) -> bool:
     """Whether a driver may have been cut off from everything while there was no other."""
-    faults = {blow.fault for blow in blows}
-    return "cut driver's host" in faults and not faults.isdisjoint(ON_ETCD)
+    kinds = {fault.kind for fault in faults}
+    return "cut driver's host" in kinds and not kinds.isdisjoint(ON_ETCD)
 
 
-def _strike(bench: Bench, job: HostedJob, blow: Blow) -> list[Callable[[], object]]:
+def _strike(bench: Bench, job: HostedJob, fault: RandomFault) -> list[Callable[[], object]]:
     """Returns what undoes it, where healing the links does not."""
-    network, victim = bench.network, blow.victim
+    network, victim = bench.network, fault.victim
     leader = job.leader()
-    match blow.fault:
+    match fault.kind:
         case "kill host":
             network.kill_host(victim)
         case "cut":
             network.cut(victim)
         case "cut from" | "cut towards":
-            network.cut_one_way(victim, blow.fault.split()[1])
+            network.cut_one_way(victim, fault.kind.split()[1])
         case "kill worker":
             scenarios.kill_worker(job, victim)
         case "kill agent":

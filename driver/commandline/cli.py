@@ -60,7 +60,7 @@ _A_DAY_S = 86_400.0
 _SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
 
 
-class _Patience(NamedTuple):
+class _StallLimits(NamedTuple):
     """With a worker that others wait for, in seconds; 0: without end."""
 
     idle_s: float
@@ -263,7 +263,7 @@ def make_job(
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )
-    patience = _patience(options)
+    stall = _stall_limits(options)
     return Job(
         command=command,
         settings=Settings(
@@ -281,10 +281,10 @@ def make_job(
             host_attempts=options.host_attempts,
             lease_s=_given(options.lease, Settings.lease_s),
             silence_s=_given(options.lease, Settings.lease_s),
-            idle_s=patience.idle_s,
-            busy_warning_s=patience.busy_warning_s,
-            busy_s=patience.busy_s,
-            gpu_hang_s=patience.gpu_hang_s,
+            idle_s=stall.idle_s,
+            busy_warning_s=stall.busy_warning_s,
+            busy_s=stall.busy_s,
+            gpu_hang_s=stall.gpu_hang_s,
             gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
             restarts=checkpoints.restarts,
             starting_max=cores if own_slots else None,
@@ -403,15 +403,15 @@ def _command(options: Options, python: str) -> list[str]:
     return options.command if options.no_python else run_by_python(options.command, python)
 
 
-def _patience(options: Options) -> _Patience:
+def _stall_limits(options: Options) -> _StallLimits:
     if options.stall_check is False:
-        return _Patience(0.0, 0.0, 0.0, 0.0)
+        return _StallLimits(0.0, 0.0, 0.0, 0.0)
     warning_s = _given(options.busy_warning, options.stall_warning)
     busy_s = _given(options.busy_timeout, options.stall_shutdown)
     busy_s = _given(busy_s, Settings.busy_s)
     # Nobody would replace a fenced worker of a static job: one that waits for an upload is as good as a busy one there.
     idle_s = Settings.idle_s if _is_elastic(options) else busy_s
-    return _Patience(
+    return _StallLimits(
         _given(options.idle_timeout, idle_s),
         _given(warning_s, Settings.busy_warning_s),
         busy_s,
@@ -437,7 +437,7 @@ def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
         return own_s
-    busy_s = _patience(options).busy_s
+    busy_s = _stall_limits(options).busy_s
     return busy_s + _SLACK_S if busy_s else _A_DAY_S
 
 

@@ -54,7 +54,7 @@ _LEVELS = {
 
 
 @dataclass
-class Surroundings:
+class JobIO:
     """``place_of`` may be set later, once there is a membership that knows."""
 
     console: Console
@@ -96,9 +96,9 @@ class Surroundings:
 
 
 @contextlib.contextmanager
-def surroundings(job: Job) -> Iterator[Surroundings]:
+def open_job_io(job: Job) -> Iterator[JobIO]:
     """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
-    found: list[Surroundings] = []
+    found: list[JobIO] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
     status: StatusLine | None = None
     if job.streams is None and is_terminal(sys.stderr) and job.environ.get("TERM") != "dumb":
@@ -149,7 +149,7 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
         report = None
         if job.report is not None:
             report = RunReport(Path(job.report), job.command, job.settings)
-        around = Surroundings(
+        job_io = JobIO(
             *(console, output, tracing, metrics, spent, report, page),
             RecoveryTraces(job.name, job.environ, console) if job.opentelemetry else None,
             operator_desk(job, page, console),
@@ -157,8 +157,8 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             level,
             _shown_by(status, output),
         )
-        found.append(around)
-        yield around
+        found.append(job_io)
+        yield job_io
         if not found[0].stopped:
             wait_s = None
     finally:
@@ -207,20 +207,20 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
     return lambda text: output.say_apart(line.show, text.encode(errors="replace") or b" ")
 
 
-async def serve_page(job: Job, around: Surroundings) -> None:
+async def serve_page(job: Job, job_io: JobIO) -> None:
     """The live page, where it is wanted; its link is shown once. Raises Invalid."""
     if job.dashboard is None:
-        await around.page.serve(None, around.line)
+        await job_io.page.serve(None, job_io.line)
         return
     address, port = job.dashboard
     listening = page_server.bound(address, port)
     own, port = listening.getsockname()[:2]
     token = page_token(job)
     guard = Guard(token, {"localhost", address.lower(), socket.gethostname().lower()})
-    await around.page.serve(PageServer(around.page.model, listening, guard), around.line)
+    await job_io.page.serve(PageServer(job_io.page.model, listening, guard), job_io.line)
     host = socket.gethostname() if own in ("0.0.0.0", "::") else address
     host = f"[{host}]" if ":" in host else host
-    around.console("info", f"the page of this job: http://{host}:{port}/#{token}")
+    job_io.console("info", f"the page of this job: http://{host}:{port}/#{token}")
 
 
 def page_token(job: Job) -> str:

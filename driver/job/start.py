@@ -9,7 +9,7 @@ from pathlib import Path
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.job import loop
 from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
-from elastic.driver.job.job_io import Surroundings, serve_page, surroundings
+from elastic.driver.job.job_io import JobIO, open_job_io, serve_page
 from elastic.driver.job.multi_host_plan import FleetPlan
 from elastic.driver.journal.entries import header_of, readable
 from elastic.driver.journal.file import FileArchive, FileJournal
@@ -43,30 +43,30 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
     Raises Invalid for what can be known before anything is started, OSError if it can't listen.
     """
     this_host = this_host or ThisHost()
-    with surroundings(job) as around:
-        await serve_page(job, around)
-        await around.desk.open()
+    with open_job_io(job) as job_io:
+        await serve_page(job, job_io)
+        await job_io.desk.open()
         try:
-            outcome = await _started(job, around, this_host)
+            outcome = await _started(job, job_io, this_host)
         finally:
-            await around.desk.close()
-        around.stopped = outcome.code in loop.STOP_CODES.values()
+            await job_io.desk.close()
+        job_io.stopped = outcome.code in loop.STOP_CODES.values()
         return outcome
 
 
-async def _started(job: Job, around: Surroundings, this_host: ThisHost) -> Outcome:
+async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
     fleet = job.fleet
     known = None
     if job.script is not None:
-        known = await first_hosts(job, around.console)
+        known = await first_hosts(job, job_io.console)
         elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
         if fleet is not None and not fleet.needed:
             fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
     if fleet is None or not fleet.needed:
-        return await _alone(job, around, known, this_host)
+        return await _alone(job, job_io, known, this_host)
     from elastic.driver.job.start_multi_host import start_fleet
 
-    return Outcome(*await start_fleet(job, fleet, around, known, this_host))
+    return Outcome(*await start_fleet(job, fleet, job_io, known, this_host))
 
 
 async def _may_grow(fleet: FleetPlan) -> bool:
@@ -75,12 +75,12 @@ async def _may_grow(fleet: FleetPlan) -> bool:
 
 
 async def _alone(
-    job: Job, around: Surroundings, known: dict[str, int] | None, this_host: ThisHost
+    job: Job, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
     """All hosts are this machine, and everything ends with this process."""
     membership = Membership(job.settings)
-    around.place_of = membership.place_of
-    console = around.console
+    job_io.place_of = membership.place_of
+    console = job_io.console
     if known is not None:
         discovery: Discovery = script_discovery(job, known, console, only=this_host)
     else:
@@ -126,7 +126,7 @@ async def _alone(
             else tls.context(files.cert, files.key, files.ca, server=True),
         ),
         launcher=LocalLauncher(
-            sink=around.output,
+            sink=job_io.output,
             log=console,
             lease_s=job.settings.lease_s,
             preemption=job.preemption,
@@ -135,12 +135,12 @@ async def _alone(
         discovery=discovery,
         journal=journal,
         log=console,
-        noted=around.noted,
-        tracing=around.tracing,
-        reported=lambda report: around.told(report, job.reported),
-        answered=around.desk.answered,
+        noted=job_io.noted,
+        tracing=job_io.tracing,
+        reported=lambda report: job_io.told(report, job.reported),
+        answered=job_io.desk.answered,
     )
-    around.desk.serves(driver, room_for(job, discovery))
+    job_io.desk.serves(driver, room_for(job, discovery))
     if job.begun is not None:
         job.begun(driver)
     code = await driver.run()

@@ -29,7 +29,7 @@ from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.job import loop
 from elastic.driver.job.election import Lead, lead
 from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
-from elastic.driver.job.job_io import Surroundings
+from elastic.driver.job.job_io import JobIO
 from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
 from elastic.driver.journal.copy import Copied, copied_to
 from elastic.driver.journal.entries import Writer, header_of, readable
@@ -63,7 +63,7 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 async def start_fleet(
     job: Job,
     plan: FleetPlan,
-    around: Surroundings,
+    job_io: JobIO,
     known: dict[str, int] | None,
     this_host: ThisHost,
 ) -> Outcome:
@@ -71,7 +71,7 @@ async def start_fleet(
     is started.
     """
     async with contextlib.AsyncExitStack() as stack:
-        leading = await lead(plan, around.console, stack)
+        leading = await lead(plan, job_io.console, stack)
         if isinstance(leading, str):
             return DEPOSED_CODE, leading, [], {}
         archive = _archive(job, plan, leading)
@@ -81,9 +81,9 @@ async def start_fleet(
         if past is not None and past.ended is not None and not past.membership.roster:
             code, reason = past.ended.code, str(past.ended.reason)
             again = "give --fresh to begin it anew" + (f". {GONE}" if code else "")
-            around.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
+            job_io.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
             return code, reason, [], {}
-        run = _Run(job, plan, around, past, leading, this_host)
+        run = _Run(job, plan, job_io, past, leading, this_host)
         return await run.to_its_end(archive, known)
 
 
@@ -137,20 +137,20 @@ class _Run:
         self,
         job: Job,
         plan: FleetPlan,
-        around: Surroundings,
+        job_io: JobIO,
         past: Past | None,
         lead: Lead | None,
         this_host: ThisHost,
     ) -> None:
         self.job = job
         self.plan = plan
-        self.around = around
+        self.job_io = job_io
         self.past = past
         self.lead = lead
         self.this_host = this_host
-        self.log = around.console
+        self.log = job_io.console
         self.membership = Membership(job.settings) if past is None else past.membership
-        around.place_of = self.membership.place_of
+        job_io.place_of = self.membership.place_of
         self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
         self.id = past.job if past is not None else uuid.uuid4().hex
         self.lost: asyncio.Event | None = None  # another driver leads
@@ -195,7 +195,7 @@ class _Run:
                 {name: job.environ[name] for name in slurm.VARIABLES if name in job.environ},
                 job.preload,
             ),
-            sink=self.around.output,
+            sink=self.job_io.output,
             log=self.log,
             starter=self._starter(),
             reach=lambda host: self._bootstrap(host, address),
@@ -222,14 +222,14 @@ class _Run:
             journal=journal,
             log=self.log,
             noted=self._noted,
-            tracing=self.around.tracing,
+            tracing=self.job_io.tracing,
             past=self._adopted(writer.offset_s),
             listening=self._announce,
-            reported=lambda report: self.around.told(report, job.reported),
+            reported=lambda report: self.job_io.told(report, job.reported),
             leaves=self._leave if plan.left_by_sigterm else None,
-            answered=self.around.desk.answered,
+            answered=self.job_io.desk.answered,
         )
-        self.around.desk.serves(driver, room_for(job, discovery))
+        self.job_io.desk.serves(driver, room_for(job, discovery))
         if past is not None:
             self._show_adopted()
             count = len(past.membership.roster)
@@ -308,7 +308,7 @@ class _Run:
             tls=plan.tls,
             interfaces=plan.interfaces,
             outlives=plan.outlived and plan.provider is None,
-            log_level=self.around.level,
+            log_level=self.job_io.level,
         )
 
     def _starter(self) -> Starter | None:
@@ -376,7 +376,7 @@ class _Run:
         """Operators elsewhere find this driver as its agents do: by etcd, or by Ray."""
         if self.lead is None and self.job.steered is None:
             return
-        desk = self.around.desk
+        desk = self.job_io.desk
         address = str(await desk.listen(interface, _tls(self.plan)))
         if self.job.steered is not None:
             self.job.steered(address, desk.job.key)
@@ -429,10 +429,10 @@ class _Run:
         for worker, record in membership.roster.items():
             place = membership.place_of(worker)
             found[worker] = record.pid, None if place is None else place.rank
-        self.around.page.adopted(found, membership.generation)
-        if self.around.report is not None:
+        self.job_io.page.adopted(found, membership.generation)
+        if self.job_io.report is not None:
             ranks = {worker: rank for worker, (_, rank) in found.items()}
-            self.around.report.adopt(ranks, membership.generation)
+            self.job_io.report.adopt(ranks, membership.generation)
 
     def _adopted(self, clock_offset: float) -> loop.Adopted | None:
         if self.past is None:
@@ -447,7 +447,7 @@ class _Run:
         )
 
     def _noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        self.around.noted(event, actions, now)
+        self.job_io.noted(event, actions, now)
         if self.lead is None:
             return
         for action in actions:

@@ -71,7 +71,7 @@ class Failures(Part):
             # Others are inside elastic.run: they go on, and it starts anew.
             self.staff.dismiss(record, because(Why.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(record, because(Why.LOST_STRANDED, worker=str(event.worker)))
-        elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.somebody_lost:
+        elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
             if self._nothing_to_lose():
                 self._begin_anew(verdict)
                 return

@@ -187,7 +187,7 @@ class Membership:
                 self.frozen.restarted()
                 self.stuck.restarted()
             case CheckpointMade():
-                self.worlds.patience.checkpoint_made()
+                self.worlds.give_up.checkpoint_made()
                 self.notices.checkpoint_made(event)
             case StopRequested():
                 self.worlds.end(1, in_words(event.reason))
@@ -217,7 +217,7 @@ class Membership:
             case WorkerExited():
                 self.roster.remove(event.worker)
             case WorkerConnected() | WorkerReady() if event.worker in self.roster:
-                self.worlds.staff.let_go(self.roster[event.worker], because(Why.JOB_ENDED))
+                self.worlds.staff.release(self.roster[event.worker], because(Why.JOB_ENDED))
             case WorkerReconnected() if self._has_finished(event.worker):
                 self.reconnections.reconnected(event)  # what follows its training still runs
             case WorkerReconnected():

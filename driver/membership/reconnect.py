@@ -82,7 +82,7 @@ class Reconnections(Part):
         match self.worlds.phase:
             case Phase.GATHERING if at_work:
                 planned = self.worlds.gathering.kind is not Kind.RECOVERY
-                if not planned or self.worlds.gathering.somebody_lost:
+                if not planned or self.worlds.gathering.had_loss:
                     self.actions.add(BreakWorld(generation, [worker], self.worlds.gathering.reason))
             case Phase.PREPARING:
                 wish = self.worlds.change_reason

@@ -42,7 +42,7 @@ from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worker_reports import WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
-from elastic.driver.membership.worlds.give_up import Patience
+from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -65,7 +65,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Deadlines,
         ActionList,
         Workforce,
-        Patience,
+        GiveUpRules,
         World,
         Gathering,
         Change,
@@ -111,6 +111,9 @@ OLD_NAMES = {
     "root_cause_search": "inquest",
     "root_cause": "culprit",
     "reporters": "witnesses",
+    "GiveUpRules": "Patience",
+    "give_up": "patience",
+    "had_loss": "somebody_lost",
 }
 _NEW_NAMES = {old: new for new, old in OLD_NAMES.items()}
 
@@ -374,7 +377,7 @@ class _Making:
 
 # Fields that older snapshots lack, and what they mean without them.
 ADDED: dict[str, dict[str, Any]] = {
-    "Patience": {"_restarts": 0},
+    "GiveUpRules": {"_restarts": 0},
     "Gathering": {"anew": False, "whole": False},
     "WorkerRaised": {"final": False},
     "WorkerSpent": {"commit": None},
@@ -394,7 +397,8 @@ _FLAT: dict[str, dict[str, str]] = {
     "worlds": {
         **{"settings": "settings", "phase": "phase"},
         "_inquest": "root_cause_search",
-        **{f"_{name}": name for name in ("actions", "staff", "patience", "world", "published")},
+        "_patience": "give_up",
+        **{f"_{name}": name for name in ("actions", "staff", "world", "published")},
         **{f"_{name}": name for name in ("verdict", "gathering", "change", "change_reason")},
         **{f"_{name}": name for name in ("exceptions", "trained", "completed")},
         **{f"_{name}": name for name in ("look_again_at", "ending_by")},

@@ -98,7 +98,7 @@ class WorkerReports(Part):
         if record.stage is WorkerStage.STARTING:
             raise IllegalEvent("ready before it connected")
         if record.stage is WorkerStage.FINISHED:
-            self.staff.let_go(record, because(Why.RETURNED_BEFORE))
+            self.staff.release(record, because(Why.RETURNED_BEFORE))
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
         record.commit, record.store = event.commit, event.store

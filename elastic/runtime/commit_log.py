@@ -178,7 +178,7 @@ class CommitLog:
         """To the newest commit. One that is torn is forgotten: nobody could go on from it."""
         if not state.valid():
             with self._session.lock:
-                self._session.recovery.forget_commit()
+                self._session.recovery.discard_commit()
         with timeline.during("state", "restore"):
             state.restore()
         if self.durable is not None:

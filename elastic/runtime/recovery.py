@@ -141,7 +141,7 @@ class Recovery:
             case messages.Finish(generation=generation):
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
-                    self.forget_commit()  # what is trained after this begins anew
+                    self.discard_commit()  # what is trained after this begins anew
             case messages.Leave(reason, fenced=True):
                 return self._end(message, f"this worker was fenced: {reason}")
             case messages.Leave() | messages.Rejected() | messages.End():
@@ -230,7 +230,7 @@ class Recovery:
     def enter(self) -> None:
         """``elastic.run`` begins: whatever was committed before was not this training."""
         self.running = True
-        self.forget_commit()
+        self.discard_commit()
 
     def leave(self) -> None:
         """``elastic.run`` is over."""
@@ -297,7 +297,7 @@ class Recovery:
         self.newest = Commit(self.generation, 0)
         return self.newest
 
-    def forget_commit(self) -> None:
+    def discard_commit(self) -> None:
         """The saved state is torn: this worker holds nothing that others could go on from."""
         self.newest = None
 

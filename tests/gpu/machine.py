@@ -47,7 +47,7 @@ class Machine:
         return self.ranks > max(1, self.gpus)
 
     @property
-    def patience(self) -> float:
+    def time_factor(self) -> float:
         """Times are limits on a GPU; a made-up one computes on the cores that everything else uses."""
         return 8.0 if self.made_up else 1.0
 

@@ -77,7 +77,7 @@ class Job(Program):
 
     def done(self, limit_s: float) -> Job:
         """Waits for its success: ``limit_s`` seconds on a GPU, more on a made-up one."""
-        self.succeed(limit_s * self.machine.patience)
+        self.succeed(limit_s * self.machine.time_factor)
         return self
 
     def notes(self, what: str, **fields: Any) -> list[Note]:

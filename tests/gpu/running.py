@@ -65,7 +65,7 @@ def run_one(case: Case, machine: Machine, out: Path, deadline: float) -> Outcome
     folder.mkdir()
     asked, told = folder / "machine.json", folder / "result.json"
     machine.write(asked)
-    limit_s = case.limit_s * machine.patience
+    limit_s = case.limit_s * machine.time_factor
     if not machine.made_up:
         limit_s = min(limit_s, deadline - time.monotonic())
     words = [sys.executable, str(Path(__file__).with_name("case_process.py"))]

@@ -30,7 +30,7 @@ from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worker_reports import WorkerReports
 from elastic.driver.membership.worlds import composition, worlds
 from elastic.driver.membership.worlds.gathering import Gathering
-from elastic.driver.membership.worlds.give_up import Patience
+from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.processes.leases import Leases
@@ -134,7 +134,7 @@ def one_is_enough(original: Any) -> Any:
 
 
 def rank_0_matters(original: Any) -> Any:
-    def all_lost(self: Patience, world: Any, gathering: Any) -> Any:
+    def all_lost(self: GiveUpRules, world: Any, gathering: Any) -> Any:
         first = self._staff.roster.get(world.members[0]) if world.members else None
         if world.trained and first is None:
             return "rank 0 is lost, and nobody is left to go on from"
@@ -390,8 +390,8 @@ SIMULATED = {
     "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first, first=13),
     "a joiner is made the source": Bug(composition, "arrange", joiner_first),
     "commits are compared by number alone": Bug(composition, "arrange", number_alone, first=13),
-    "one worker is always enough": Bug(Patience, "needed", one_is_enough),
-    "the job ends with rank 0": Bug(Patience, "all_lost", rank_0_matters, first=5),
+    "one worker is always enough": Bug(GiveUpRules, "needed", one_is_enough),
+    "the job ends with rank 0": Bug(GiveUpRules, "all_lost", rank_0_matters, first=5),
     "survivors are not waited for": Bug(Gathering, "awaited", nobody),
     "all stop where the last one is": Bug(Change, "stop", earliest_answer, changing=True),
     "who was fenced may return": Bug(Reconnections, "reconnected", fenced_may_return),

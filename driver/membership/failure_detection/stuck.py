@@ -181,7 +181,7 @@ class Stuck(Part):
             record = self._still(suspicion)
             if record is not None:
                 reason = suspicion.reason(self.actions.now, self._where)
-                self.worlds.patience.was_stuck(self.worlds.generation)
+                self.worlds.give_up.was_stuck(self.worlds.generation)
                 self.staff.fence(record, reason)
         if self._look_at is None:
             first = next(iter(self.roster.inside.values()), None)
@@ -382,25 +382,25 @@ class Stuck(Part):
 
     def _all_inside(self, waiters: list[WorkerRecord]) -> None:
         """Nobody is missing, and still it does not go on."""
-        patience = min(self.settings.idle_s, ALL_INSIDE_S)
-        if patience <= 0 or not self.roster.inside:
+        limit_s = min(self.settings.idle_s, ALL_INSIDE_S)
+        if limit_s <= 0 or not self.roster.inside:
             return
         inside = [s for s in waiters if s.inside]
         if not inside or any(s.killed_for for s in self.worlds.live()):
             return  # who was missing is on its way out
-        due = max(s.waits_since for s in waiters) + patience
+        due = max(s.waits_since for s in waiters) + limit_s
         if self.actions.now < due:
             self._look_at = min(self.actions.now + self._probe_s, due)
             return
         if self.worlds.completed and not any(s.running for s in inside):
             early = ", ".join(self.worlds.completed[:8])
-            uneven = because(Why.UNEVEN, where=self._where_all(inside), for_s=patience)
+            uneven = because(Why.UNEVEN, where=self._where_all(inside), for_s=limit_s)
             self.worlds.end(1, because(Why.ENDED_EARLY, workers=early, cause=uneven))
         returned = [s for s in waiters if s.stage is WorkerStage.RETURNED]
         if returned and self.worlds.phase is Phase.ENDING:
             names = self._names(returned)
             where = self._where_all(inside)
-            self.worlds.end(1, because(Why.RETURNED_ALONE, who=names, for_s=patience, where=where))
+            self.worlds.end(1, because(Why.RETURNED_ALONE, who=names, for_s=limit_s, where=where))
         if self.worlds.phase not in (Phase.TRAINING, Phase.PREPARING):
             return
         text = self._where_all(inside)
@@ -410,9 +410,9 @@ class Stuck(Part):
         groups = {(s.inside, s.entered) for s in inside}
         copying = any(s.inside == COPY for s in inside)
         if len(groups) > 1 and copying:
-            self.actions.log("warning", f"{text} for {patience:g} s: is there so much to copy?")
+            self.actions.log("warning", f"{text} for {limit_s:g} s: is there so much to copy?")
         elif len(groups) > 1:
-            wrong = because(Why.DIFFERENT_COLLECTIVES, for_s=patience, where=text)
+            wrong = because(Why.DIFFERENT_COLLECTIVES, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len({s.inside for s in inside}) == 1:
                 return  # counted differently is no proof
@@ -423,7 +423,7 @@ class Stuck(Part):
             why = "nobody is missing: is the network between them broken, or this much to send?"
             if any(s.inside == GRADIENTS for s in inside):
                 why += " Or do they step different optimizers?"
-            self.actions.log("warning", f"{text} for {patience:g} s; {why}")
+            self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
         """Who waits in what, the fewest first: they are the ones that took another turn."""
@@ -451,19 +451,19 @@ class Stuck(Part):
                 said = Witness(record.worker, launches, record.gpu_since, record.said_at)
                 groups.setdefault(launches.group, []).append(said)
         found = (
-            judge(each, self.settings, self.worlds.patience.worlds_hung) for each in groups.values()
+            judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
         )
         # Who explains it comes before what nobody explains.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
     def _hung(self, finding: Finding) -> None:
         for worker in finding.blamed:
-            self.worlds.patience.was_stuck(self.worlds.generation)
+            self.worlds.give_up.was_stuck(self.worlds.generation)
             self.staff.fence(self.roster[worker], hang_of_one(finding))
         if finding.blamed:
             return
-        hung = hang_of_all(finding, self.worlds.patience.worlds_hung)
-        self.worlds.patience.hung(self.worlds.generation)
+        hung = hang_of_all(finding, self.worlds.give_up.worlds_hung)
+        self.worlds.give_up.hung(self.worlds.generation)
         if not self.settings.elastic:
             self.worlds.end(1, hung)
         self.actions.log("error", str(hung))

@@ -24,7 +24,7 @@ from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-PROBE_S = 5.0  # between two probes; a sixth of the shortest patience, if that is less
+PROBE_S = 5.0  # between two probes; a sixth of the shortest limit, if that is less
 BUSY_CPU = 0.1  # of one processor's time: who uses less ...
 BUSY_IO = 64 * 1024  # ... and moves fewer bytes per second is idle
 TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
@@ -32,9 +32,9 @@ TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
 def probe_every_s(settings: Settings) -> float:
     """How often to look at those that others wait for, and how long to wait before the first look."""
-    patience = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
-    patience += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
-    return max(0.1, min([PROBE_S, *patience]))
+    limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
+    limits += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
+    return max(0.1, min([PROBE_S, *limits]))
 
 
 class Verdict(enum.Enum):
@@ -121,8 +121,8 @@ class Suspicion:
             return Next.NOTHING
         waited = now - self.since
         if self.verdict is Verdict.BUSY:
-            patience = settings.busy_warning_s
-            if patience <= 0 or waited < patience:
+            limit_s = settings.busy_warning_s
+            if limit_s <= 0 or waited < limit_s:
                 return Next.NOTHING
         self._named = self._named or {}
         last = self._named.get(self.verdict)

@@ -146,9 +146,9 @@ class Workforce:
             self.dismiss(record, reason, self.settings.leave_s)
             self.kill(record, reason)
         elif record.worker not in members:
-            self.let_go(record, reason)  # a member is let go at a planned change
+            self.release(record, reason)  # a member is let go at a planned change
 
-    def let_go(self, record: WorkerRecord, reason: Reason) -> None:
+    def release(self, record: WorkerRecord, reason: Reason) -> None:
         if record.stage is not WorkerStage.DISMISSED:
             record.leaving = reason
             self.dismiss(record, because(Why.NOT_LEFT), self.settings.leave_s)
@@ -160,7 +160,7 @@ class Workforce:
             if record.stage is WorkerStage.STARTING:
                 self.kill(record, reason)
             else:
-                self.let_go(record, reason)
+                self.release(record, reason)
 
     def part_again(self, record: WorkerRecord) -> None:
         """It was told to leave, or to be killed, and is still heard of: it is told again."""

@@ -74,7 +74,7 @@ class Deadlines(Part):
                     self._remind()
                     self._gathering_late()
                 if self.actions.expired(self.worlds.gathering.short_by):
-                    self.worlds.end(1, self.worlds.patience.too_few())
+                    self.worlds.end(1, self.worlds.give_up.too_few())
             case _:
                 pass
 

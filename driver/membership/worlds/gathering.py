@@ -33,7 +33,7 @@ class Gathering:
     reason: Reason
     began_at: float
     settings: Settings
-    somebody_lost: bool = False
+    had_loss: bool = False
     # ``late_at`` has passed: old members outside elastic.run are no longer awaited.
     late: bool = False
     # From a checkpoint, or from the beginning, because nobody holds a commit: all that start are waited for.
@@ -83,8 +83,8 @@ class Gathering:
 
     def lost(self, reason: Reason) -> None:
         """One more is gone. Who is lost explains a broken collective better than the worker that noticed."""
-        if not self.somebody_lost:
-            self.somebody_lost, self.reason = True, reason
+        if not self.had_loss:
+            self.had_loss, self.reason = True, reason
             return
         known = self.reason.facts.get("causes")
         causes = known if isinstance(known, list) else [self.reason]

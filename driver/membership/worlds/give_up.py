@@ -15,7 +15,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit
 
 
-class Patience:
+class GiveUpRules:
     """What was tried so far."""
 
     def __init__(self, settings: Settings, staff: Workforce, actions: ActionList) -> None:
@@ -106,7 +106,7 @@ class Patience:
         elif len(self._stuck_in) >= self._settings.stranded_failures:
             worlds = len(self._stuck_in)
             return because(Why.STUCK_AGAIN, worlds=worlds, cause=gathering.reason)
-        elif gathering.somebody_lost:
+        elif gathering.had_loss:
             self._barren = 0
         elif gathering.kind is Kind.RECOVERY:
             self._barren += 1

@@ -26,7 +26,7 @@ from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.membership.worlds.gathering import Gathering, Kind, candidates
-from elastic.driver.membership.worlds.give_up import Patience
+from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Reason, Why, because
@@ -60,7 +60,7 @@ class Worlds:
         self.phase = Phase.GATHERING
         self.actions = ActionList()
         self.staff = Workforce(settings, self.actions)
-        self.patience = Patience(settings, self.staff, self.actions)
+        self.give_up = GiveUpRules(settings, self.staff, self.actions)
         self.world = World()
         self.published: PublishWorld | None = None  # the last one
         self.verdict: EndJob | None = None  # how the job ends, once that is decided
@@ -133,7 +133,7 @@ class Worlds:
         if self.staff.next_slot_at() is not None:
             return  # one that failed is started again
         if self.staff.slots.any_given_up():
-            self.end(1, self.patience.spent())
+            self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
             self.actions.log("warning", NO_INIT)
         self.end(0, because(Why.ALL_EXITED, workers=len(self.staff.slots.completed)))
@@ -151,17 +151,17 @@ class Worlds:
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
         for record in composition.leaving:
             assert record.leaving is not None
-            self.staff.let_go(record, record.leaving)
+            self.staff.release(record, record.leaving)
         for record in composition.rejected:
             self.staff.reject(record, composition.layout)
         if composition.arrangement.commit is None:
-            self.end_if(self.patience.nothing_held(self.world, self.gathering))
+            self.end_if(self.give_up.nothing_held(self.world, self.gathering))
         have = len(composition.arrangement.order)
-        if have < self.patience.needed():
-            self.end_if(self.patience.short(self.gathering, have))
+        if have < self.give_up.needed():
+            self.end_if(self.give_up.short(self.gathering, have))
             return
         commit = composition.arrangement.commit
-        self.end_if(self.patience.in_circles(self.world, self.gathering, commit))
+        self.end_if(self.give_up.in_circles(self.world, self.gathering, commit))
         self._publish(composition, others, survivors=have - len(composition.joining))
 
     def _publish(
@@ -337,7 +337,7 @@ class Worlds:
                 at_work = [s.worker for s in self.live() if s.stage is WorkerStage.MEMBER]
                 if at_work:
                     self.actions.add(BreakWorld(self.generation, at_work, reason))
-            self.end_if(self.patience.all_lost(self.world, self.gathering))
+            self.end_if(self.give_up.all_lost(self.world, self.gathering))
             return
         live = self.live()
         returned = bool(live) and all(
@@ -351,15 +351,15 @@ class Worlds:
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
         if failure and not announced:  # the end of a machine that was announced is no failure
-            self.end_if(self.patience.failed_again(reason))
+            self.end_if(self.give_up.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
         for record in at_work:
             record.stage = WorkerStage.MEMBER
         self.gather(Kind.RECOVERY, reason)
-        self.gathering.somebody_lost = lost
+        self.gathering.had_loss = lost
         self.actions.add(BreakWorld(self.generation, [s.worker for s in at_work], reason))
         if lost:
-            self.end_if(self.patience.all_lost(self.world, self.gathering))
+            self.end_if(self.give_up.all_lost(self.world, self.gathering))
 
     def gather(self, kind: Kind, reason: Reason) -> None:
         if kind is not Kind.CHANGE:
@@ -403,7 +403,7 @@ class Worlds:
             old,
             sorted(new, key=lambda s: self.staff.slots.order(s.worker)),
             commits,
-            workers_min=self.patience.needed(),
+            workers_min=self.give_up.needed(),
             workers_max=self.staff.workers_max,
             layout=self.world.layout,
         )

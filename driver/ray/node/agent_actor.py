@@ -68,7 +68,7 @@ class RayProcess:
 class InRay:
     """The engine that the actor runs in."""
 
-    def surroundings(self) -> RayProcess:
+    def ray_process(self) -> RayProcess:
         import ray
 
         context = ray.get_runtime_context()
@@ -207,7 +207,7 @@ class AgentActor:
     async def _start(self, told: Bootstrap, call: bytes, ready_s: float) -> str:
         if self._process is not None or self._ended is not None:
             return f"no agent is started on {told.host}: its actor has had one"
-        around = self._engine.surroundings()
+        around = self._engine.ray_process()
         self._follow(around.raylet)
         await asyncio.to_thread(sweep)
         self._folder, self._lock = make_folder()

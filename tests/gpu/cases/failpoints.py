@@ -44,7 +44,7 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
     flags = f"-np 2 --min-np 1 {RETURN}"
     job = Job(flags, list(map(str, TRAINING)), folder=folder, env=env, program=ELASTICRUN)
     try:
-        job.succeed(70 * machine.patience)
+        job.succeed(70 * machine.time_factor)
         sizes = [len(world["members"]) for world in job.worlds()]
         result.figure("worlds", sizes)
         deaths_seen = sum(event["code"] == -9 for event in job.events("WorkerExited"))

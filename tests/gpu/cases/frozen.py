@@ -37,7 +37,7 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
     for each, end in zip(rounds, settled, strict=True):
         result.figure(f"{each['place']}: from the stop to the next step, ms", each["trained_on_ms"])
         assert each["trained_on_ms"] is not None, each
-        assert each["trained_on_ms"] <= (LEASE_S + FREE_S) * 1e3 * machine.patience, each
+        assert each["trained_on_ms"] <= (LEASE_S + FREE_S) * 1e3 * machine.time_factor, each
         free = each["at"] + each["trained_on_ms"] / 1e3
         after = [count for count in counts if free < count["at"] <= end["at"]]
         too_many = [number for number, count in enumerate(after) if count["count"] > most]
@@ -45,6 +45,6 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         gone_s = after[too_many[-1] + 1]["at"] - free if too_many else 0.0
         result.figure(f"{each['place']}: threads gone after that, s", round(gone_s, 2))
         result.figure(f"{each['place']}: threads left", end["threads"])
-        assert gone_s <= GONE_S * machine.patience, after
+        assert gone_s <= GONE_S * machine.time_factor, after
     if len(settled) > 1:
         assert settled[-1]["threads"] <= settled[0]["threads"] + 1, settled

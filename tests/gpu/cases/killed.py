@@ -73,6 +73,6 @@ def told(job: Job) -> list[Note]:
 def check(machine: Machine, rounds: list[Note]) -> None:
     for each in rounds:
         assert each["trained_on_ms"] is not None, f"nobody trained on after {each['place']}"
-        assert each["trained_on_ms"] <= STEPPED_S * 1e3 * machine.patience, each
+        assert each["trained_on_ms"] <= STEPPED_S * 1e3 * machine.time_factor, each
         if each["raised_ms"] is not None:
-            assert each["raised_ms"] <= RAISED_S * 1e3 * machine.patience, each
+            assert each["raised_ms"] <= RAISED_S * 1e3 * machine.time_factor, each

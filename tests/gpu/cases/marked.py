@@ -31,7 +31,7 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         words, folder=ROOT, env=environment(machine), mark="GPU_TESTS", called="pytest"
     )
     try:
-        code = program.wait(75 * machine.patience)
+        code = program.wait(75 * machine.time_factor)
     finally:
         program.end()
         (folder / "output.txt").write_text(program.output)

@@ -1,4 +1,4 @@
-"""What takes long in good health, for longer than the patience with an idle worker: nobody is fenced for it."""
+"""What takes long in good health, for longer than the limit of an idle worker: nobody is fenced for it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_who_computes_or_writes_or_has_marked_it_as_long_is_not_idle(job):
     marked_at = time.monotonic()
     for slot in (0, 1):
         until_watched(training, slot)
-    training.until(lambda: time.monotonic() - marked_at > 2 * IDLE_S, "twice the patience")
+    training.until(lambda: time.monotonic() - marked_at > 2 * IDLE_S, "twice the limit")
     let_end(training)
 
 

@@ -18,9 +18,9 @@ from elastic.chaos.fault_matrix.expectations import (
     Result,
     batches,
     expected,
+    fault_rules,
     is_first,
     is_last,
-    orders,
     shuts_connections,
 )
 from elastic.chaos.fault_matrix.job import MatrixJob
@@ -34,7 +34,7 @@ POSSIBLE = [cell for cell in faults.all_cells() if not faults.impossible(cell)]
 
 
 def asked(victim: str, fault: str, phase: str) -> list[str]:
-    return orders(Cell(victim, fault, phase), MEMBERS, "h:3#1", "x", "/go", step=7).rules
+    return fault_rules(Cell(victim, fault, phase), MEMBERS, "h:3#1", "x", "/go", step=7).rules
 
 
 # ---- the axes ------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_who_does_not_end_by_itself_is_fenced_and_the_reason_says_so(fault, reas
 
 def test_the_rules_of_every_cell_can_be_read():
     for cell in POSSIBLE:
-        rules = orders(cell, MEMBERS, "h:3#1", "x", "/go")
+        rules = fault_rules(cell, MEMBERS, "h:3#1", "x", "/go")
         places = [rule.place for text in rules.rules for rule in parse(text)]
         assert faults.PHASES[cell.phase] in places
 
@@ -193,7 +193,7 @@ def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be(together):
 def test_who_shares_memory_is_spared_what_would_not_reach_it():
     for cell in POSSIBLE:
         by_rule = any(
-            " shut " in f"{rule} " for rule in orders(cell, MEMBERS, "h:3#1", "x", "/go").rules
+            " shut " in f"{rule} " for rule in fault_rules(cell, MEMBERS, "h:3#1", "x", "/go").rules
         )
         assert shuts_connections(cell) is by_rule, cell
 

@@ -13,7 +13,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from elastic.driver.commandline import cli
-from elastic.driver.job.job_io import STOPPED_S, surroundings
+from elastic.driver.job.job_io import STOPPED_S, open_job_io
 from elastic.driver.processes.output import Output
 
 
@@ -23,7 +23,7 @@ def test_a_ctrl_c_after_the_end_of_a_job_that_nobody_heard_is_heard_at_the_end(m
 
     async def end() -> int:
         task: Any = asyncio.current_task()
-        with surroundings(job):
+        with open_job_io(job):
             os.kill(os.getpid(), signal.SIGINT)
             deadline = time.monotonic() + 5
             while not task.cancelling() and time.monotonic() < deadline:

@@ -367,9 +367,9 @@ def test_a_seed_is_a_game_and_nobody_is_hit_twice_in_a_round():
             victims = [blow.victim for blow in blows if blow.victim]
             assert len(set(victims)) == len(victims) and SPARED not in victims
             for faults in ON_DRIVERS, ON_ETCD:
-                assert sum(blow.fault in faults for blow in blows) <= 1
+                assert sum(blow.kind in faults for blow in blows) <= 1
             assert blows and all(0 <= blow.gap_s <= MOST_GAP_S for blow in blows)
-            fates |= {blow.fault for blow in blows}
+            fates |= {blow.kind for blow in blows}
     assert fates == {*ON_HOSTS, *ON_DRIVERS, *ON_ETCD}
 
 

@@ -95,7 +95,7 @@ def test_what_is_shared_stays_shared():
     assert twin.roster.leavers == {worker("h:1"): record}
     assert (
         twin.worlds.staff.actions is twin.worlds.actions
-        and twin.worlds.patience._staff is twin.worlds.staff
+        and twin.worlds.give_up._staff is twin.worlds.staff
     )
 
 

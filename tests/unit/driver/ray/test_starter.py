@@ -53,7 +53,7 @@ class Engine(InRay):
         self.left = threading.Event()
         self.leaves: Any = lambda: None
 
-    def surroundings(self) -> RayProcess:
+    def ray_process(self) -> RayProcess:
         return RayProcess("head:6379", "mine", {"COLOUR": "green"}, {}, "/ray", RAYLET[-1])
 
     def die(self, code: int = 1) -> None:

@@ -244,7 +244,7 @@ def test_commits_outside_elastic_run_are_a_workers_own():
 def test_a_torn_commit_is_none():
     r = training()
     r.committed()
-    r.forget_commit()
+    r.discard_commit()
     r.receive(Broken(2, "lost"))
     assert r.wait_for_world(STORE, "x") == [Send(Ready(2, None, STORE, "x", number=3))]
 
