@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.negotiation.message_table import OneSet, bits
+from elastic.negotiation.message_table import MessageTable, bits
 from elastic.negotiation.messages import (
     ALL,
     JOIN,
     LEAVE,
-    Decision,
     Members,
-    Offer,
     Request,
-    Settled,
+    RequestList,
+    Response,
+    ResponseList,
     ranks_in_words,
     settle,
 )
@@ -38,7 +38,7 @@ class Coordinator:
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size
         self._capacity = capacity
-        self._sets: dict[Members, OneSet] = {}
+        self._sets: dict[Members, MessageTable] = {}
         self._joined: list[int] = []  # in the order in which they did
         self._gone: dict[int, str] = {}  # ranks that left, and why
         self._since: dict[tuple[Members, str], float] = {}  # when it was first seen to wait
@@ -46,7 +46,7 @@ class Coordinator:
 
     # ---- offers ----------------------------------------------------------------------------------------------------
 
-    def offer(self, rank: int, offer: Offer) -> list[Decision]:
+    def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
         """What can run now that this rank has offered this. Each decision goes to all its members."""
         requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
         said = {r.kind for r in offer.requests} - {r.kind for r in requests}
@@ -57,7 +57,9 @@ class Coordinator:
             made += self._join(rank)
         return made
 
-    def _offer(self, rank: int, offer: Offer, requests: tuple[Request, ...]) -> list[Decision]:
+    def _offer(
+        self, rank: int, offer: RequestList, requests: tuple[Request, ...]
+    ) -> list[ResponseList]:
         each = self._set(offer.members)
         if rank not in each.offered:
             return []  # no member: it was told so where it asked
@@ -76,11 +78,11 @@ class Coordinator:
             each.ask(rank, request)
         return self._decide(each, [request.name for request in requests])
 
-    def _lacks(self, each: OneSet) -> bool:
+    def _lacks(self, each: MessageTable) -> bool:
         """Whether one of its ranks is gone, so that nothing of it can run."""
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
-    def named(self, offer: Offer) -> list[str]:
+    def named(self, offer: RequestList) -> list[str]:
         """The names in an offer that is about to be made."""
         each = self._set(offer.members)
         entries = each.entries if offer.epoch == each.epoch else each.before
@@ -89,19 +91,19 @@ class Coordinator:
             request.name for request in offer.requests
         ]
 
-    def _set(self, members: Members) -> OneSet:
+    def _set(self, members: Members) -> MessageTable:
         found = self._sets.get(members)
         if found is None:
             spelled = members or tuple(range(self._size))
-            found = OneSet(spelled, members, dict.fromkeys(spelled, 0))
+            found = MessageTable(spelled, members, dict.fromkeys(spelled, 0))
             self._sets[members] = found
         return found
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self, each: OneSet, names: Iterable[str]) -> list[Decision]:
-        made: list[Decision] = []
-        settled: list[Settled] = []
+    def _decide(self, each: MessageTable, names: Iterable[str]) -> list[ResponseList]:
+        made: list[ResponseList] = []
+        responses: list[Response] = []
         ready = self._ready(each)
         for rank in each.offered if ready else ():
             each.offered[rank] &= ~ready
@@ -112,31 +114,31 @@ class Coordinator:
             for number in bits(ready & ~each.reducible):
                 ready &= ~(1 << number)
                 asked = {rank: each.asked(number, rank) for rank in active}
-                settled.append(settle(asked, each.members))
+                responses.append(settle(asked, each.members))
         if ready:
             known = ready.to_bytes((ready.bit_length() + 7) // 8, "little")
-            made.append(Decision(each.named_as, each.epoch, known))
+            made.append(ResponseList(each.named_as, each.epoch, known))
         for name in dict.fromkeys(names):
             epoch = each.epoch
             found = self._settled(each, name)
             if found is None:
                 continue
-            if each.epoch != epoch and settled:  # numbers given before are void from here on
-                made.append(Decision(each.named_as, epoch, settled=tuple(settled)))
-                settled = []
-            settled.append(found)
-        if settled and made and not made[-1].settled and made[-1].epoch == each.epoch:
-            made[-1] = Decision(each.named_as, each.epoch, made[-1].known, tuple(settled))
-        elif settled:
-            made.append(Decision(each.named_as, each.epoch, settled=tuple(settled)))
+            if each.epoch != epoch and responses:  # numbers given before are void from here on
+                made.append(ResponseList(each.named_as, epoch, responses=tuple(responses)))
+                responses = []
+            responses.append(found)
+        if responses and made and not made[-1].responses and made[-1].epoch == each.epoch:
+            made[-1] = ResponseList(each.named_as, each.epoch, made[-1].known, tuple(responses))
+        elif responses:
+            made.append(ResponseList(each.named_as, each.epoch, responses=tuple(responses)))
         return made
 
-    def _active(self, each: OneSet) -> list[int]:
+    def _active(self, each: MessageTable) -> list[int]:
         if not self._joined:
             return list(each.members)
         return [rank for rank in each.members if rank not in self._joined]
 
-    def _ready(self, each: OneSet) -> int:
+    def _ready(self, each: MessageTable) -> int:
         """The bits that every active member has offered."""
         offered = each.offered
         if not self._joined:
@@ -151,7 +153,7 @@ class Coordinator:
                 return 0
         return max(ready, 0)
 
-    def _settled(self, each: OneSet, name: str) -> Settled | None:
+    def _settled(self, each: MessageTable, name: str) -> Response | None:
         """The collective of this name, if nobody is missing any more."""
         asked = each.waiting.get(name)
         if not asked:
@@ -160,7 +162,7 @@ class Coordinator:
             gone = [rank for rank in each.members if rank in self._gone]
             self._take(each, name)
             why = self._gone[gone[0]]
-            return Settled(
+            return Response(
                 next(iter(asked.values())),
                 error=f"{name} can't run: {ranks_in_words(gone)} {why}",
                 refused=True,
@@ -172,7 +174,7 @@ class Coordinator:
 
     # ---- joining and leaving ---------------------------------------------------------------------------------------
 
-    def _join(self, rank: int) -> list[Decision]:
+    def _join(self, rank: int) -> list[ResponseList]:
         if rank not in self._joined:
             self._joined.append(rank)
         if self._gone:
@@ -180,17 +182,17 @@ class Coordinator:
         if len(self._joined) == self._size:
             made = self._what_is_left()
             self._joined.clear()
-            return [*made, Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
-        made = [Decision(ALL, self._set(ALL).epoch, joined=rank)]
+            return [*made, ResponseList(ALL, self._set(ALL).epoch, last_joined=rank)]
+        made = [ResponseList(ALL, self._set(ALL).epoch, joined=rank)]
         for each in self._sets.values():
             if rank not in each.offered:
                 continue
             made += self._decide(each, list(each.waiting))
         return made
 
-    def _what_is_left(self) -> list[Decision]:
+    def _what_is_left(self) -> list[ResponseList]:
         """All have joined, some after they had submitted what the others never will: these add zeros."""
-        made: list[Decision] = []
+        made: list[ResponseList] = []
         for each in self._sets.values():
             for rank, offered in [*each.offered.items()]:
                 for number in bits(offered):
@@ -199,19 +201,19 @@ class Coordinator:
             made += self._decide(each, list(each.waiting))
         return made
 
-    def _no_join(self) -> Decision:
+    def _no_join(self) -> ResponseList:
         """Those that have joined wait for a rank that never will."""
         rank, why = next(iter(self._gone.items()))
         error = f"join can't end: rank {rank} {why}"
-        refused = Settled(Request(JOIN, JOIN), error=error, refused=True)
-        return Decision(ALL, self._set(ALL).epoch, settled=(refused,))
+        refused = Response(Request(JOIN, JOIN), error=error, refused=True)
+        return ResponseList(ALL, self._set(ALL).epoch, responses=(refused,))
 
-    def leave(self, rank: int, why: str) -> list[Decision]:
+    def leave(self, rank: int, why: str) -> list[ResponseList]:
         """This rank will offer nothing any more: what others wait for with it is refused, now and later."""
         if rank in self._gone:
             return []
         self._gone[rank] = f"has {why}"
-        decisions: list[Decision] = [self._no_join()] if self._joined else []
+        decisions: list[ResponseList] = [self._no_join()] if self._joined else []
         for each in self._sets.values():
             if rank not in each.offered:
                 continue
@@ -224,7 +226,9 @@ class Coordinator:
 
     # ---- collectives that make no progress -------------------------------------------------------------------------
 
-    def stalled(self, now: float, warn_s: float, end_s: float) -> tuple[list[str], list[Decision]]:
+    def stalled(
+        self, now: float, warn_s: float, end_s: float
+    ) -> tuple[list[str], list[ResponseList]]:
         """Sentences about what has waited for ``warn_s`` seconds, each said once; and the end of what waited ``end_s``.
 
         0 means never. Times are on the caller's clock; call it about once a second.
@@ -262,22 +266,22 @@ class Coordinator:
         for members, names in over.items():
             each = self._sets[members]
             decisions.append(
-                Decision(
-                    members, each.epoch, settled=tuple(self._end(each, n, end_s) for n in names)
+                ResponseList(
+                    members, each.epoch, responses=tuple(self._end(each, n, end_s) for n in names)
                 )
             )
         return sentences, decisions
 
-    def _take(self, each: OneSet, name: str) -> None:
+    def _take(self, each: MessageTable, name: str) -> None:
         each.take(name)
         self._waits_no_more(each, name)
 
-    def _waits_no_more(self, each: OneSet, name: str) -> None:
+    def _waits_no_more(self, each: MessageTable, name: str) -> None:
         """It came on. Whoever is seen to wait for this name at the next look waits for another time."""
         self._since.pop((each.named_as, name), None)
         self._said.discard((each.named_as, name))
 
-    def _end(self, each: OneSet, name: str, after_s: float) -> Settled:
+    def _end(self, each: MessageTable, name: str, after_s: float) -> Response:
         number = each.numbers.get(name)
         if name not in each.waiting and number is not None:
             for rank, offered in each.offered.items():
@@ -286,7 +290,7 @@ class Coordinator:
         asked = each.waiting[name]
         missing = [rank for rank in self._active(each) if rank not in asked]
         self._take(each, name)
-        return Settled(
+        return Response(
             next(iter(asked.values())),
             error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
             refused=True,

@@ -26,9 +26,17 @@ from elastic.monitoring import timeline
 from elastic.negotiation import fusion
 from elastic.negotiation.execution import start
 from elastic.negotiation.local_transport import LocalController, silence_s
-from elastic.negotiation.messages import ALL, JOIN, LEAVE, Decision, Members, Offer, Request
+from elastic.negotiation.messages import (
+    ALL,
+    JOIN,
+    LEAVE,
+    Members,
+    Request,
+    RequestList,
+    ResponseList,
+)
 from elastic.negotiation.pending import Pending
-from elastic.negotiation.response_cache import Offers
+from elastic.negotiation.response_cache import ResponseCache
 from elastic.negotiation.transport import ControllerClient, encode_rules, fetch_rules, rules_of
 from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
@@ -66,7 +74,7 @@ class Engine:
             fusion.FUSION_BYTES if env.fusion_bytes is None else env.fusion_bytes,
             groups=env.group_fusion,
         )
-        self._offers: dict[Members, Offers[Pending]] = {}
+        self._caches: dict[Members, ResponseCache[Pending]] = {}
         self._fresh: set[Members] = set()  # with something that was not offered yet
         self._unnamed: dict[tuple[Members, str], int] = {}
         self._joins = 0  # that are over
@@ -102,10 +110,10 @@ class Engine:
                 number = self._unnamed.get((members, pending.kind), 0)
                 self._unnamed[members, pending.kind] = number + 1
                 pending.name = f"{pending.kind}.noname.{self._joins}.{number}"
-            offers = self._offers.get(members)
-            if offers is None:
-                offers = self._offers[members] = Offers(members)
-            offers.submit(pending)
+            cache = self._caches.get(members)
+            if cache is None:
+                cache = self._caches[members] = ResponseCache(members)
+            cache.submit(pending)
             self._fresh.add(members)
             self._undecided += 1
         if timeline.on:
@@ -150,7 +158,7 @@ class Engine:
                     self._driving.release()
             if self._line is not None:
                 with self._sending:
-                    self._line.send(Offer(ALL, 0, requests=(Request(LEAVE, LEAVE),)))
+                    self._line.send(RequestList(ALL, 0, requests=(Request(LEAVE, LEAVE),)))
 
     # ---- driving ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +263,7 @@ class Engine:
             return  # whoever connects sends everything
         with self._sending:
             with self._lock:
-                made = [self._offers[members].offer() for members in self._fresh]
+                made = [self._caches[members].offer() for members in self._fresh]
                 self._fresh.clear()
             for offer in made:
                 if offer is not None:
@@ -296,23 +304,23 @@ class Engine:
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, decision: ResponseList) -> None:
         with self._lock:
-            offers = self._offers.get(decision.members)
-            if offers is None:
-                offers = self._offers[decision.members] = Offers(decision.members)
-            found = list(offers.take(decision))
+            cache = self._caches.get(decision.members)
+            if cache is None:
+                cache = self._caches[decision.members] = ResponseCache(decision.members)
+            found = list(cache.take(decision))
             if decision.last_joined >= 0:
                 # Who had joined has called less often than the others: all count anew.
                 self._joins += 1
                 self._unnamed.clear()
-                joined = offers.in_flight.pop(JOIN, None)
+                joined = cache.in_flight.pop(JOIN, None)
                 if joined is not None:
                     joined.settled(decision.last_joined)
                     self._undecided -= 1
-            if decision.joined == self._place.rank and JOIN in offers.in_flight:
-                offers.in_flight[JOIN].noted = True
-        for indices in fusion.batches([settled for settled, _ in found], self._limits):
+            if decision.joined == self._place.rank and JOIN in cache.in_flight:
+                cache.in_flight[JOIN].noted = True
+        for indices in fusion.batches([response for response, _ in found], self._limits):
             batch = [found[index] for index in indices]
             asked = [pending for _, pending in batch if pending is not None]
             try:
@@ -376,8 +384,8 @@ class Engine:
             self._line.close()
         # It is referred to by what it refers to, and stays until the collector comes: tensors and groups should not.
         with self._lock:
-            for offers in self._offers.values():
-                offers.drop()
+            for cache in self._caches.values():
+                cache.drop()
 
     def close_in_forked_child(self) -> None:
         """In a forked child."""

@@ -16,29 +16,29 @@ from elastic.collectives.algorithms import reductions
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.monitoring import timeline
-from elastic.negotiation.messages import AGREE, ALLREDUCE, BARRIER, Members, Request, Settled
+from elastic.negotiation.messages import AGREE, ALLREDUCE, BARRIER, Members, Request, Response
 from elastic.negotiation.pending import Batch, Pending
 
 
 def start(
     members: Members,
-    batch: list[tuple[Settled, Pending | None]],
+    batch: list[tuple[Response, Pending | None]],
     group_for: Callable[[str, torch.device, Members], Collectives],
 ) -> None:
     """Starts what was settled; every rank is given the same batch. Raises what starting raises."""
-    settled, pending = batch[0]
-    request = settled.request
+    response, pending = batch[0]
+    request = response.request
     if timeline.on:
         for _, asked in batch:
             if asked is not None:
                 timeline.end(asked.row())
-    if settled.error:
+    if response.error:
         if pending is not None:
-            pending.settled(error=error_of(settled))
+            pending.settled(error=error_of(response))
         return
     if request.kind in (BARRIER, AGREE):
         if pending is not None:
-            pending.settled(settled.payloads)
+            pending.settled(response.payloads)
         return
     device = _device(request) if pending is None else pending.device
     rows = [asked.row() for _, asked in batch if asked is not None] if timeline.on else []
@@ -56,20 +56,20 @@ def start(
             assert pending is not None, "only allreduce runs with joined ranks"
             _mark(rows, began_ns)
             now_ns = timeline.now_ns() if rows else 0
-            started = pending.begin(group, settled)
+            started = pending.begin(group, response)
             pending.started(Batch(started, rows, _backend(request), now_ns))
 
 
-def error_of(settled: Settled) -> BaseException | None:
+def error_of(response: Response) -> BaseException | None:
     """What the ranks that submitted it raise."""
-    if not settled.error:
+    if not response.error:
         return None
-    return (CollectiveFailed if settled.refused else TensorMismatch)(settled.error)
+    return (CollectiveFailed if response.refused else TensorMismatch)(response.error)
 
 
 def _start_allreduce(
     group: Collectives,
-    batch: list[tuple[Settled, Pending | None]],
+    batch: list[tuple[Response, Pending | None]],
     device: torch.device,
     rows: list[str],
     began_ns: int,
@@ -77,16 +77,16 @@ def _start_allreduce(
     request = batch[0][0].request
     tensors: list[torch.Tensor] = []
     in_place: list[bool] = []
-    for settled, pending in batch:
-        own = _zeros(settled.request, device) if pending is None else pending.tensors
+    for response, pending in batch:
+        own = _zeros(response.request, device) if pending is None else pending.tensors
         tensors.extend(own)
         in_place += [pending is None or pending.in_place] * len(own)
     started = reductions.allreduce(group, tensors, Op(request.op), *request.scales, in_place)
     _mark(rows, began_ns)
     whole = Batch(started, rows, _backend(request), timeline.now_ns() if rows else 0)
     at = 0
-    for settled, pending in batch:
-        count = len(settled.request.tensors)
+    for response, pending in batch:
+        count = len(response.request.tensors)
         if pending is not None:
             pending.started(whole, (at, at + count))
         at += count

@@ -1,4 +1,4 @@
-"""Decides which reductions share a buffer. Pure: settled collectives in, batches out; the same on every rank.
+"""Decides which reductions share a buffer. Pure: responses in, batches out; the same on every rank.
 
 Small tensors that became ready together travel together, because each message costs more than its bytes. Large ones
 travel alone, from and to their own memory: copying them into a buffer and back would cost more than it saves.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.collectives.interface import ALONE_BYTES
-from elastic.negotiation.messages import ALLREDUCE, Settled
+from elastic.negotiation.messages import ALLREDUCE, Response
 
 FUSION_BYTES = 128 << 20  # Horovod's default
 
@@ -24,7 +24,7 @@ class FusionLimits:
     groups: bool = True  # whether a group may share its buffer with others
 
 
-def batches(settled: Sequence[Settled], limits: FusionLimits) -> list[list[int]]:
+def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[int]]:
     """Indices of those that travel together, in the order in which the batches are to be started.
 
     A batch starts where its first member stands; later ones of the same kind are drawn forward into it as long as they
@@ -32,7 +32,7 @@ def batches(settled: Sequence[Settled], limits: FusionLimits) -> list[list[int]]
     """
     made: list[list[int]] = []
     open_at: dict[tuple[object, ...], tuple[int, int]] = {}  # kind -> batch, bytes in it
-    for index, each in enumerate(settled):
+    for index, each in enumerate(responses):
         kind = _kind(each, limits)
         if kind is None:
             made.append([index])
@@ -47,10 +47,10 @@ def batches(settled: Sequence[Settled], limits: FusionLimits) -> list[list[int]]
     return made
 
 
-def _kind(settled: Settled, limits: FusionLimits) -> tuple[object, ...] | None:
+def _kind(response: Response, limits: FusionLimits) -> tuple[object, ...] | None:
     """What must be equal in a batch; None for what travels alone."""
-    request = settled.request
-    if request.kind != ALLREDUCE or settled.error or limits.fusion_bytes == 0:
+    request = response.request
+    if request.kind != ALLREDUCE or response.error or limits.fusion_bytes == 0:
         return None
     if len(request.tensors) > 1 and not limits.groups:
         return None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from elastic.errors import CollectiveFailed
 from elastic.monitoring import timeline
 from elastic.negotiation.coordinator import Coordinator
-from elastic.negotiation.messages import Decision, Offer
+from elastic.negotiation.messages import RequestList, ResponseList
 from elastic.negotiation.pending import row
 from elastic.negotiation.transport import BEAT_S, ControllerServer, Rules
 from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
@@ -63,10 +63,10 @@ class LocalController:
         )
         self._server.start()
 
-    def send(self, offer: Offer) -> None:
+    def send(self, offer: RequestList) -> None:
         self._offered(0, offer)
 
-    def _offered(self, rank: int, offer: Offer) -> None:
+    def _offered(self, rank: int, offer: RequestList) -> None:
         with self._deciding:
             if timeline.on:
                 for name in self._coordinator.named(offer):
@@ -89,23 +89,23 @@ class LocalController:
         for sentence in said:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
 
-    def receive(self) -> list[Decision]:
+    def receive(self) -> list[ResponseList]:
         """Blocks until there is one, or a wake. Raises CollectiveFailed on `abort`, but first gives what was decided
         before: the others have been told of it too, and may be why this world is over.
         """
         heard = [self._server.own.get(), *self._waiting()]
-        decisions = [each for each in heard if isinstance(each, Decision)]
+        decisions = [each for each in heard if isinstance(each, ResponseList)]
         if None in heard:
             # What the others are being told at this moment is meant for this rank too.
             with self._deciding:
                 rest = self._waiting()
             self._server.own.put(None)  # for whoever asks next
-            decisions += [each for each in rest if isinstance(each, Decision)]
+            decisions += [each for each in rest if isinstance(each, ResponseList)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)
         return decisions
 
-    def _waiting(self) -> list[Decision | str | None]:
+    def _waiting(self) -> list[ResponseList | str | None]:
         found = []
         while not self._server.own.empty():
             found.append(self._server.own.get())

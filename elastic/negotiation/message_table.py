@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic.negotiation.messages import ALLREDUCE, Members, Request, Settled
+from elastic.negotiation.messages import ALLREDUCE, Members, Request, Response
 
 
 @dataclass
-class OneSet:
+class MessageTable:
     """The collectives of one set of ranks."""
 
     members: Members  # spelled out
@@ -20,13 +20,13 @@ class OneSet:
     offered: dict[int, int]  # by rank: the bits of what it offered by number
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
     numbers: dict[str, int] = field(default_factory=dict)  # of names
-    entries: list[Settled] = field(default_factory=list)  # by number
+    entries: list[Response] = field(default_factory=list)  # by number
     seen: set[str] = field(default_factory=set)  # names that have come once
     reducible: int = 0  # bits of the entries that joined ranks can add zeros to
     by_request: int = 0  # bits of the names that somebody waits for by a whole request
     watched: int = 0  # bits of the names that were waited for at the last look
     epoch: int = 0
-    before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
+    before: list[Response] = field(default_factory=list)  # the entries of the epoch before
     unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
     lacking: int = -1  # a rank that lacked something the last time
 
@@ -64,7 +64,7 @@ class OneSet:
         if number is not None:
             self.by_request &= ~(1 << number)
 
-    def numbered(self, found: Settled, capacity: int) -> Settled:
+    def numbered(self, found: Response, capacity: int) -> Response:
         """With the number by which it is known from now on, if it came before and there is room."""
         request = found.request
         if found.error:
@@ -83,7 +83,7 @@ class OneSet:
                 return found
             self.forget_numbers()
         number = len(self.entries)
-        found = Settled(found.request, found.rows, found.payloads, number)
+        found = Response(found.request, found.rows, found.payloads, number)
         self.entries.append(found)
         self.numbers[request.name] = number
         if request.kind == ALLREDUCE:

@@ -1,7 +1,7 @@
 """What the ranks tell each other about a collective before it runs, and whether what they ask for fits together. Pure.
 
 A rank asks by a `Request`; ``kind`` and ``name`` say which collective is meant, the rest has to agree in the way of its
-kind. What was found is `Settled`. Ranks of a process set are named by their ranks in the world; no members means all.
+kind. What was found is `Response`. Ranks of a process set are named by their ranks in the world; no members means all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         return sum(math.prod(shape) * _ELEMENT_BYTES.get(dtype, 8) for dtype, shape in self.tensors)
 
 
-class Settled(msgspec.Struct, frozen=True, array_like=True):
+class Response(msgspec.Struct, frozen=True, array_like=True):
     """A collective that all its members asked for, or why it can't be.
 
     ``rows``: for each member, in order, its rows of each tensor (allgather), or those that it sends to each (alltoall).
@@ -80,7 +80,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
         return request
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class RequestList(msgspec.Struct, frozen=True, array_like=True):
     """From a rank to the coordinator: these can run as far as I am concerned."""
 
     members: Members
@@ -89,18 +89,18 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     requests: tuple[Request, ...] = ()
 
 
-class Decision(msgspec.Struct, frozen=True, array_like=True):
+class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     """From the coordinator to all members: run these now, first the known ones by number, then the others in order."""
 
     members: Members
     epoch: int  # a new one: all numbers before it are forgotten
     known: bytes = b""
-    settled: tuple[Settled, ...] = ()
+    responses: tuple[Response, ...] = ()
     last_joined: int = -1  # every rank of the world has joined, this one last
     joined: int = -1  # this rank's join has been heard: whoever joins now does so after it
 
 
-def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Settled:
+def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
     """``requests`` by rank. Members without one have joined, and contribute zeros."""
     ranks = [rank for rank in members if rank in requests]
     first = requests[ranks[0]]
@@ -110,14 +110,14 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Settled:
         has = "has" if len(joined) == 1 else "have"
         error = f"{first.name} can't run: {_ranks(joined)} {has} joined, and can only add zeros to an allreduce"
     if error:
-        return Settled(first, error=error)
+        return Response(first, error=error)
     rows: tuple[tuple[int, ...], ...] = ()
     if first.kind == ALLGATHER:
         rows = tuple(tuple(shape[0] for _, shape in requests[rank].tensors) for rank in ranks)
     elif first.kind == ALLTOALL:
         rows = tuple(requests[rank].splits for rank in ranks)
     payloads = tuple(requests[rank].payload for rank in ranks) if first.kind == AGREE else ()
-    return Settled(first, rows, payloads)
+    return Response(first, rows, payloads)
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:

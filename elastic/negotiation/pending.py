@@ -16,7 +16,7 @@ from elastic.collectives.algorithms.reductions import Started
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.monitoring import timeline
-from elastic.negotiation.messages import ALLTOALL, Members, Request, Settled
+from elastic.negotiation.messages import ALLTOALL, Members, Request, Response
 
 _dtype_names: dict[torch.dtype, str] = {}
 
@@ -166,13 +166,13 @@ class Pending:
         """Its row in the timeline."""
         return row(self.name, self.members)
 
-    def begin(self, group: Collectives, settled: Settled) -> Started:
+    def begin(self, group: Collectives, response: Response) -> Started:
         """Starts it on its own; not for allreduce, which may share a buffer with others."""
         match self.kind:
             case "allgather":
-                return exchanges.allgather(group, self.tensors, settled.rows)
+                return exchanges.allgather(group, self.tensors, response.rows)
             case "alltoall":
-                return exchanges.alltoall(group, self.tensors[0], settled.rows)
+                return exchanges.alltoall(group, self.tensors[0], response.rows)
             case "broadcast":
                 root = self.members.index(self.root) if self.members else self.root
                 root = root if group.size > 1 else 0
@@ -259,7 +259,7 @@ def run_alone(pending: Pending, group: Collectives) -> None:
             counts = tuple(len(t) if t.dim() else 0 for t in pending.tensors)
             rows = pending.splits if kind == ALLTOALL else counts
             with torch.no_grad():
-                started = pending.begin(group, Settled(pending.request(), rows=(rows,)))
+                started = pending.begin(group, Response(pending.request(), rows=(rows,)))
             pending.started(Batch(started, (), "", 0))
 
 

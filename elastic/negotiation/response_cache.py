@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from elastic.negotiation.message_table import bits
-from elastic.negotiation.messages import Decision, Members, Offer, Request, Settled
+from elastic.negotiation.messages import Members, Request, RequestList, Response, ResponseList
 
 
 class Asked(Protocol):
@@ -33,7 +33,7 @@ class Asked(Protocol):
 A = TypeVar("A", bound=Asked)
 
 
-class Offers(Generic[A]):
+class ResponseCache(Generic[A]):
     """Of one set. Names in flight are unique: whoever submits sees to that."""
 
     def __init__(self, members: Members) -> None:
@@ -43,7 +43,7 @@ class Offers(Generic[A]):
         self._epoch = 0
         self._numbers: dict[Hashable, int] = {}  # by key
         self._keys: dict[str, Hashable] = {}  # of the names that have a number
-        self._entries: list[Settled] = []  # by number
+        self._entries: list[Response] = []  # by number
 
     def submit(self, asked: A) -> None:
         self.in_flight[asked.name] = asked
@@ -54,7 +54,7 @@ class Offers(Generic[A]):
         self.in_flight.clear()
         self._new.clear()
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> RequestList | None:
         """Everything submitted since the last one."""
         new, self._new = self._new, []
         if not new:
@@ -69,9 +69,9 @@ class Offers(Generic[A]):
                 requests.append(asked.request())
             else:
                 known[number >> 3] |= 1 << (number & 7)
-        return Offer(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
+        return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
-    def take(self, decision: Decision) -> Iterator[tuple[Settled, A | None]]:
+    def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
         """What runs now, in order, with what this rank submitted for it: None if it has joined.
 
         Go through all of it before anything else is submitted.
@@ -83,24 +83,24 @@ class Offers(Generic[A]):
         for number in bits(known):
             found = self._entries[number]
             yield found, self.in_flight.pop(found.request.name, None)
-        for settled in decision.settled:
-            name = settled.request.name
+        for response in decision.responses:
+            name = response.request.name
             asked = self.in_flight.pop(name, None)
-            if not settled.error:
-                self._learn(settled, asked)
-            yield settled, asked
+            if not response.error:
+                self._learn(response, asked)
+            yield response, asked
 
-    def _learn(self, settled: Settled, asked: A | None) -> None:
-        name = settled.request.name
+    def _learn(self, response: Response, asked: A | None) -> None:
+        name = response.request.name
         key = self._keys.pop(name, None)
         if key is not None:
             del self._numbers[key]
-        if settled.number < 0:
+        if response.number < 0:
             return
-        assert settled.number == len(self._entries), "numbers are given in order"
-        self._entries.append(settled)
+        assert response.number == len(self._entries), "numbers are given in order"
+        self._entries.append(response)
         if asked is not None:
             # Offered by its old number, while another rank asked for something else.
             asked.key = asked.key or asked.make_key()
             self._keys[name] = asked.key
-            self._numbers[asked.key] = settled.number
+            self._numbers[asked.key] = response.number

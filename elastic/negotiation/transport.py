@@ -23,7 +23,7 @@ import msgspec
 
 from elastic.errors import CollectiveFailed
 from elastic.negotiation.fusion import FusionLimits
-from elastic.negotiation.messages import Decision, Offer
+from elastic.negotiation.messages import RequestList, ResponseList
 from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
 from elastic.protocol.messages import ProtocolError
 from elastic.protocol.strangers import Strangers, count_limit
@@ -40,7 +40,7 @@ BEAT_S = 5.0  # how often rank 0 says that it lives
 _LISTENS = 30  # how often a rank listens in vain before rank 0 is given up
 
 _encoder = msgspec.msgpack.Encoder()
-_offers: msgspec.msgpack.Decoder[Offer] = msgspec.msgpack.Decoder(Offer)
+_offers: msgspec.msgpack.Decoder[RequestList] = msgspec.msgpack.Decoder(RequestList)
 
 
 class Rules(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +63,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 _hellos: msgspec.msgpack.Decoder[_Hello] = msgspec.msgpack.Decoder(_Hello)
-_decisions: msgspec.msgpack.Decoder[Decision] = msgspec.msgpack.Decoder(Decision)
+_decisions: msgspec.msgpack.Decoder[ResponseList] = msgspec.msgpack.Decoder(ResponseList)
 
 
 def rules_of(listener: StoreListener, limits: FusionLimits) -> Rules:
@@ -121,7 +121,7 @@ class ControllerClient:
         self._poll.register(self._woken, select.POLLIN)
         self._send(nonce + self._wire.frame_of(_encoder.encode(_Hello(rank))))
 
-    def send(self, offer: Offer) -> None:
+    def send(self, offer: RequestList) -> None:
         self._send(self._wire.frame_of(_encoder.encode(offer)))
 
     def _send(self, data: bytes) -> None:
@@ -130,14 +130,14 @@ class ControllerClient:
         except OSError as error:
             raise self._failure(error) from error
 
-    def receive(self) -> list[Decision]:
+    def receive(self) -> list[ResponseList]:
         """Blocks until there is one, or a wake: then the list is empty.
 
         Raises CollectiveFailed when rank 0 is gone, or on `abort`.
         """
         while True:
             try:
-                decisions: list[Decision] = [*self._wire.receive(b"")]
+                decisions: list[ResponseList] = [*self._wire.receive(b"")]
             except ProtocolError as error:
                 raise self._failure(error) from error
             if decisions:
@@ -200,12 +200,12 @@ class ControllerServer:
         size: int,
         generation: int,
         secret: bytes,
-        offered: Callable[[int, Offer], None],
+        offered: Callable[[int, RequestList], None],
         left: Callable[[int], None],
         look: Callable[[], None],
         died: Callable[[str], None],
     ) -> None:
-        self.own: queue.SimpleQueue[Decision | str | None] = queue.SimpleQueue()
+        self.own: queue.SimpleQueue[ResponseList | str | None] = queue.SimpleQueue()
         self._listener = listener.socket
         self._rules = rules
         self._size = size
@@ -240,7 +240,7 @@ class ControllerServer:
 
     # ---- sending; the caller sees to it that only one thread does at a time -----------------------------------------
 
-    def publish(self, decision: Decision) -> None:
+    def publish(self, decision: ResponseList) -> None:
         """To all its members, rank 0 included if it is one. A rank that is gone is passed over."""
         body = _encoder.encode(decision)
         members = decision.members or range(self._size)

@@ -23,7 +23,7 @@ from elastic.errors import CollectiveFailed
 from elastic.negotiation import local_transport, transport
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.local_transport import LocalController
-from elastic.negotiation.messages import ALL, Decision, Offer, Request
+from elastic.negotiation.messages import ALL, Request, RequestList, ResponseList
 from elastic.negotiation.transport import ControllerClient, ControllerServer, rules_of
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen
@@ -193,7 +193,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made, rules, heard = started_server(size=3)
     peers = {rank: ControllerClient(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
     for rank, peer in peers.items():
-        peer.send(Offer(ALL, 0, b"\x01"))
+        peer.send(RequestList(ALL, 0, b"\x01"))
         assert heard.get(timeout=5)[0] == rank
     yield SimpleNamespace(hub=made, peers=peers, heard=heard, rules=rules)
     for peer in peers.values():
@@ -202,9 +202,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_rank_that_does_not_read_holds_up_nobody(hub):
-    large = Decision((1,), 0, bytes(8 << 20))
+    large = ResponseList((1,), 0, bytes(8 << 20))
     hub.hub.publish(large)
-    hub.hub.publish(Decision((2,), 0, b"small"))
+    hub.hub.publish(ResponseList((2,), 0, b"small"))
     assert [decision.known for decision in hub.peers[2].receive()] == [b"small"]
     assert [decision.known for decision in hub.peers[1].receive()] == [large.known]  # it had time
 
@@ -212,15 +212,15 @@ def test_a_rank_that_does_not_read_holds_up_nobody(hub):
 def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
     for secret in (b"wrong", b""):
         stranger = ControllerClient(hub.rules, 1, 7, secret)
-        stranger.send(Offer(ALL, 0, b"\xff"))
+        stranger.send(RequestList(ALL, 0, b"\xff"))
         with pytest.raises(CollectiveFailed):
             stranger.receive()
         stranger.close()
     address = (hub.rules.host, hub.rules.port)
     crowd = [socket.create_connection(address, 5) for _ in range(150)]
     crowd[0].sendall(b"\xff" * 64)  # no frame of any length that is allowed
-    hub.peers[1].send(Offer(ALL, 0, b"\x02"))
-    assert hub.heard.get(timeout=5) == (1, Offer(ALL, 0, b"\x02"))
+    hub.peers[1].send(RequestList(ALL, 0, b"\x02"))
+    assert hub.heard.get(timeout=5) == (1, RequestList(ALL, 0, b"\x02"))
     assert len(hub.hub._strangers.all()) <= 16
     for each in crowd:
         each.close()
@@ -242,18 +242,18 @@ def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believ
         sink.sendall(data)
 
     passed_on(near, far, False)  # hello
-    peer.send(Offer(ALL, 0, b"\x01"))
+    peer.send(RequestList(ALL, 0, b"\x01"))
     passed_on(near, far, False)
-    assert heard.get(timeout=5) == (1, Offer(ALL, 0, b"\x01"))
-    made.publish(Decision(ALL, 0, b"first"))
+    assert heard.get(timeout=5) == (1, RequestList(ALL, 0, b"\x01"))
+    made.publish(ResponseList(ALL, 0, b"first"))
     passed_on(far, near, False)
     assert peer.receive()[0].known == b"first"
     if towards == "rank 0":
-        peer.send(Offer(ALL, 0, b"\x02"))
+        peer.send(RequestList(ALL, 0, b"\x02"))
         passed_on(near, far, True)
         assert heard.get(timeout=5) == (1, "left")
     else:
-        made.publish(Decision(ALL, 0, b"second"))
+        made.publish(ResponseList(ALL, 0, b"second"))
         passed_on(far, near, True)
         with pytest.raises(CollectiveFailed, match="seal"):
             peer.receive()
@@ -264,13 +264,13 @@ def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believ
 def test_a_rank_that_is_gone_is_named(hub):
     hub.peers[2].close()
     assert hub.heard.get(timeout=5) == (2, "left")
-    hub.hub.publish(Decision(ALL, 0, b"on"))
+    hub.hub.publish(ResponseList(ALL, 0, b"on"))
     assert hub.peers[1].receive()[0].known == b"on"
 
 
 def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
     began = time.monotonic()
-    later = threading.Timer(3.0, hub.hub.publish, [Decision(ALL, 0, b"late")])
+    later = threading.Timer(3.0, hub.hub.publish, [ResponseList(ALL, 0, b"late")])
     later.start()
     assert hub.peers[1].receive()[0].known == b"late"
     assert time.monotonic() - began > 2.5
@@ -299,10 +299,10 @@ def alone() -> LocalController:
 def test_rank_0_hears_what_was_decided_before_the_end():
     """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
     line = alone()
-    line.send(Offer(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
+    line.send(RequestList(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
     line.abort()
     (decision,) = line.receive()
-    assert [settled.request.name for settled in decision.settled] == ["barrier.b"]
+    assert [response.request.name for response in decision.responses] == ["barrier.b"]
     for _ in range(2):
         with pytest.raises(CollectiveFailed, match="aborted"):
             line.receive()
@@ -313,10 +313,10 @@ def test_rank_0_hears_what_the_others_are_being_told_while_the_world_ends():
     line = alone()
     with line._deciding:  # as when the others have been told, and rank 0 has not yet
         line.abort()
-        heard: queue.SimpleQueue[list[Decision]] = queue.SimpleQueue()
+        heard: queue.SimpleQueue[list[ResponseList]] = queue.SimpleQueue()
         rank_0 = threading.Thread(target=lambda: heard.put(line.receive()))
         rank_0.start()
-        line._server.own.put(Decision(ALL, 0, b"told"))
+        line._server.own.put(ResponseList(ALL, 0, b"told"))
     assert [decision.known for decision in heard.get(timeout=5)] == [b"told"]
     rank_0.join()
     line.close()

@@ -20,14 +20,14 @@ from elastic.negotiation.messages import (
     BARRIER,
     JOIN,
     LEAVE,
-    Decision,
     Members,
-    Offer,
     Request,
-    Settled,
+    RequestList,
+    Response,
+    ResponseList,
     mismatch,
 )
-from elastic.negotiation.response_cache import Offers
+from elastic.negotiation.response_cache import ResponseCache
 
 
 @dataclass
@@ -72,13 +72,13 @@ class Ranks:
     def __init__(self, size: int, capacity: int = 1024) -> None:
         self.size = size
         self.coordinator = Coordinator(size, capacity)
-        self.offers: dict[tuple[int, Members], Offers[Call]] = {}
-        self.ran: list[list[Settled]] = [[] for _ in range(size)]
-        self.said: list[Offer] = []
-        self.decisions: list[Decision] = []
+        self.offers: dict[tuple[int, Members], ResponseCache[Call]] = {}
+        self.ran: list[list[Response]] = [[] for _ in range(size)]
+        self.said: list[RequestList] = []
+        self.decisions: list[ResponseList] = []
 
-    def side(self, rank: int, members: Members) -> Offers[Call]:
-        return self.offers.setdefault((rank, members), Offers(members))
+    def side(self, rank: int, members: Members) -> ResponseCache[Call]:
+        return self.offers.setdefault((rank, members), ResponseCache(members))
 
     def submit(self, rank: int, *requests: Request, members: Members = ALL) -> None:
         side = self.side(rank, members)
@@ -90,14 +90,14 @@ class Ranks:
         for decision in self.coordinator.offer(rank, offer):
             self.deliver(decision)
 
-    def deliver(self, decision: Decision) -> None:
+    def deliver(self, decision: ResponseList) -> None:
         self.decisions.append(decision)
         for rank in decision.members or range(self.size):
             found = self.side(rank, decision.members).take(decision)
-            self.ran[rank] += [settled for settled, _ in found]
+            self.ran[rank] += [response for response, _ in found]
 
     def names(self, rank: int = 0) -> list[str]:
-        return [settled.request.name.partition(".")[2] for settled in self.ran[rank]]
+        return [response.request.name.partition(".")[2] for response in self.ran[rank]]
 
 
 def test_what_all_have_offered_runs_in_one_order_for_all():
@@ -108,7 +108,7 @@ def test_what_all_have_offered_runs_in_one_order_for_all():
     assert ranks.names() == ["b"]
     ranks.submit(1, reduce("a"))
     assert [ranks.names(rank) for rank in range(3)] == [["b", "a"]] * 3
-    assert not any(settled.error for settled in ranks.ran[0])
+    assert not any(response.error for response in ranks.ran[0])
 
 
 def test_a_name_that_comes_again_travels_as_a_bit():
@@ -160,7 +160,7 @@ def test_rows_and_splits_reach_everybody_and_are_remembered():
     for _ in range(3):
         ranks.submit(0, gather("g", 1), scatter("s", 3, 4))
         ranks.submit(1, gather("g", 5), scatter("s", 0, 2))
-    assert [settled.rows for settled in ranks.ran[1][-2:]] == [((1,), (5,)), ((3, 4), (0, 2))]
+    assert [response.rows for response in ranks.ran[1][-2:]] == [((1,), (5,)), ((3, 4), (0, 2))]
     assert ranks.said[-1].requests == ()
     ranks.submit(0, gather("g", 1))
     ranks.submit(1, gather("g", 6))
@@ -189,14 +189,14 @@ def test_a_bit_of_the_epoch_before_is_still_understood():
     for _ in range(2):
         for rank in range(2):
             ranks.submit(rank, reduce("a"))
-    late = Offer(ALL, 0, b"\x01")  # "a", by its number
+    late = RequestList(ALL, 0, b"\x01")  # "a", by its number
     for _ in range(2):
         for rank in range(2):
             ranks.submit(rank, reduce("b"))
     assert ranks.decisions[-1].epoch == 1
     assert ranks.coordinator.offer(0, late) == []
     (decision,) = ranks.coordinator.offer(1, late)
-    assert decision.settled[0].request == reduce("a")
+    assert decision.responses[0].request == reduce("a")
 
 
 def test_a_rank_that_joined_is_no_longer_waited_for():
@@ -209,7 +209,7 @@ def test_a_rank_that_joined_is_no_longer_waited_for():
     before = len(ranks.ran[0])
     ranks.submit(1, Request(JOIN, JOIN))
     assert len(ranks.ran[1]) == len(ranks.ran[0]) == before + 3
-    found = {settled.request.name: settled.error for settled in ranks.ran[1][before:]}
+    found = {response.request.name: response.error for response in ranks.ran[1][before:]}
     assert found["allreduce.a"] == found["allreduce.new"] == ""
     assert "rank 1 has joined" in found["allgather.g"]
     ranks.submit(2, Request(JOIN, JOIN))
@@ -219,7 +219,7 @@ def test_a_rank_that_joined_is_no_longer_waited_for():
     assert ranks.decisions[-1].last_joined == 0
     for rank in range(3):
         ranks.submit(rank, reduce("a"), gather("g", 2))
-    assert [settled.error for settled in ranks.ran[0][-2:]] == ["", ""]
+    assert [response.error for response in ranks.ran[0][-2:]] == ["", ""]
 
 
 def test_what_was_submitted_before_a_join_runs_though_all_have_joined():
@@ -262,11 +262,11 @@ def test_who_leaves_is_named_to_those_that_wait_for_it():
     ranks.submit(0, reduce("a"))
     ranks.submit(0, reduce("b"))
     ranks.submit(2, Request(LEAVE, LEAVE))
-    assert sorted(settled.error for settled in ranks.ran[0][-2:]) == [
+    assert sorted(response.error for response in ranks.ran[0][-2:]) == [
         "allreduce.a can't run: rank 2 has shut down",
         "allreduce.b can't run: rank 2 has shut down",
     ]
-    assert all(settled.refused for settled in ranks.ran[0][-2:])
+    assert all(response.refused for response in ranks.ran[0][-2:])
     ranks.submit(1, reduce("a"))  # too late, and by a bit
     assert ranks.ran[1][-1].refused
     ranks.submit(0, reduce("c"), members=(0, 1))
@@ -277,11 +277,11 @@ def test_who_leaves_is_named_to_those_that_wait_for_it():
 def test_who_joins_is_told_that_it_was_heard_before_it_may_help_others_to_their_end():
     coordinator = Coordinator(3, 8)
     join = Request(JOIN, JOIN)
-    [first] = coordinator.offer(2, Offer(ALL, 0, b"", (join,)))
+    [first] = coordinator.offer(2, RequestList(ALL, 0, b"", (join,)))
     assert (first.joined, first.last_joined) == (2, -1)
-    [second] = coordinator.offer(0, Offer(ALL, 0, b"", (join,)))
+    [second] = coordinator.offer(0, RequestList(ALL, 0, b"", (join,)))
     assert second.joined == 0
-    assert coordinator.offer(1, Offer(ALL, 0, b"", (join,)))[-1].last_joined == 1
+    assert coordinator.offer(1, RequestList(ALL, 0, b"", (join,)))[-1].last_joined == 1
 
 
 def test_all_answers_of_an_agreement_reach_all():
@@ -309,7 +309,7 @@ def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
     assert look(71.0, 60.0, 0.0) == ([], [])
     ranks.submit(2, reduce("b"))
     _, decisions = look(200.0, 60.0, 100.0)
-    assert [settled.error for settled in decisions[0].settled] == [
+    assert [response.error for response in decisions[0].responses] == [
         "allreduce.a was given up after 100 s: ranks 1 and 2 never submitted it"
     ]
 
@@ -408,9 +408,9 @@ def test_at_random_all_ranks_run_the_same_in_the_same_order(seed):
                 kind = gather(name, rows + rank) if name in names[:2] else reduce(name, rows)
                 programs[rank].append((members, kind))
             expected[rank] += sorted((members, name) for members, name in own)
-    sides = [{members: Offers[Call](members) for members in sets} for _ in range(size)]
-    up: list[deque[Offer]] = [deque() for _ in range(size)]
-    down: list[deque[Decision]] = [deque() for _ in range(size)]
+    sides = [{members: ResponseCache[Call](members) for members in sets} for _ in range(size)]
+    up: list[deque[RequestList]] = [deque() for _ in range(size)]
+    down: list[deque[ResponseList]] = [deque() for _ in range(size)]
     ran: list[list[tuple[Members, str]]] = [[] for _ in range(size)]
     for _ in range(100_000):
         rank = chance.randrange(size)
@@ -432,13 +432,13 @@ def test_at_random_all_ranks_run_the_same_in_the_same_order(seed):
                         down[member].append(decision)
             case 2 if down[rank]:
                 decision = down[rank].popleft()
-                for settled, call in sides[rank][decision.members].take(decision):
+                for response, call in sides[rank][decision.members].take(decision):
                     assert call is not None, "only joined ranks have submitted nothing"
-                    assert not settled.error, settled.error
-                    if settled.request.kind == ALLGATHER:
+                    assert not response.error, response.error
+                    if response.request.kind == ALLGATHER:
                         position = (decision.members or tuple(range(size))).index(rank)
-                        assert settled.rows[position] == (call.asked.tensors[0][1][0],)
-                    ran[rank].append((decision.members, settled.request.name.split(".")[1]))
+                        assert response.rows[position] == (call.asked.tensors[0][1][0],)
+                    ran[rank].append((decision.members, response.request.name.split(".")[1]))
         if all(len(done) == len(all_of) for done, all_of in zip(ran, expected, strict=True)):
             break
     for rank in range(size):
