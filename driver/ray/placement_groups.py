@@ -74,7 +74,7 @@ class Decision:
         return sum(len(numbers) for numbers in self.seats.values())
 
 
-class Seats:
+class SlotTable:
     """Which slot each claim is: those that stay keep theirs, those that come stand behind, the oldest first."""
 
     def __init__(self, most: int) -> None:
@@ -109,7 +109,7 @@ class Claims:
     def __init__(self, most: int, *, ours: bool = True) -> None:
         self._most = most
         self._ours = ours
-        self._seats = Seats(most)
+        self._seats = SlotTable(most)
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
         self._next = 0

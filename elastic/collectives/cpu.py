@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.collectives import topology
 from elastic.collectives.gloo.process_group import GlooCollectives
-from elastic.collectives.hierarchical.plan import Seats
+from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
@@ -22,7 +22,7 @@ from elastic.collectives.shared_memory import native_library, peer_memory
 from elastic.collectives.shared_memory.exchange import MemoryOffer
 from elastic.collectives.shared_memory.peer_memory import Unreachable
 from elastic.collectives.shared_memory.process_group import SharedCollectives
-from elastic.collectives.topology import Plan, Row, Way
+from elastic.collectives.topology import Backend, Plan, RankInfo
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 
@@ -83,13 +83,13 @@ class CpuGroup:
             self._adopt(gloo)
             gloo.connect(store, f"{purpose}/gloo", bind_host)
             return gloo
-        if plan.way is Way.SHARED:
+        if plan.backend is Backend.SHARED:
             return host
-        seats = Seats(plan.hosts, self._rank)
-        across = seats.across
-        lane = self._gloo(across.index(self._rank), len(across)) if across else None
+        ranks = Topology(plan.hosts, self._rank)
+        peers = ranks.inter_node_ranks
+        inter_node = self._gloo(peers.index(self._rank), len(peers)) if peers else None
         # A rank that is alone on its host has no shares to reduce: where hosts differ, leaders carry whole tensors.
-        group = HierarchicalCollectives(seats, host, lane)
+        group = HierarchicalCollectives(ranks, host, inter_node)
         self._adopt(group)
         try:
             group.connect(store, purpose, bind_host)
@@ -98,7 +98,7 @@ class CpuGroup:
             raise
         return group
 
-    def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[Row]:
+    def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
         """Every rank's row, once all have come: one that is late is waited for here. See `construct.meeting`."""
         said = self._swap(
             store,
@@ -110,15 +110,15 @@ class CpuGroup:
 
     def _connect_apart(
         self, store: Store, purpose: str, bind_host: str, offer: MemoryOffer
-    ) -> tuple[GlooCollectives | None, list[Row]]:
+    ) -> tuple[GlooCollectives | None, list[RankInfo]]:
         """As `_introduce`, with the addresses for Gloo, and connects them unless the ranks are to share memory: hosts
         by two names may be one machine.
         """
-        rows: list[Row] = []
+        rows: list[RankInfo] = []
 
         def heard(words: list[bytes]) -> None:
             rows[:] = _rows(words)
-            if topology.plan(rows).way is not Way.GLOO:
+            if topology.plan(rows).backend is not Backend.GLOO:
                 raise CollectiveFailed("ranks of one host share memory")
 
         gloo = self._gloo(self._rank, self._size)
@@ -127,7 +127,7 @@ class CpuGroup:
         try:
             gloo.connect(store, purpose, bind_host, word=word, heard=heard)
         except CollectiveFailed:
-            if self._aborted or not rows or topology.plan(rows).way is Way.GLOO:
+            if self._aborted or not rows or topology.plan(rows).backend is Backend.GLOO:
                 raise
             self._drop(gloo)
             return None, rows
@@ -135,13 +135,13 @@ class CpuGroup:
         return gloo, rows
 
     def _meet(
-        self, store: Store, purpose: str, offer: MemoryOffer, rows: Sequence[Row]
+        self, store: Store, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo]
     ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
         """What all ranks have decided, and the group of this host, if it is to be one."""
         plan = topology.plan(rows)
-        if self._messages and plan.way is Way.HIERARCHY:
-            plan = Plan(Way.GLOO, plan.hosts, plan.why)
-        if plan.way is Way.GLOO:
+        if self._messages and plan.backend is Backend.HIERARCHY:
+            plan = Plan(Backend.GLOO, plan.hosts, plan.why)
+        if plan.backend is Backend.GLOO:
             return plan, None
         host, why = self._join(offer, rows, plan.local_ranks(self._rank))
         try:
@@ -155,11 +155,11 @@ class CpuGroup:
         why = next((each.decode() for each in said if each), "")
         if why:
             self._drop(host)
-            return Plan(Way.GLOO, plan.hosts, why), None
+            return Plan(Backend.GLOO, plan.hosts, why), None
         return plan, host
 
     def _join(
-        self, offer: MemoryOffer, rows: Sequence[Row], ranks: Sequence[int]
+        self, offer: MemoryOffer, rows: Sequence[RankInfo], ranks: Sequence[int]
     ) -> tuple[SharedCollectives | LocalCollectives | None, str]:
         """The group of this host, or why it can't be."""
         if len(ranks) == 1:
@@ -227,8 +227,8 @@ class CpuGroup:
             part.close_in_forked_child()
 
 
-def _rows(words: Sequence[bytes]) -> list[Row]:
-    return [msgspec.msgpack.decode(each, type=Row) for each in words]
+def _rows(words: Sequence[bytes]) -> list[RankInfo]:
+    return [msgspec.msgpack.decode(each, type=RankInfo) for each in words]
 
 
 class _Part(Protocol):

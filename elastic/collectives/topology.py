@@ -41,7 +41,7 @@ class Shareable(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """What one rank tells the others before they decide.
 
     ``control`` is a control block for the group of its host, in case this rank comes first there; ``staging`` where the
@@ -57,7 +57,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     why_not: str = ""  # why something of that is missing, and what to do
 
 
-class Way(enum.Enum):
+class Backend(enum.Enum):
     SHARED = enum.auto()  # all ranks lie on one host
     HIERARCHY = enum.auto()  # several hosts, with several ranks on some
     GLOO = enum.auto()
@@ -69,7 +69,7 @@ class Plan:
     memory is not shared although ranks run on one machine; empty where nothing is amiss.
     """
 
-    way: Way
+    backend: Backend
     hosts: tuple[tuple[int, ...], ...]
     why: str = ""
 
@@ -83,20 +83,20 @@ class Plan:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
-def plan(rows: Sequence[Row]) -> Plan:
+def plan(rows: Sequence[RankInfo]) -> Plan:
     """For a group whose rank r gave ``rows[r]``."""
     hosts = _hosts(rows)
     if all(len(ranks) == 1 for ranks in hosts):
-        return Plan(Way.GLOO, hosts, _unknown(rows) or _apart(rows))
+        return Plan(Backend.GLOO, hosts, _unknown(rows) or _apart(rows))
     if not any(row.native for row in rows):
-        return Plan(Way.GLOO, hosts)
+        return Plan(Backend.GLOO, hosts)
     why = _objection(rows, hosts)
     if why:
-        return Plan(Way.GLOO, hosts, why)
-    return Plan(Way.SHARED if len(hosts) == 1 else Way.HIERARCHY, hosts, _apart(rows))
+        return Plan(Backend.GLOO, hosts, why)
+    return Plan(Backend.SHARED if len(hosts) == 1 else Backend.HIERARCHY, hosts, _apart(rows))
 
 
-def cores(rows: Sequence[Row], ranks: Sequence[int]) -> int:
+def cores(rows: Sequence[RankInfo], ranks: Sequence[int]) -> int:
     """How many cores these ranks have between them."""
     together = 0
     for rank in ranks:
@@ -104,14 +104,14 @@ def cores(rows: Sequence[Row], ranks: Sequence[int]) -> int:
     return together.bit_count()
 
 
-def _hosts(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
+def _hosts(rows: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
     found: dict[Host | int, list[int]] = {}
     for rank, row in enumerate(rows):
         found.setdefault(rank if row.identity is None else row.identity.host, []).append(rank)
     return tuple(tuple(ranks) for ranks in found.values())
 
 
-def _unknown(rows: Sequence[Row]) -> str:
+def _unknown(rows: Sequence[RankInfo]) -> str:
     """Ranks that can't say where they are may share a host; that is worth a line where it was meant to be used."""
     for rank, row in enumerate(rows):
         if row.native and row.identity is None:
@@ -119,7 +119,7 @@ def _unknown(rows: Sequence[Row]) -> str:
     return ""
 
 
-def _apart(rows: Sequence[Row]) -> str:
+def _apart(rows: Sequence[RankInfo]) -> str:
     """Ranks that run on one machine and yet on different hosts, as containers do. Whoever wants that turns it off."""
     first: dict[str, tuple[int, Host]] = {}
     for rank, row in enumerate(rows):
@@ -135,7 +135,7 @@ def _apart(rows: Sequence[Row]) -> str:
     return ""
 
 
-def _objection(rows: Sequence[Row], hosts: Sequence[Sequence[int]]) -> str:
+def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
     """The first of the lowest rank. One that is alone on its host shares nothing, and need not be able to."""
     for rank, row in enumerate(rows):
         if not row.native:
@@ -151,7 +151,7 @@ def _objection(rows: Sequence[Row], hosts: Sequence[Sequence[int]]) -> str:
     return ""
 
 
-def _unable(rows: Sequence[Row], rank: int, first: int) -> str:
+def _unable(rows: Sequence[RankInfo], rank: int, first: int) -> str:
     row, other = rows[rank], rows[first]
     if row.arena is None or row.control is None:
         return f"rank {rank}: {row.why_not}"

@@ -26,13 +26,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address, Place
 from elastic.rendezvous import launcher_env
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import (
-    Directly,
-    Started,
-    ThroughAgent,
-    ThroughFile,
-    ThroughStore,
-)
+from elastic.rendezvous.launcher_env import ByAddress, ByFile, ByStore, ByTorchelasticStore, Started
 from elastic.rendezvous.store import Store, listen
 
 REACH_S = 0.5  # for rank 0, at an address that may be that of an earlier job
@@ -48,7 +42,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     store: Address | None
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True):
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 leaves for the others to find."""
 
     host: str
@@ -56,24 +50,24 @@ class Left(msgspec.Struct, frozen=True, array_like=True):
     secret: bytes
 
 
-class Met(NamedTuple):
+class FoundRank0(NamedTuple):
     """``env`` has what was found out; ``store`` is that of the meeting, to be closed once the world stands."""
 
     env: Environment
     store: Store
 
 
-class _Way(Protocol):
+class _Publisher(Protocol):
     """Where rank 0 leaves a message, and the others find it."""
 
-    def leave(self, left: Left) -> None: ...
+    def publish(self, endpoint: Endpoint) -> None: ...
 
-    def look(self, deadline: float) -> Left | None: ...
+    def lookup(self, deadline: float) -> Endpoint | None: ...
 
     def clear(self) -> None: ...
 
 
-def meet(started: Started, env: Environment) -> Met:
+def meet(started: Started, env: Environment) -> FoundRank0:
     """Blocks until rank 0 can be reached. Raises Invalid if a port or a folder can't be had, CollectiveFailed when
     ``env.start_timeout_s`` is over.
     """
@@ -81,7 +75,7 @@ def meet(started: Started, env: Environment) -> Met:
     assert way is not None, "a world of one meets nobody"
     deadline = time.monotonic() + env.start_timeout_s
     bind_host = env.bind_host or _bind_host(way)
-    if isinstance(way, Directly):
+    if isinstance(way, ByAddress):
         address = Address(bind_host if started.rank == 0 else numeric(way.host), way.port)
         secret = way.secret
         # Nothing is left here by earlier jobs: who does not listen yet will.
@@ -92,25 +86,25 @@ def meet(started: Started, env: Environment) -> Met:
         )
         _greet(store, started, deadline)
         found = _found(env, bind_host, secret, started)
-        return Met(found, store)
+        return FoundRank0(found, store)
     board = _board(way, deadline)
     if started.rank == 0:
         secret = secrets.token_bytes(32)
         store = _serve(Address(bind_host, 0), secret, way)
-        board.leave(Left(store.address.host, store.address.port, secret))
+        board.publish(Endpoint(store.address.host, store.address.port, secret))
         try:
             _greet(store, started, deadline)
         finally:
             board.clear()
-        return Met(_found(env, bind_host, secret, started), store)
+        return FoundRank0(_found(env, bind_host, secret, started), store)
     while True:
-        left = board.look(deadline)
+        left = board.lookup(deadline)
         if left is None:
             raise CollectiveFailed(_nobody(started, env.start_timeout_s))
         store = Store(Address(left.host, left.port), None, REACH_S, secret=left.secret)
         try:
             _greet(store, started, deadline)
-            return Met(_found(env, bind_host, left.secret, started), store)
+            return FoundRank0(_found(env, bind_host, left.secret, started), store)
         except CollectiveFailed:
             # It may have been left by a job that is gone, and rank 0 of this one be still on its way.
             store.close()
@@ -173,10 +167,10 @@ def _serve(address: Address, secret: bytes, way: object) -> Store:
 # ---- the ways ----------------------------------------------------------------------------------------------------
 
 
-def _board(way: ThroughAgent | ThroughFile | ThroughStore, deadline: float) -> _Way:
-    if isinstance(way, ThroughFile):
+def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Publisher:
+    if isinstance(way, ByFile):
         return _File(way)
-    if isinstance(way, ThroughStore):
+    if isinstance(way, ByStore):
         return _TorchStore(way.store, "hvd-elastic/rank0")
     from torch._C import _distributed_c10d as c10d
 
@@ -197,14 +191,14 @@ class _TorchStore:
         self._store = store
         self._key = key
 
-    def leave(self, left: Left) -> None:
-        self._store.set(self._key, msgspec.msgpack.encode(left).hex())
+    def publish(self, endpoint: Endpoint) -> None:
+        self._store.set(self._key, msgspec.msgpack.encode(endpoint).hex())
 
-    def look(self, deadline: float) -> Left | None:
+    def lookup(self, deadline: float) -> Endpoint | None:
         try:
             self._store.wait([self._key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
             return msgspec.msgpack.decode(
-                bytes.fromhex(self._store.get(self._key).decode()), type=Left
+                bytes.fromhex(self._store.get(self._key).decode()), type=Endpoint
             )
         except RuntimeError:  # torch's DistStoreError: nobody has left anything
             return None
@@ -216,20 +210,20 @@ class _TorchStore:
 class _File:
     """A file in a folder that only this user can enter."""
 
-    def __init__(self, way: ThroughFile) -> None:
+    def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name
 
-    def leave(self, left: Left) -> None:
+    def publish(self, endpoint: Endpoint) -> None:
         """Whole or not at all: readers come at any time."""
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
         with os.fdopen(handle, "wb") as file:  # mode 0600
-            file.write(msgspec.msgpack.encode(left))
+            file.write(msgspec.msgpack.encode(endpoint))
         os.replace(name, self._path)
 
-    def look(self, deadline: float) -> Left | None:
+    def lookup(self, deadline: float) -> Endpoint | None:
         while time.monotonic() < deadline:
             try:
-                return msgspec.msgpack.decode(self._path.read_bytes(), type=Left)
+                return msgspec.msgpack.decode(self._path.read_bytes(), type=Endpoint)
             except FileNotFoundError:
                 time.sleep(LOOK_S)
         return None
@@ -256,9 +250,9 @@ def private_folder() -> Path:
 # ---- addresses ---------------------------------------------------------------------------------------------------
 
 
-def _bind_host(way: Directly | ThroughAgent | ThroughFile | ThroughStore) -> str:
+def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
     """The address of this host on the way to rank 0: the only one on which it listens."""
-    if isinstance(way, ThroughFile) or not way.host:
+    if isinstance(way, ByFile) or not way.host:
         return "127.0.0.1"
     to = numeric(way.host)
     return _own_address(to) or to

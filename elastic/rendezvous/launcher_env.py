@@ -24,7 +24,7 @@ ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
 
 @dataclass(frozen=True)
-class ThroughAgent:
+class ByTorchelasticStore:
     """torchrun's agent serves a TCPStore, where rank 0 leaves its address and a secret under keys with this prefix."""
 
     host: str
@@ -33,7 +33,7 @@ class ThroughAgent:
 
 
 @dataclass(frozen=True)
-class Directly:
+class ByAddress:
     """Rank 0 listens on this port of this host. The others have no secret but what ``secret`` was told to all."""
 
     host: str
@@ -42,14 +42,14 @@ class Directly:
 
 
 @dataclass(frozen=True)
-class ThroughFile:
+class ByFile:
     """All ranks are on one host: rank 0 leaves its address and a secret in a file of this name, for its user only."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class ThroughStore:
+class ByStore:
     """The ranks share a store of torch.distributed already, where rank 0 leaves the same. ``host`` is rank 0's; empty:
     all ranks are on one host.
     """
@@ -66,7 +66,7 @@ class Started:
     rank: int
     size: int
     local_rank: int | None
-    way: ThroughAgent | Directly | ThroughFile | ThroughStore | None
+    way: ByTorchelasticStore | ByAddress | ByFile | ByStore | None
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:
@@ -153,7 +153,7 @@ def _torch(env: Mapping[str, str], parent: int) -> Started | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
         return _made("torchrun", rank, size, local_rank, _by_hand(env, size))
     prefix = f"hvd-elastic/{run}/{restart}/{size}"
-    way = ThroughAgent(env["MASTER_ADDR"], _number(env, "MASTER_PORT"), prefix)
+    way = ByTorchelasticStore(env["MASTER_ADDR"], _number(env, "MASTER_PORT"), prefix)
     return _made("torchrun", rank, size, local_rank, way)
 
 
@@ -203,13 +203,13 @@ def _slurm_step(env: Mapping[str, str]) -> str | None:
 # ---- ways to meet ------------------------------------------------------------------------------------------------
 
 
-def _by_hand(env: Mapping[str, str], size: int) -> Directly | ThroughFile | None:
+def _by_hand(env: Mapping[str, str], size: int) -> ByAddress | ByFile | None:
     if size == 1:
         return None  # and nothing is asked of the address
     host, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
     if _loopback(host) and not _has(env, ASKS_FOR_PORT):
-        return ThroughFile(_file_name("master", f"{host} {port} {size}"))
-    return Directly(host, _port(env), _secret(env, f"{host} {port}"))
+        return ByFile(_file_name("master", f"{host} {port} {size}"))
+    return ByAddress(host, _port(env), _secret(env, f"{host} {port}"))
 
 
 def _of_launcher(
@@ -220,18 +220,18 @@ def _of_launcher(
     *,
     one_host: bool,
     host: str | None = None,
-) -> Directly | ThroughFile | None:
+) -> ByAddress | ByFile | None:
     if size == 1:
         return None
     host = env.get("MASTER_ADDR") or host
     if one_host and not _has(env, ASKS_FOR_PORT):
-        return ThroughFile(_file_name(by, job))
+        return ByFile(_file_name(by, job))
     if host is None:
         raise Invalid(
             f"{by} has started ranks on several hosts, and nothing tells which one rank 0 is on: set MASTER_ADDR to"
             " that host for all ranks, or start the script with elasticrun"
         )
-    return Directly(host, _port(env, job), _secret(env, f"{by} {job}"))
+    return ByAddress(host, _port(env, job), _secret(env, f"{by} {job}"))
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
@@ -269,7 +269,7 @@ def _made(
     rank: int,
     size: int,
     local_rank: int | None,
-    way: ThroughAgent | Directly | ThroughFile | None,
+    way: ByTorchelasticStore | ByAddress | ByFile | None,
 ) -> Started:
     return Started(by, rank, size, local_rank, way if size > 1 else None)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import distributed
 
 from elastic.errors import Invalid
-from elastic.rendezvous.launcher_env import Started, ThroughStore
+from elastic.rendezvous.launcher_env import ByStore, Started
 from elastic.runtime import lifecycle
 from elastic.torch_backend import builtin_comm_hooks, shared_buckets
 from elastic.torch_backend.following_group import NAME
@@ -40,7 +40,7 @@ def create(options: Any, _: Any) -> ElasticProcessGroup:
 
 def _started(options: Any) -> Started:
     rank, size = options.group_rank, options.group_size
-    way = ThroughStore(options.store, _host(options.store)) if size > 1 else None
+    way = ByStore(options.store, _host(options.store)) if size > 1 else None
     return Started("init_process_group", rank, size, None, way)
 
 

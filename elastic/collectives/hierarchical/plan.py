@@ -1,10 +1,10 @@
 """Decides who carries what when a group has several hosts with several ranks each. Pure.
 
-Two networks are joined here: the memory of a host, and the wire between hosts. Every rank has a seat: the number of its
-host, and its index on that host. What crosses the wire is carried by some of the seats:
+Two networks are joined here: the memory of a host, and the wire between hosts. Every rank has the number of its host,
+and its index on that host. What crosses the wire is carried by some of the ranks:
 
-- Where all hosts have equally many ranks, every rank carries: the ranks with one index form a *lane*, one rank of each
-  host. A host's ranks all send at once, each its own share.
+- Where all hosts have equally many ranks, every rank carries: the ranks with one index form an *inter-node group*, one
+  rank of each host. A host's ranks all send at once, each its own share.
 - Else the *leaders* carry, the ranks with index 0, for all of their host.
 
 Ranks are numbered within the group, in any order on the hosts.
@@ -25,7 +25,7 @@ Parcel = tuple[int, int]  # what one rank sends to another: sender, receiver
 
 
 @dataclass(frozen=True)
-class Seats:
+class Topology:
     """Where every rank of the group sits, seen by one of them."""
 
     hosts: tuple[tuple[int, ...], ...]
@@ -37,11 +37,11 @@ class Seats:
             raise ValueError(
                 f"{self.hosts} are not hosts that share the ranks 0, 1, ... among them"
             )
-        if self.rank not in self._seats:
+        if self.rank not in self._ranks:
             raise ValueError(f"rank {self.rank} is on none of the hosts {self.hosts}")
 
     @cached_property
-    def _seats(self) -> dict[int, tuple[int, int]]:
+    def _ranks(self) -> dict[int, tuple[int, int]]:
         return {
             rank: (host, index)
             for host, ranks in enumerate(self.hosts)
@@ -50,11 +50,11 @@ class Seats:
 
     def of(self, rank: int) -> tuple[int, int]:
         """The number of its host, and its index there."""
-        return self._seats[rank]
+        return self._ranks[rank]
 
     @property
     def size(self) -> int:
-        return len(self._seats)
+        return len(self._ranks)
 
     @property
     def host(self) -> int:
@@ -65,7 +65,7 @@ class Seats:
         return self.of(self.rank)[1]
 
     @property
-    def neighbours(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """The ranks of this host, itself among them, by index."""
         return self.hosts[self.host]
 
@@ -75,16 +75,16 @@ class Seats:
         return len({len(host) for host in self.hosts}) == 1
 
     @property
-    def lane(self) -> int:
+    def inter_node_group(self) -> int:
         """Which of the groups across hosts this rank would be in."""
         return self.index if self.even else 0
 
     @property
-    def across(self) -> tuple[int, ...]:
+    def inter_node_ranks(self) -> tuple[int, ...]:
         """The ranks, by host, with which this one carries; none where its leader does."""
         if not self.even and self.index > 0:
             return ()
-        return tuple(host[self.lane] for host in self.hosts)
+        return tuple(host[self.inter_node_group] for host in self.hosts)
 
     def behind(self, carrier: int) -> tuple[int, ...]:
         """For whom this one carries."""
@@ -138,12 +138,12 @@ class Route(NamedTuple):
     last: int | None  # from this index, on this host
 
 
-def route(seats: Seats, root: int) -> Route:
+def route(topology: Topology, root: int) -> Route:
     """The steps of a rank in the broadcast from ``root``."""
-    host, index = seats.of(root)
-    carrier = index if seats.even else 0
-    collects = host == seats.host and index != carrier
-    carries = seats.index == carrier
+    host, index = topology.of(root)
+    carrier = index if topology.even else 0
+    collects = host == topology.host and index != carrier
+    carries = topology.index == carrier
     return Route(
         first=index if collects else None,
         cross=host if carries else None,
@@ -169,29 +169,31 @@ class Posting(NamedTuple):
     deal: Exchange  # on the host
 
 
-def posting(seats: Seats) -> Posting:
+def posting(topology: Topology) -> Posting:
     """The steps of a rank in an alltoall. Parcels travel in order of sender and receiver, host by host."""
-    everybody = [rank for host in seats.hosts for rank in host]
-    own, mine = seats.rank, seats.neighbours
+    everybody = [rank for host in topology.hosts for rank in host]
+    own, mine = topology.rank, topology.local_ranks
     collect = None
-    if not seats.even:
+    if not topology.even:
         to_leader: list[list[Parcel]] = [[] for _ in mine]
         to_leader[0] = _parcels([own], everybody)
-        collected = [_parcels([each], everybody) if seats.across else [] for each in mine]
+        collected = [
+            _parcels([each], everybody) if topology.inter_node_ranks else [] for each in mine
+        ]
         collect = Exchange(to_leader, collected)
     cross = None
-    if seats.across:
+    if topology.inter_node_ranks:
         cross = Exchange(
-            [_parcels(seats.behind(own), host) for host in seats.hosts],
-            [_parcels(seats.behind(peer), mine) for peer in seats.across],
+            [_parcels(topology.behind(own), host) for host in topology.hosts],
+            [_parcels(topology.behind(peer), mine) for peer in topology.inter_node_ranks],
         )
 
     def dealt(carrier: int, receiver: int) -> list[Parcel]:
-        lane = seats.of(carrier)[1]
-        if not seats.even and lane > 0:
+        at = topology.of(carrier)[1]
+        if not topology.even and at > 0:
             return []
-        carried = [host[lane] for host in seats.hosts]
-        return [(s, receiver) for each in carried for s in seats.behind(each)]
+        carried = [host[at] for host in topology.hosts]
+        return [(s, receiver) for each in carried for s in topology.behind(each)]
 
     deal = Exchange(
         [dealt(own, neighbour) for neighbour in mine],

@@ -1,14 +1,15 @@
 """Collectives of a group with several ranks on each of several hosts: memory within a host, Gloo between hosts.
 
 A large allreduce goes chunk by chunk. The ranks of a host reduce a chunk in shared memory, after which each owns a
-share of it; each reduces its share with the ranks of the same index on the other hosts (a *lane*), and the host's ranks
-read each other's shares. Every byte crosses the wire once per host instead of once per rank, all ranks of a host send
-at once, and while some chunks are on the wire others are in memory. Where hosts have unequally many ranks, one rank of
-each, its leader, sends for all.
+share of it; each reduces its share with the ranks of the same index on the other hosts (an *inter-node group*), and the
+host's ranks read each other's shares. Every byte crosses the wire once per host instead of once per rank, all ranks of
+a host send at once, and while some chunks are on the wire others are in memory. Where hosts have unequally many ranks,
+one rank of each, its leader, sends for all.
 
-There is no group over all ranks. Everything is made of the two, the ranks of this host and the lane, so that a rank
-forms as many connections as there are other hosts, not other ranks. A rank that is lost is noticed by those of its host
-and by its lane. Each of them ends both its parts, and so wakes those that wait for it: every rank hears of it.
+There is no group over all ranks. Everything is made of the two, the ranks of this host and the inter-node group, so
+that a rank forms as many connections as there are other hosts, not other ranks. A rank that is lost is noticed by those
+of its host and by its inter-node group. Each of them ends both its parts, and so wakes those that wait for it: every
+rank hears of it.
 
 All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own type
 for the wire, and summed by Gloo in that type. A sum is scaled before it crosses the wire, so that it does not overflow.
@@ -26,7 +27,7 @@ import torch
 from elastic.collectives.dtypes_and_ops import check
 from elastic.collectives.hierarchical.ordered_executor import InOrder
 from elastic.collectives.hierarchical.part import GroupPart
-from elastic.collectives.hierarchical.plan import Seats
+from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.steps import Halves, Steps
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
@@ -43,7 +44,7 @@ class Neighbours(Halves, Protocol):
     def close_in_forked_child(self) -> None: ...
 
 
-class Lane(Collectives, Protocol):
+class InterNodeGroup(Collectives, Protocol):
     """One rank of each host, not connected yet."""
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
@@ -56,40 +57,45 @@ class Lane(Collectives, Protocol):
 
 class HierarchicalCollectives:
     """One rank of such a group; `connect` first. ``host`` may be a world of one where hosts have unequally many ranks.
-    ``lane`` are the ranks of `Seats.across`, in that order; None where that is empty.
+    ``inter_node`` has the ranks of `Topology.inter_node_ranks`, in that order; None where that is empty.
     """
 
     scales_inside = True
 
     def __init__(
-        self, seats: Seats, host: Neighbours | LocalCollectives, lane: Lane | None
+        self,
+        topology: Topology,
+        host: Neighbours | LocalCollectives,
+        inter_node: InterNodeGroup | None,
     ) -> None:
-        assert (lane is None) == (not seats.across)
-        assert not (seats.even and isinstance(host, LocalCollectives)), "Gloo alone does it"
-        self.rank = seats.rank
-        self.size = seats.size
-        self._seats = seats
+        assert (inter_node is None) == (not topology.inter_node_ranks)
+        assert not (topology.even and isinstance(host, LocalCollectives)), "Gloo alone does it"
+        self.rank = topology.rank
+        self.size = topology.size
+        self._topology = topology
         self._host = host
-        self._lane = lane
+        self._inter_node = inter_node
 
         def end_parts() -> None:
             # Both: whoever waits for this rank in one of them is woken, and ends its other part in turn.
             host.abort()
-            if lane is not None:
-                lane.abort()
+            if inter_node is not None:
+                inter_node.abort()
 
         self._order = InOrder("elastic-hierarchy", end_parts)
         self._steps = Steps(
-            seats,
+            topology,
             GroupPart(host),
-            None if lane is None else GroupPart(lane, lane.look),
+            None if inter_node is None else GroupPart(inter_node, inter_node.look),
             None if isinstance(host, LocalCollectives) else host,
         )
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Blocks until the lane is connected. Raises CollectiveFailed, also on `abort`."""
-        if self._lane is not None:
-            self._lane.connect(store, f"{purpose}, lane {self._seats.lane}", bind_host)
+        """Blocks until the inter-node group is connected. Raises CollectiveFailed, also on `abort`."""
+        if self._inter_node is not None:
+            self._inter_node.connect(
+                store, f"{purpose}, inter-node group {self._topology.inter_node_group}", bind_host
+            )
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -129,7 +135,7 @@ class HierarchicalCollectives:
         """See `Collectives.drain`."""
         until = time.monotonic() + timeout_s
         drained = self._order.drain(timeout_s)
-        for part in (self._host, self._lane):
+        for part in (self._host, self._inter_node):
             if part is not None:
                 drained &= part.drain(max(until - time.monotonic(), 0.0))
         return drained
@@ -143,16 +149,16 @@ class HierarchicalCollectives:
             if own is not None:
                 own.quarantine(copies)
         self._steps.copies = None
-        if self._lane is not None:
-            self._lane.close()
+        if self._inter_node is not None:
+            self._inter_node.close()
         self._host.close()
 
     def close_in_forked_child(self) -> None:
         """In a forked child: holds none of the parent's sockets, nor the memory of its host."""
         self._order.close_in_forked_child("this is a forked child, and groups stay with the parent")
         self._host.close_in_forked_child()
-        if self._lane is not None:
-            self._lane.close_in_forked_child()
+        if self._inter_node is not None:
+            self._inter_node.close_in_forked_child()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The steps of collectives over several hosts, as one rank takes them: each call returns when its result is in place.
 
 Called by one thread at a time. Every rank of a host starts the same on its host in the same order, and so do the ranks
-of a lane. See `plan` for who carries what.
+of an inter-node group. See `plan` for who carries what.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 from elastic.collectives.hierarchical import plan
 from elastic.collectives.hierarchical.part import GroupPart
-from elastic.collectives.hierarchical.plan import Exchange, Parcel, Seats, Turn
+from elastic.collectives.hierarchical.plan import Exchange, Parcel, Topology, Turn
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 
-# Of a chunk, by one rank: what travels in a lane at a time. Large enough that a lane is seldom idle between two.
+# Of a chunk, by one rank: what travels between hosts at a time. Large enough that the wire is seldom idle between two.
 # Of 0.5, 1 and 2 MiB the largest was the fastest: 25 MiB, two hosts of two ranks, single runs on a busy machine.
 SHARE_BYTES = 1 << 21
 LEADER_BYTES = 1 << 22  # of a chunk, by a leader
@@ -49,9 +49,9 @@ class Steps:
     """
 
     def __init__(
-        self, seats: Seats, host: GroupPart, wire: GroupPart | None, halves: Halves | None
+        self, topology: Topology, host: GroupPart, wire: GroupPart | None, halves: Halves | None
     ) -> None:
-        self._seats = seats
+        self._topology = topology
         self._host = host
         self._wire = wire
         self._halves = halves
@@ -62,7 +62,7 @@ class Steps:
     def allreduce(self, flat: torch.Tensor, op: Op, scale: float) -> None:
         if flat.numel() == 0:
             return
-        if not self._seats.even:
+        if not self._topology.even:
             self._reduce_by_leaders(flat, op, scale)
         elif flat.nbytes <= SMALL_BYTES:
             self._reduce_small(flat, op, scale)
@@ -83,7 +83,7 @@ class Steps:
         host, wire, halves = self._host, self._wire, self._halves
         assert wire is not None and halves is not None
         before, after = _scales(op, scale)
-        chunk_bytes = SHARE_BYTES * len(self._seats.neighbours)
+        chunk_bytes = SHARE_BYTES * len(self._topology.local_ranks)
         spans = plan.chunks(flat.numel(), flat.element_size(), chunk_bytes)
         pieces = [flat[begin:end] for begin, end in spans]
         shared = pieces if _in_arena(flat) else self._copies_of(pieces, chunk_bytes)
@@ -161,7 +161,7 @@ class Steps:
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """``flat`` are bytes, here and in `allgather`."""
         host, wire = self._host, self._wire
-        route = plan.route(self._seats, root)
+        route = plan.route(self._topology, root)
         spans = plan.chunks(flat.numel(), 1, LEADER_BYTES)
         pieces = [flat[begin:end] for begin, end in spans]
         crossing: dict[int, Work] = {}
@@ -185,19 +185,19 @@ class Steps:
 
     def allgather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The bytes of every rank, by rank."""
-        seats, host, wire = self._seats, self._host, self._wire
+        topology, host, wire = self._topology, self._host, self._wire
         length = flat.numel()
         if length == 0:
-            return [flat] * seats.size
-        if seats.even:
+            return [flat] * topology.size
+        if topology.even:
             assert wire is not None
-            column = flat.new_empty(len(seats.hosts), length)
+            column = flat.new_empty(len(topology.hosts), length)
             wire.run(wire.group.allgather, list(column), flat)
-            columns = column.new_empty(len(seats.neighbours), *column.shape)
+            columns = column.new_empty(len(topology.local_ranks), *column.shape)
             host.run(host.group.allgather, list(columns.flatten(1)), column.flatten())
-            return [columns[i, h] for h, i in map(seats.of, range(seats.size))]
-        rows = [flat.new_empty(len(ranks), length) for ranks in seats.hosts]
-        host.run(host.group.allgather, list(rows[seats.host]), flat)
+            return [columns[i, h] for h, i in map(topology.of, range(topology.size))]
+        rows = [flat.new_empty(len(ranks), length) for ranks in topology.hosts]
+        host.run(host.group.allgather, list(rows[topology.host]), flat)
         if wire is not None:
             crossing = [
                 wire.begin(wire.group.broadcast, row.flatten(), number)
@@ -206,19 +206,19 @@ class Steps:
             for work in crossing:
                 wire.finish(work)
         for number, row in enumerate(rows):
-            if number != seats.host:
+            if number != topology.host:
                 host.run(host.group.broadcast, row.flatten(), 0)
-        return [rows[h][i] for h, i in map(seats.of, range(seats.size))]
+        return [rows[h][i] for h, i in map(topology.of, range(topology.size))]
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> None:
         """How many rows go from whom to whom has to be known by who carries them, and is gathered first."""
-        seats = self._seats
+        topology = self._topology
         own = torch.tensor(sent, dtype=torch.int64, device="cpu").view(torch.uint8)
         table = [row.view(torch.int64).tolist() for row in self.allgather(own)]
-        posting = plan.posting(seats)
-        parcels = {(seats.rank, to): rows for to, rows in enumerate(torch.split(tensor, sent))}
+        posting = plan.posting(topology)
+        parcels = {(topology.rank, to): rows for to, rows in enumerate(torch.split(tensor, sent))}
         for part, exchange in (
             (self._host, posting.collect),
             (self._wire, posting.cross),
@@ -226,12 +226,12 @@ class Steps:
         ):
             if part is not None and exchange is not None:
                 parcels = _exchanged(part, exchange, parcels, table, tensor)
-        output.copy_(torch.cat([parcels[sender, seats.rank] for sender in range(seats.size)]))
+        output.copy_(torch.cat([parcels[sender, topology.rank] for sender in range(topology.size)]))
 
     def barrier(self) -> None:
-        """Two steps where every rank carries: who has passed the lane knows that one rank of every host has come."""
+        """Two steps where every rank carries: who has passed its inter-node group knows that every host has come."""
         host, wire = self._host, self._wire
-        if not self._seats.even:
+        if not self._topology.even:
             host.run(host.group.barrier)
         if wire is not None:
             wire.run(wire.group.barrier)

@@ -14,7 +14,7 @@ from elastic.collectives.shared_memory.arena import Arena, Region
 from elastic.collectives.shared_memory.native_library import Library
 from elastic.collectives.shared_memory.peer_memory import Mapping, Unreachable
 from elastic.collectives.shared_memory.process_group import Memory
-from elastic.collectives.topology import Row, Shareable
+from elastic.collectives.topology import RankInfo, Shareable
 
 
 class MemoryOffer:
@@ -28,16 +28,16 @@ class MemoryOffer:
         self._control: int | None = None
         self._staging: Region | None = None
         self._arena: Arena | None = None
-        self.row = Row(native, why_not=missing)
+        self.row = RankInfo(native, why_not=missing)
         try:
-            self.row = Row(native, peer_memory.myself(), why_not=missing)
+            self.row = RankInfo(native, peer_memory.myself(), why_not=missing)
             if native and library is not None:
                 self.row = self._offered(size, library)
         except (OSError, Unreachable) as error:
             self.withdraw()
-            self.row = Row(native, self.row.identity, why_not=_sentence(error))
+            self.row = RankInfo(native, self.row.identity, why_not=_sentence(error))
 
-    def _offered(self, size: int, library: Library) -> Row:
+    def _offered(self, size: int, library: Library) -> RankInfo:
         self._arena = arena.mine()
         if self._arena is None:
             raise Unreachable(arena.why_not())
@@ -46,7 +46,7 @@ class MemoryOffer:
             raise Unreachable("the memory that can be shared is full")
         control_bytes = library.elastic_control_bytes(min(size, topology.MAX_LOCAL_RANKS))
         self._control = memfd.create("elastic-control", control_bytes)
-        return Row(
+        return RankInfo(
             native=True,
             identity=self.row.identity,
             arena=Shareable(self._arena.fd, self._arena.inode, self._arena.bytes),
@@ -55,7 +55,7 @@ class MemoryOffer:
             cores=peer_memory.cores(),
         )
 
-    def map(self, rows: Sequence[Row], ranks: Sequence[int], rank: int) -> Memory:
+    def map(self, rows: Sequence[RankInfo], ranks: Sequence[int], rank: int) -> Memory:
         """What these ranks of one host offered, this one among them. Raises Unreachable."""
         held = _Held()
         try:
@@ -75,7 +75,7 @@ class MemoryOffer:
             release=held.release,
         )
 
-    def _map_arena(self, held: _Held, row: Row, own: bool) -> tuple[int, int, int]:
+    def _map_arena(self, held: _Held, row: RankInfo, own: bool) -> tuple[int, int, int]:
         if own:
             assert self._arena is not None
             return self._arena.address, self._arena.bytes, -1
@@ -85,7 +85,7 @@ class MemoryOffer:
         held.mappings.append(mapping)
         return mapping.address, mapping.bytes, mapping.pidfd
 
-    def _map_control(self, held: _Held, row: Row, own: bool) -> int:
+    def _map_control(self, held: _Held, row: RankInfo, own: bool) -> int:
         assert row.control is not None
         if own:
             assert self._control is not None

@@ -106,7 +106,7 @@ def myself() -> Identity:
 
 
 def cores() -> bytes:
-    """On which cores this process may run; see `topology.Row`."""
+    """On which cores this process may run; see `topology.RankInfo`."""
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 

@@ -423,7 +423,7 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
         blob = msgspec.msgpack.encode(offer.row)
         rows = store.exchange(meeting("named", "cpu", 2), 1, 2, blob)
         assert (
-            topology.plan([msgspec.msgpack.decode(row, type=topology.Row) for row in rows]).why
+            topology.plan([msgspec.msgpack.decode(row, type=topology.RankInfo) for row in rows]).why
             == ""
         )
         until(lambda: "named/shared/2" in store.awaited())

@@ -27,7 +27,7 @@ from elastic.driver.network.interfaces import listen_address, own_addresses, wor
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.find_rank0 import meet
-from elastic.rendezvous.launcher_env import Directly, Started
+from elastic.rendezvous.launcher_env import ByAddress, Started
 from elastic.rendezvous.store import listen
 from harness.etcd import START_S, Member
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
@@ -72,7 +72,7 @@ def test_a_job_over_loopback_survives_a_death(job: Callable[..., Job]):
 
 
 def test_ranks_of_another_launcher_meet():
-    way = Directly("::1", free_port(), b"secret")
+    way = ByAddress("::1", free_port(), b"secret")
     env = dataclasses.replace(environment.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
     with ThreadPoolExecutor(2) as pool:
         ranks = [Started("srun", rank, 2, None, way) for rank in range(2)]

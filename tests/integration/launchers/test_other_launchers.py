@@ -23,8 +23,8 @@ import pytest
 from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment, find_rank0
-from elastic.rendezvous.find_rank0 import Left, meet
-from elastic.rendezvous.launcher_env import Directly, Started, ThroughFile
+from elastic.rendezvous.find_rank0 import Endpoint, meet
+from elastic.rendezvous.launcher_env import ByAddress, ByFile, Started
 from elastic.rendezvous.store import listen
 from harness.forked import MARK, Forked
 from harness.history import SCRIPTS
@@ -146,7 +146,7 @@ def env(seconds: float = 20.0) -> environment.Environment:
 
 
 def rank(number: int, size: int = 2, name: str = "job") -> Started:
-    return Started("mpirun", number, size, None, ThroughFile(name))
+    return Started("mpirun", number, size, None, ByFile(name))
 
 
 def test_the_file_is_private_carries_a_secret_and_goes(folder):
@@ -176,7 +176,7 @@ def test_what_a_dead_job_left_misleads_nobody(folder):
     dead = listen("127.0.0.1")
     dead.close()
     find_rank0.private_folder()
-    find_rank0._File(ThroughFile("job")).leave(Left("127.0.0.1", dead.address.port, b"old"))
+    find_rank0._File(ByFile("job")).publish(Endpoint("127.0.0.1", dead.address.port, b"old"))
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(meet, rank(1), env())
         meet(rank(0), env())
@@ -192,7 +192,7 @@ def test_a_rank_that_never_comes_is_told(folder):
 
 def test_rank_0_may_come_last(monkeypatch):
     monkeypatch.setattr(find_rank0, "REACH_S", 0.05)
-    way = Directly("127.0.0.1", free_port(), b"secret")
+    way = ByAddress("127.0.0.1", free_port(), b"secret")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet, Started("srun", 1, 2, None, way), env())
         threading.Event().wait(0.3)
@@ -209,12 +209,12 @@ def test_a_folder_that_others_can_enter_is_refused(folder):
 
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        way = Directly("127.0.0.1", taken.getsockname()[1], b"")
+        way = ByAddress("127.0.0.1", taken.getsockname()[1], b"")
         with pytest.raises(Invalid, match="set ELASTIC_MASTER_PORT to another port for all ranks"):
             meet(Started("srun", 0, 2, None, way), env())
 
 
 def test_a_host_that_is_unknown_is_told():
-    way = Directly("nowhere.invalid", 1, b"")
+    way = ByAddress("nowhere.invalid", 1, b"")
     with pytest.raises(Invalid, match=r"'nowhere\.invalid' can't be resolved"):
         meet(Started("srun", 1, 2, None, way), env())

@@ -9,15 +9,17 @@ from typing import Any
 import msgspec
 
 from elastic.collectives import topology
-from elastic.collectives.topology import Host, Identity, Plan, Row, Shareable, Way, plan
+from elastic.collectives.topology import Backend, Host, Identity, Plan, RankInfo, Shareable, plan
 
 NO_ROOM = "no 64 GiB of memory to share can be mapped: raise it"
 
 
-def rank_on(boot: str, pid: int = 1, *, processes: int = 7, network: int = 8, **other: Any) -> Row:
+def rank_on(
+    boot: str, pid: int = 1, *, processes: int = 7, network: int = 8, **other: Any
+) -> RankInfo:
     """A rank that can share memory."""
     host = Host(boot, processes, network)
-    row = Row(
+    row = RankInfo(
         native=True,
         identity=Identity(host, pid, started=100, user=1000),
         arena=Shareable(fd=3, inode=pid, bytes=1 << 30),
@@ -26,59 +28,59 @@ def rank_on(boot: str, pid: int = 1, *, processes: int = 7, network: int = 8, **
     return msgspec.structs.replace(row, **other)
 
 
-def unable(boot: str, why: str = NO_ROOM) -> Row:
+def unable(boot: str, why: str = NO_ROOM) -> RankInfo:
     return rank_on(boot, arena=None, why_not=why)
 
 
-def off(boot: str) -> Row:
+def off(boot: str) -> RankInfo:
     return rank_on(boot, native=False, arena=None, control=None)
 
 
-def as_user(row: Row, user: int) -> Row:
+def as_user(row: RankInfo, user: int) -> RankInfo:
     assert row.identity is not None
     return msgspec.structs.replace(row, identity=msgspec.structs.replace(row.identity, user=user))
 
 
-NOWHERE = Row(native=True, why_not="/proc does not tell who this process is; mount it")
+NOWHERE = RankInfo(native=True, why_not="/proc does not tell who this process is; mount it")
 
 
 def test_ranks_of_one_host_share_memory():
-    assert plan([rank_on("a", 1), rank_on("a", 2)]) == Plan(Way.SHARED, ((0, 1),))
+    assert plan([rank_on("a", 1), rank_on("a", 2)]) == Plan(Backend.SHARED, ((0, 1),))
 
 
 def test_one_rank_on_each_host_is_gloos_and_nothing_to_complain_about():
-    assert plan([rank_on("a"), rank_on("b")]) == Plan(Way.GLOO, ((0,), (1,)))
-    assert plan([unable("a"), off("b")]) == Plan(Way.GLOO, ((0,), (1,)))
+    assert plan([rank_on("a"), rank_on("b")]) == Plan(Backend.GLOO, ((0,), (1,)))
+    assert plan([unable("a"), off("b")]) == Plan(Backend.GLOO, ((0,), (1,)))
 
 
 def test_several_hosts_with_several_ranks_are_a_hierarchy():
     decided = plan([rank_on("a"), rank_on("b"), rank_on("a"), rank_on("b")])
-    assert decided == Plan(Way.HIERARCHY, ((0, 2), (1, 3)))
+    assert decided == Plan(Backend.HIERARCHY, ((0, 2), (1, 3)))
     assert decided.even
     assert decided.local_ranks(3) == (1, 3)
 
 
 def test_hosts_may_have_unequally_many_ranks():
     decided = plan([rank_on("b"), rank_on("a"), rank_on("a")])
-    assert decided == Plan(Way.HIERARCHY, ((0,), (1, 2)))
+    assert decided == Plan(Backend.HIERARCHY, ((0,), (1, 2)))
     assert not decided.even
 
 
 def test_processes_that_can_not_find_each_other_are_on_two_hosts_and_that_is_told():
     containers = [rank_on("b"), rank_on("a", processes=1), rank_on("a", processes=2)]
     why = "ranks 1 and 2 run on one machine in PID namespaces of their own, as in two containers; run them in one"
-    assert plan(containers) == Plan(Way.GLOO, ((0,), (1,), (2,)), why)
+    assert plan(containers) == Plan(Backend.GLOO, ((0,), (1,), (2,)), why)
 
 
 def test_what_the_network_cuts_off_is_another_host():
     decided = plan([rank_on("a", network=1), rank_on("a", network=2)])
-    assert decided.way is Way.GLOO
+    assert decided.backend is Backend.GLOO
     assert "ranks 0 and 1 run on one machine in network namespaces of their own" in decided.why
 
 
 def test_containers_with_several_ranks_are_a_hierarchy_and_that_is_told():
     decided = plan([rank_on("a", processes=1 + rank // 2) for rank in range(4)])
-    assert (decided.way, decided.hosts) == (Way.HIERARCHY, ((0, 1), (2, 3)))
+    assert (decided.backend, decided.hosts) == (Backend.HIERARCHY, ((0, 1), (2, 3)))
     assert decided.why.startswith("ranks 0 and 2 run on one machine in PID namespaces")
 
 
@@ -87,59 +89,59 @@ def test_who_has_turned_it_off_wants_containers_as_they_are():
         msgspec.structs.replace(off("a"), identity=rank_on("a", processes=n).identity)
         for n in (1, 2)
     ]
-    assert plan(rows) == Plan(Way.GLOO, ((0,), (1,)))
+    assert plan(rows) == Plan(Backend.GLOO, ((0,), (1,)))
 
 
 def test_a_rank_that_can_not_keeps_all_from_it_and_says_why():
     rows = [rank_on("a"), rank_on("a"), unable("a"), rank_on("b")]
-    assert plan(rows) == Plan(Way.GLOO, ((0, 1, 2), (3,)), f"rank 2: {NO_ROOM}")
+    assert plan(rows) == Plan(Backend.GLOO, ((0, 1, 2), (3,)), f"rank 2: {NO_ROOM}")
 
 
 def test_a_rank_alone_on_its_host_need_not_be_able():
     rows = [rank_on("a"), rank_on("a"), unable("b")]
-    assert plan(rows) == Plan(Way.HIERARCHY, ((0, 1), (2,)))
+    assert plan(rows) == Plan(Backend.HIERARCHY, ((0, 1), (2,)))
 
 
 def test_turned_off_everywhere_nobody_complains():
-    assert plan([off("a"), off("a")]) == Plan(Way.GLOO, ((0, 1),))
+    assert plan([off("a"), off("a")]) == Plan(Backend.GLOO, ((0, 1),))
 
 
 def test_turned_off_on_one_rank_it_is_off_on_all():
     why = "rank 2 has ELASTIC_NATIVE=0; give all ranks the same"
-    assert plan([rank_on("a"), rank_on("a"), off("b")]) == Plan(Way.GLOO, ((0, 1), (2,)), why)
+    assert plan([rank_on("a"), rank_on("a"), off("b")]) == Plan(Backend.GLOO, ((0, 1), (2,)), why)
 
 
 def test_ranks_of_a_host_run_as_one_user():
     rows = [rank_on("a"), as_user(rank_on("a"), 1001), as_user(rank_on("b"), 1002)]
     why = "rank 1 runs as user 1001, rank 0 as user 1000; run the ranks of a host as one user"
-    assert plan(rows) == Plan(Way.GLOO, ((0, 1), (2,)), why)
+    assert plan(rows) == Plan(Backend.GLOO, ((0, 1), (2,)), why)
 
 
 def test_hosts_may_run_as_different_users():
     rows = [rank_on("a"), rank_on("a"), *[as_user(rank_on("b"), 1001)] * 2]
-    assert plan(rows).way is Way.HIERARCHY
+    assert plan(rows).backend is Backend.HIERARCHY
 
 
 def test_a_rank_that_does_not_know_where_it_is_counts_as_alone_and_says_so():
     said = f"rank 1: {NOWHERE.why_not}"
-    assert plan([NOWHERE, NOWHERE]) == Plan(Way.GLOO, ((0,), (1,)), said.replace("1", "0"))
+    assert plan([NOWHERE, NOWHERE]) == Plan(Backend.GLOO, ((0,), (1,)), said.replace("1", "0"))
     assert plan([rank_on("a"), NOWHERE]).why == said
-    assert plan([rank_on("a"), rank_on("a"), NOWHERE]).way is Way.HIERARCHY
+    assert plan([rank_on("a"), rank_on("a"), NOWHERE]).backend is Backend.HIERARCHY
 
 
 def test_no_host_has_more_than_the_native_group_takes():
-    assert plan([rank_on("a", pid) for pid in range(64)]).way is Way.SHARED
+    assert plan([rank_on("a", pid) for pid in range(64)]).backend is Backend.SHARED
     decided = plan([rank_on("a", pid) for pid in range(65)])
-    assert decided.way is Way.GLOO
+    assert decided.backend is Backend.GLOO
     assert decided.why == "65 ranks lie on one host, more than the 64 that can share memory"
 
 
 def test_every_rank_comes_to_the_same_plan_from_what_it_received():
     choice = random.Random(7)
-    kinds: list[Callable[[str], Row]] = [rank_on, unable, off]
+    kinds: list[Callable[[str], RankInfo]] = [rank_on, unable, off]
     rows = [choice.choice(kinds)(choice.choice("abc")) for _ in range(50)]
     sent = msgspec.msgpack.encode(rows)
-    assert plan(msgspec.msgpack.decode(sent, type=list[Row])) == plan(rows)
+    assert plan(msgspec.msgpack.decode(sent, type=list[RankInfo])) == plan(rows)
 
 
 def test_cores_are_counted_once():

@@ -10,11 +10,11 @@ from elastic.rendezvous import environment
 from elastic.rendezvous.launcher_env import (
     FIRST_PORT,
     PORTS,
-    Directly,
+    ByAddress,
+    ByFile,
+    ByStore,
+    ByTorchelasticStore,
     Started,
-    ThroughAgent,
-    ThroughFile,
-    ThroughStore,
     first_host,
     place,
     started,
@@ -58,7 +58,7 @@ def start(env: dict[str, str], **more: str) -> Started:
 
 def way(
     env: dict[str, str], **more: str
-) -> Directly | ThroughAgent | ThroughFile | ThroughStore | None:
+) -> ByAddress | ByTorchelasticStore | ByFile | ByStore | None:
     return start(env, **more).way
 
 
@@ -98,8 +98,8 @@ def test_who_started_it(env, by, local_rank):
 
 
 def test_under_torchrun_they_meet_at_its_agent_once_for_each_restart():
-    assert way(TORCHRUN) == ThroughAgent("gpu1", 29500, "hvd-elastic/run7/3/4")
-    assert way(TORCHRUN, TORCHELASTIC_RESTART_COUNT="4") == ThroughAgent(
+    assert way(TORCHRUN) == ByTorchelasticStore("gpu1", 29500, "hvd-elastic/run7/3/4")
+    assert way(TORCHRUN, TORCHELASTIC_RESTART_COUNT="4") == ByTorchelasticStore(
         "gpu1", 29500, "hvd-elastic/run7/4/4"
     )
 
@@ -110,19 +110,19 @@ def test_without_its_agents_store_as_by_hand():
 
 def test_rank_0_listens_beside_the_port_that_a_script_may_want_itself():
     found = way(BY_HAND)
-    assert isinstance(found, Directly)
+    assert isinstance(found, ByAddress)
     assert (found.host, found.port) == ("gpu1", 30509)
-    assert isinstance(high := way(BY_HAND, MASTER_PORT="65000"), Directly) and high.port == 63991
-    assert isinstance(own := way(BY_HAND, ELASTIC_MASTER_PORT="7"), Directly) and own.port == 7
+    assert isinstance(high := way(BY_HAND, MASTER_PORT="65000"), ByAddress) and high.port == 63991
+    assert isinstance(own := way(BY_HAND, ELASTIC_MASTER_PORT="7"), ByAddress) and own.port == 7
 
 
 def test_on_one_host_they_meet_through_a_file_which_carries_a_secret():
     for host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
-        assert isinstance(way(BY_HAND, MASTER_ADDR=host), ThroughFile)
-    assert isinstance(way(OPEN_MPI), ThroughFile)
-    assert isinstance(way(MPICH), ThroughFile)
-    assert isinstance(way(SLURM, SLURM_STEP_NUM_NODES="1"), ThroughFile)
-    assert isinstance(way(OPEN_MPI, ELASTIC_MASTER_PORT="7", MASTER_ADDR="gpu1"), Directly)
+        assert isinstance(way(BY_HAND, MASTER_ADDR=host), ByFile)
+    assert isinstance(way(OPEN_MPI), ByFile)
+    assert isinstance(way(MPICH), ByFile)
+    assert isinstance(way(SLURM, SLURM_STEP_NUM_NODES="1"), ByFile)
+    assert isinstance(way(OPEN_MPI, ELASTIC_MASTER_PORT="7", MASTER_ADDR="gpu1"), ByAddress)
 
 
 def test_ranks_of_a_job_look_for_the_same_and_other_jobs_for_another():
@@ -141,10 +141,10 @@ def test_a_launcher_that_names_no_job_is_told_by_its_process():
 
 def test_srun_over_several_hosts():
     found = way(SLURM)
-    assert isinstance(found, Directly)
+    assert isinstance(found, ByAddress)
     assert found.host == "gpu07"
     assert FIRST_PORT <= found.port < FIRST_PORT + PORTS
-    assert isinstance(told := way(SLURM, **MASTER), Directly)
+    assert isinstance(told := way(SLURM, **MASTER), ByAddress)
     assert (told.host, told.port) == ("gpu1", 30509)
 
 
@@ -160,11 +160,11 @@ def test_mpirun_over_several_hosts_needs_the_first_ones_name():
         Invalid, match=r"mpirun has started ranks on several hosts.*set MASTER_ADDR"
     ):
         started(several)
-    assert isinstance(found := way(several, MASTER_ADDR="gpu1"), Directly) and found.host == "gpu1"
+    assert isinstance(found := way(several, MASTER_ADDR="gpu1"), ByAddress) and found.host == "gpu1"
 
 
 def test_a_secret_can_be_told_to_all():
-    assert isinstance(found := way(BY_HAND, ELASTIC_SECRET="00ff"), Directly)
+    assert isinstance(found := way(BY_HAND, ELASTIC_SECRET="00ff"), ByAddress)
     assert found.secret == b"\x00\xff"
     with pytest.raises(Invalid, match="ELASTIC_SECRET is damaged"):
         way(BY_HAND, ELASTIC_SECRET="hush")

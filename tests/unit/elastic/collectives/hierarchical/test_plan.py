@@ -1,11 +1,11 @@
-"""Who carries what between hosts: seats, chunks, the order of turns, and the ways of broadcasts and parcels."""
+"""Who carries what between hosts: ranks, chunks, the order of turns, and the ways of broadcasts and parcels."""
 
 from __future__ import annotations
 
 import pytest
 
 from elastic.collectives.hierarchical import plan
-from elastic.collectives.hierarchical.plan import Exchange, Parcel, Seats, Turn
+from elastic.collectives.hierarchical.plan import Exchange, Parcel, Topology, Turn
 
 EVEN = ((0, 1), (2, 3), (4, 5))
 MIXED = ((0, 3), (2, 1))  # as ranks that were dealt out to hosts in turn
@@ -13,23 +13,30 @@ UNEVEN = ((0,), (1, 2), (3, 4, 5))
 ALL = pytest.mark.parametrize("hosts", [EVEN, MIXED, UNEVEN, ((0, 1, 2), (3,))], ids=str)
 
 
-def seats(hosts: tuple[tuple[int, ...], ...]) -> list[Seats]:
-    return [Seats(hosts, rank) for rank in range(sum(map(len, hosts)))]
+def topologies(hosts: tuple[tuple[int, ...], ...]) -> list[Topology]:
+    return [Topology(hosts, rank) for rank in range(sum(map(len, hosts)))]
 
 
-# ---- seats -----------------------------------------------------------------------------------------------------------
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def test_among_equal_hosts_every_rank_carries_with_its_lane():
-    assert [each.across for each in seats(EVEN)] == [(0, 2, 4), (1, 3, 5)] * 3
-    assert [each.lane for each in seats(EVEN)] == [0, 1] * 3
-    assert [each.across for each in seats(MIXED)] == [(0, 2), (3, 1), (0, 2), (3, 1)]
+    assert [each.inter_node_ranks for each in topologies(EVEN)] == [(0, 2, 4), (1, 3, 5)] * 3
+    assert [each.inter_node_group for each in topologies(EVEN)] == [0, 1] * 3
+    assert [each.inter_node_ranks for each in topologies(MIXED)] == [(0, 2), (3, 1), (0, 2), (3, 1)]
 
 
 def test_among_unequal_hosts_leaders_carry():
-    assert [each.across for each in seats(UNEVEN)] == [(0, 1, 3), (0, 1, 3), (), (0, 1, 3), (), ()]
-    assert Seats(UNEVEN, 5).neighbours == (3, 4, 5)
-    assert Seats(UNEVEN, 0).behind(3) == (3, 4, 5)
+    assert [each.inter_node_ranks for each in topologies(UNEVEN)] == [
+        (0, 1, 3),
+        (0, 1, 3),
+        (),
+        (0, 1, 3),
+        (),
+        (),
+    ]
+    assert Topology(UNEVEN, 5).local_ranks == (3, 4, 5)
+    assert Topology(UNEVEN, 0).behind(3) == (3, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ def test_among_unequal_hosts_leaders_carry():
 )
 def test_hosts_that_do_not_share_out_the_ranks_are_refused(hosts, rank):
     with pytest.raises(ValueError, match="rank"):
-        Seats(hosts, rank)
+        Topology(hosts, rank)
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -87,7 +94,7 @@ def test_every_chunk_has_its_three_turns_in_order(number, ahead):
 
 @ALL
 def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
-    everybody = seats(hosts)
+    everybody = topologies(hosts)
     for root in range(len(everybody)):
         routes = {each.rank: plan.route(each, root) for each in everybody}
         have = {root}
@@ -96,7 +103,7 @@ def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
             for each in everybody:
                 source = getattr(routes[each.rank], step)
                 if source is not None:
-                    group = each.across if step == "cross" else each.neighbours
+                    group = each.inter_node_ranks if step == "cross" else each.local_ranks
                     # All of a group take part, and all name the same source.
                     assert {getattr(routes[peer], step) for peer in group} == {source}
                     assert group[source] in have
@@ -106,7 +113,7 @@ def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
 
 
 def test_only_the_roots_lane_carries_a_broadcast():
-    routes = [plan.route(each, 3) for each in seats(EVEN)]
+    routes = [plan.route(each, 3) for each in topologies(EVEN)]
     assert [route.cross for route in routes] == [None, 1] * 3
     assert all(route.first is None and route.last == 1 for route in routes)
 
@@ -115,7 +122,7 @@ def test_only_the_roots_lane_carries_a_broadcast():
 
 
 def carried_out(
-    held: dict[int, list[Parcel]], step: str, everybody: list[Seats]
+    held: dict[int, list[Parcel]], step: str, everybody: list[Topology]
 ) -> dict[int, list[Parcel]]:
     """Who holds which parcels after one step; what is sent must be held, and expected as it comes."""
     exchanges: dict[int, Exchange | None] = {
@@ -126,7 +133,7 @@ def carried_out(
         exchange = exchanges[each.rank]
         if exchange is None:
             continue
-        group = each.across if step == "cross" else each.neighbours
+        group = each.inter_node_ranks if step == "cross" else each.local_ranks
         arrived = []
         for index, peer in enumerate(group):
             theirs = exchanges[peer]
@@ -141,13 +148,13 @@ def carried_out(
 
 @ALL
 def test_every_parcel_arrives_and_none_on_the_wrong_host_crosses(hosts):
-    everybody = seats(hosts)
+    everybody = topologies(hosts)
     size = len(everybody)
     held = {rank: [(rank, to) for to in range(size)] for rank in range(size)}
     held = carried_out(held, "collect", everybody)
     held = carried_out(held, "cross", everybody)
     for each in everybody:
-        assert not each.across or all(to in each.neighbours for _, to in held[each.rank])
+        assert not each.inter_node_ranks or all(to in each.local_ranks for _, to in held[each.rank])
     held = carried_out(held, "deal", everybody)
     for rank in range(size):
         assert sorted(held[rank]) == [(sender, rank) for sender in range(size)]

@@ -12,7 +12,7 @@ import torch
 from elastic.collectives import fake, threads
 from elastic.collectives.fake import FakeCollectives
 from elastic.collectives.hierarchical import steps
-from elastic.collectives.hierarchical.plan import Seats
+from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
@@ -80,7 +80,7 @@ class FakeHost(FakeCollectives):
         return Afterwards(self.allgather(everything, tensor), put)
 
 
-class FakeLane(FakeCollectives):
+class FakeInterNodeGroup(FakeCollectives):
     def connect(self, store: object, purpose: str, bind_host: str) -> None:
         pass
 
@@ -95,15 +95,21 @@ def shareable(tensor: torch.Tensor) -> bool:
 
 def world_of(*hosts: Sequence[int]) -> list[HierarchicalCollectives]:
     size = sum(map(len, hosts))
-    seats = [Seats(tuple(map(tuple, hosts)), rank) for rank in range(size)]
-    shared = {each.neighbours: fake._Shared(len(each.neighbours), 10.0) for each in seats}
-    wires = {each.across: fake._Shared(len(each.across), 10.0) for each in seats}
+    topology = [Topology(tuple(map(tuple, hosts)), rank) for rank in range(size)]
+    shared = {each.local_ranks: fake._Shared(len(each.local_ranks), 10.0) for each in topology}
+    wires = {
+        each.inter_node_ranks: fake._Shared(len(each.inter_node_ranks), 10.0) for each in topology
+    }
     groups = []
-    for each in seats:
-        alone = len(each.neighbours) == 1
-        host = LocalCollectives() if alone else FakeHost(each.index, shared[each.neighbours])
-        lane = FakeLane(each.host, wires[each.across]) if each.across else None
-        groups.append(HierarchicalCollectives(each, host, lane))
+    for each in topology:
+        alone = len(each.local_ranks) == 1
+        host = LocalCollectives() if alone else FakeHost(each.index, shared[each.local_ranks])
+        inter_node = (
+            FakeInterNodeGroup(each.host, wires[each.inter_node_ranks])
+            if each.inter_node_ranks
+            else None
+        )
+        groups.append(HierarchicalCollectives(each, host, inter_node))
     return groups
 
 
@@ -283,15 +289,15 @@ def test_the_ranks_of_a_host_start_the_same_in_the_same_order_however_fast_lanes
         host = group._host
         assert isinstance(host, FakeHost)
         monkeypatch.setattr(host, "_join", noting(group.rank, host._join))
-    lane = world[3]._lane
-    assert isinstance(lane, FakeLane)
-    through = lane._join
+    inter_node = world[3]._inter_node
+    assert isinstance(inter_node, FakeInterNodeGroup)
+    through = inter_node._join
 
     def late(kind: str, *arguments: object) -> Work:
         held.wait(10.0)
         return through(kind, *arguments)
 
-    monkeypatch.setattr(lane, "_join", late)
+    monkeypatch.setattr(inter_node, "_join", late)
     with ThreadPoolExecutor(1) as pool:
         works = [group.allreduce(torch.ones(5000), Op.SUM) for group in world]
         pool.submit(held.set)
