@@ -24,7 +24,7 @@ import msgspec
 
 from elastic.driver.journal.entries import Header, Resumed, Writer, encoded
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.records import PendingRecord
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
@@ -66,7 +66,7 @@ class EtcdArchive:
         self._obsolete: list[int] = []  # before what counts
         self._counting: list[int] = []
 
-    async def past(self) -> Past | None:
+    async def past(self) -> RecoveredJob | None:
         """What is there to go on from; waits for etcd. Raises Invalid."""
         listing = await self._etcd.get_prefix(self._folder, within_s=None)
         kept = {key.removeprefix(self._folder): item.value for key, item in listing.items.items()}
@@ -97,7 +97,7 @@ class EtcdArchive:
         return journal
 
     async def go_on(
-        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+        self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> EtcdJournal:
         if self._next is None:
             raise RuntimeError("what is there was not looked at")

@@ -25,7 +25,9 @@ class Lead:
         self.waited = waited
 
 
-async def lead(plan: FleetPlan, log: Log, stack: contextlib.AsyncExitStack) -> Lead | str | None:
+async def campaign(
+    plan: FleetPlan, log: Log, stack: contextlib.AsyncExitStack
+) -> Lead | str | None:
     """None without etcd; a sentence where the wait for the seat was ended. Raises Invalid where it is taken."""
     if plan.etcd is None:
         return None

@@ -27,7 +27,7 @@ from elastic.driver.etcd.keys import job_root, operators_key
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.job import loop
-from elastic.driver.job.election import Lead, lead
+from elastic.driver.job.election import Lead, campaign
 from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO
 from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
@@ -35,7 +35,7 @@ from elastic.driver.journal.copy import Copied, copied_to
 from elastic.driver.journal.entries import Writer, header_of, readable
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.ssh import SshStarter
@@ -71,7 +71,7 @@ async def start_fleet(
     is started.
     """
     async with contextlib.AsyncExitStack() as stack:
-        leading = await lead(plan, job_io.console, stack)
+        leading = await campaign(plan, job_io.console, stack)
         if isinstance(leading, str):
             return DEPOSED_CODE, leading, [], {}
         archive = _archive(job, plan, leading)
@@ -89,7 +89,7 @@ async def start_fleet(
 
 async def _past(
     job: Job, plan: FleetPlan, lead: Lead | None, archive: Archive | None
-) -> Past | None:
+) -> RecoveredJob | None:
     """The job that this driver goes on with. Raises Invalid where it must not begin one."""
     if archive is None:
         return None
@@ -138,7 +138,7 @@ class _Run:
         job: Job,
         plan: FleetPlan,
         job_io: JobIO,
-        past: Past | None,
+        past: RecoveredJob | None,
         lead: Lead | None,
         this_host: ThisHost,
     ) -> None:

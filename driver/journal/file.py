@@ -30,7 +30,7 @@ from elastic.driver.journal.entries import (
     header_of,
 )
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.resume import past_of, writer_here
 from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
@@ -62,7 +62,7 @@ class FileArchive:
                 raise _in_use(path) from error
             raise _not_writable(path, error) from error
 
-    async def past(self) -> Past | None:
+    async def past(self) -> RecoveredJob | None:
         """What is there to go on from. Reads no further back than to the last snapshot. Raises Invalid."""
         try:
             with open(self.path, "rb") as file:
@@ -94,7 +94,7 @@ class FileArchive:
         return FileJournal(self, header, 0, policy)
 
     async def go_on(
-        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+        self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
         """Cuts off what a crash has left of a last line."""
         return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)

@@ -36,7 +36,7 @@ from elastic.driver.journal.entries import (
     tell,
     tell_writer,
 )
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import NotTaken, restored
 from elastic.driver.reasons import Reason
@@ -168,14 +168,14 @@ class Journal:
 class Archive(Protocol):
     """Where the journal of one job is kept, the present one or the last. Nobody else writes there meanwhile."""
 
-    async def past(self) -> Past | None:
+    async def past(self) -> RecoveredJob | None:
         """What is there to go on from; None: nothing. Raises Invalid where it can't be gone on from."""
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
         """The journal of a new job. What was there of another is gone. Only after `past`."""
 
     async def go_on(
-        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+        self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> Journal:
         """The same journal, continued by another driver."""
 

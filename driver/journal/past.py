@@ -11,7 +11,7 @@ from elastic.driver.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
+class RecoveredJob:
     """A job, as its last driver has left it."""
 
     header: Header

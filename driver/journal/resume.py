@@ -18,7 +18,7 @@ import msgspec
 from elastic.driver.events import EndJob
 from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, decoded
 from elastic.driver.journal.journal import ReplayDiffers, rebuilt
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import in_words
@@ -48,7 +48,7 @@ FLAGS = {
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def past_of(header: Header, lines: Iterable[bytes]) -> Past:
+def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     """``lines``: all after the header, or from a snapshot on. Raises Invalid."""
     settings, writer = header.checked(), header.writer
     membership: Membership | None = None
@@ -78,7 +78,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> Past:
         at = max(at, entries[-1].at)
         if entries[-1].error:
             ended = EndJob(1, in_words(f"a bug in the driver: {entries[-1].error}"))
-    return Past(
+    return RecoveredJob(
         header=header,
         settings=settings,
         writer=writer,
@@ -92,7 +92,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> Past:
 # ---- the same job? -------------------------------------------------------------------------------------------------
 
 
-def differences(past: Past, command: Sequence[str], settings: Settings) -> list[str]:
+def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
     """What is now otherwise than the job began with, in words."""
     found = []
     if list(command) != past.command:
@@ -110,7 +110,7 @@ def differences(past: Past, command: Sequence[str], settings: Settings) -> list[
     return found
 
 
-def check_same_job(past: Past, command: Sequence[str], settings: Settings) -> None:
+def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Settings) -> None:
     """Raises Invalid with everything that differs."""
     found = differences(past, command, settings)
     if found:
@@ -121,14 +121,14 @@ def check_same_job(past: Past, command: Sequence[str], settings: Settings) -> No
 
 
 def to_go_on_with(
-    past: Past | None,
+    past: RecoveredJob | None,
     command: Sequence[str],
     settings: Settings,
     *,
     resume: bool,
     fresh: bool,
     name: str,
-) -> Past | None:
+) -> RecoveredJob | None:
     """The job that a driver with this command has to go on with; None: it begins one. ``resume``: it may go on.
 
     An ended one, with the same command, is returned too. Raises Invalid where neither is meant.
@@ -169,7 +169,7 @@ def _shown(value: object) -> str:
 # ---- time ----------------------------------------------------------------------------------------------------------
 
 
-def clock_offset(past: Past, loop_time: float, *, unix_s: float, boot: str) -> float:
+def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: str) -> float:
     """What to add to a driver's own clock, which shows ``loop_time``, so that the job's goes on.
 
     On the same start of the same machine that clock has gone on by itself. Elsewhere only the dates tell how long
@@ -183,7 +183,7 @@ def clock_offset(past: Past, loop_time: float, *, unix_s: float, boot: str) -> f
     return max(now, past.last_at) - loop_time
 
 
-def writer_here(*, term: int = 1, address: str = "", past: Past | None = None) -> Writer:
+def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
     """This process, as the driver that writes from now on. Its clock is that of asyncio's loops, and ``offset_s``."""
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):

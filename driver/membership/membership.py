@@ -55,7 +55,7 @@ from elastic.driver.membership.requests import OperatorRequests
 from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
-from elastic.driver.membership.worlds.worlds import Over, Phase, Worlds
+from elastic.driver.membership.worlds.worlds import JobFinished, Phase, Worlds
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Place, Worker
@@ -157,7 +157,7 @@ class Membership:
                 self.worlds.advance()
                 self.stuck.watch()
                 self.notices.watch()
-        except Over:
+        except JobFinished:
             pass
         except IllegalEvent as illegal:
             story = "\n  ".join(map(str, self.story))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
+async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """What it returns or raises. Raises asyncio.TimeoutError; then it goes on, and nobody waits for it."""
     future = begun(lambda: function(*args), "outside the loop")
     await within(_over(future), within_s)

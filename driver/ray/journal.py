@@ -32,7 +32,7 @@ from elastic.driver.etcd.keys import ROOT, job_root
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.journal.entries import Header, Resumed, Writer, decoded_header, encoded
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
 from elastic.driver.journal.segments import Piecewise, Place, chapter_name, counting, writer_of
@@ -63,7 +63,7 @@ class RayArchive:
         self._place: Place | None = None  # after which to go on
         self.lost = asyncio.Event()
 
-    async def past(self) -> Past | None:
+    async def past(self) -> RecoveredJob | None:
         """What is there to go on from; waits for Ray. Raises Invalid, and Deposed if another has come meanwhile."""
         self._turn = self._turn or await self._take()
         writers = await self._writers()
@@ -90,7 +90,7 @@ class RayArchive:
         return journal
 
     async def go_on(
-        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+        self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> RayJournal:
         if self._turn is None or self._place is None:
             raise RuntimeError("there was nothing to go on from when it was looked at")

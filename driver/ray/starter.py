@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver.launch.starter import Bootstrap, StartFailed
-from elastic.driver.network.blocking_calls import begun, in_thread, within
+from elastic.driver.network.blocking_calls import begun, to_thread, within
 from elastic.driver.ray.actors import Actors, RayActors, Taken
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.start_failures import another_release, why_gone, why_no_actor
@@ -114,7 +114,7 @@ class RayStarter:
         """Tells the agents that a driver before this one has left where this one is, within a bound."""
         prefix = name_of(self._job, "")
         try:
-            names = await in_thread(self._actors.names, within_s=self._start_s)
+            names = await to_thread(self._actors.names, within_s=self._start_s)
         except Exception as error:
             self._log("warning", f"the agents of this job can't be found: {_words(error)}")
             return
@@ -189,10 +189,10 @@ class RayStarter:
 
         while True:
             try:
-                await in_thread(make, within_s=left())
+                await to_thread(make, within_s=left())
                 return
             except Taken:
-                earlier = await in_thread(self._actors.find, name, within_s=left())
+                earlier = await to_thread(self._actors.find, name, within_s=left())
             if earlier is not None:
                 await self._end(earlier, within_s=left())
             await asyncio.sleep(min(AGAIN_S, left()))
@@ -222,12 +222,12 @@ class RayStarter:
         with contextlib.suppress(Exception):
             await self._ask(actor, "end", within_s=limit_s)
         with contextlib.suppress(Exception):
-            await in_thread(self._actors.kill, actor, within_s=KILL_S)
+            await to_thread(self._actors.kill, actor, within_s=KILL_S)
 
     # ---- one actor ---------------------------------------------------------------------------------------------------
 
     async def _ask(self, actor: Any, method: str, *args: Any, within_s: float | None) -> Any:
-        future = await in_thread(self._actors.ask, actor, method, *args, within_s=within_s)
+        future = await to_thread(self._actors.ask, actor, method, *args, within_s=within_s)
         return await within(asyncio.wrap_future(future), within_s)
 
     async def _listen(self, held: _Held) -> None:
@@ -249,7 +249,7 @@ class RayStarter:
 
     async def _redirect(self, host: str, addresses: list[str]) -> None:
         try:
-            actor = await in_thread(
+            actor = await to_thread(
                 self._actors.find, name_of(self._job, host), within_s=self._start_s
             )
             if actor is None:

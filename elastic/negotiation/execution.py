@@ -17,7 +17,7 @@ from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.monitoring import timeline
 from elastic.negotiation.messages import AGREE, ALLREDUCE, BARRIER, Members, Request, Response
-from elastic.negotiation.pending import Batch, Pending
+from elastic.negotiation.pending import FusedBatch, Pending
 
 
 def start(
@@ -57,7 +57,7 @@ def start(
             _mark(rows, began_ns)
             now_ns = timeline.now_ns() if rows else 0
             started = pending.begin(group, response)
-            pending.started(Batch(started, rows, _backend(request), now_ns))
+            pending.started(FusedBatch(started, rows, _backend(request), now_ns))
 
 
 def error_of(response: Response) -> BaseException | None:
@@ -83,7 +83,7 @@ def _start_allreduce(
         in_place += [pending is None or pending.in_place] * len(own)
     started = reductions.allreduce(group, tensors, Op(request.op), *request.scales, in_place)
     _mark(rows, began_ns)
-    whole = Batch(started, rows, _backend(request), timeline.now_ns() if rows else 0)
+    whole = FusedBatch(started, rows, _backend(request), timeline.now_ns() if rows else 0)
     at = 0
     for response, pending in batch:
         count = len(response.request.tensors)

@@ -32,7 +32,7 @@ class Driver(Protocol):
     def last_word(self, pending: Pending) -> None: ...
 
 
-class Batch:
+class FusedBatch:
     """What was started together: to be waited for by any of its members, finished by the first."""
 
     def __init__(self, started: Started, rows: Sequence[str], backend: str, began_ns: int) -> None:
@@ -131,7 +131,7 @@ class Pending:
         self.noted = False  # of a join: the coordinator knows of it
         self.error: BaseException | None = None
         self._engine: Driver | None = None
-        self._batch: Batch | None = None
+        self._batch: FusedBatch | None = None
         self._part: tuple[int, int] | None = None  # of the batch's results
         self._value: Any = None
         self._ready: Any = None
@@ -225,7 +225,7 @@ class Pending:
     def submitted_to(self, engine: Driver) -> None:
         self._engine = engine
 
-    def started(self, batch: Batch, part: tuple[int, int] | None = None) -> None:
+    def started(self, batch: FusedBatch, part: tuple[int, int] | None = None) -> None:
         self._batch, self._part = batch, part
         self.decided = True
 
@@ -254,13 +254,13 @@ def run_alone(pending: Pending, group: Collectives) -> None:
                 started = reductions.allreduce(
                     group, pending.tensors, Op(pending.op), *pending.scales, in_place
                 )
-            pending.started(Batch(started, (), "", 0))
+            pending.started(FusedBatch(started, (), "", 0))
         case kind:
             counts = tuple(len(t) if t.dim() else 0 for t in pending.tensors)
             rows = pending.splits if kind == ALLTOALL else counts
             with torch.no_grad():
                 started = pending.begin(group, Response(pending.request(), rows=(rows,)))
-            pending.started(Batch(started, (), "", 0))
+            pending.started(FusedBatch(started, (), "", 0))
 
 
 def row(name: str, members: Members) -> str:

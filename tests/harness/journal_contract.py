@@ -23,7 +23,7 @@ from elastic.driver.events import Event, TimePassed, WorkerRaised
 from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.resume import past_of
 from elastic.driver.ray.journal import RayArchive
 from elastic.driver.ray.kv import Insistent
@@ -267,7 +267,7 @@ class InMemory:
         self.locked = True
         return self
 
-    async def past(self) -> Past | None:
+    async def past(self) -> RecoveredJob | None:
         return past_of(self.header, [line[:-1] for line in self.lines]) if self.header else None
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> MemoryJournal:
@@ -275,7 +275,7 @@ class InMemory:
         return MemoryJournal(self, policy, 0, header.writer)
 
     async def go_on(
-        self, past: Past, writer: Writer, policy: SnapshotPolicy | None = None
+        self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> MemoryJournal:
         self.lines.append(encoded(Resumed(writer)))
         return MemoryJournal(self, policy, past.replayed, writer)

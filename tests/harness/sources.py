@@ -26,6 +26,7 @@ class Facts(NamedTuple):
     docstring: str
     imported: list[tuple[str, int]]  # every module's full name, wherever it stands, and the line
     classes: list[tuple[str, int, int]]  # name, line, and how many methods each has of its own
+    functions: set[str]  # their names, those of methods too
     names: set[str]  # of variables that are read or written
     given: set[str]  # to functions, classes and variables, and to attributes of its own objects
     uses: list[Use]
@@ -44,7 +45,7 @@ def facts(file: Path) -> Facts:
 
 def facts_of(source: str) -> Facts:
     tree = ast.parse(source)
-    found = Facts(ast.get_docstring(tree) or "", [], [], set(), set(), [], [])
+    found = Facts(ast.get_docstring(tree) or "", [], [], set(), set(), set(), [], [])
     private = []
     for node in ast.walk(tree):
         match node:
@@ -60,6 +61,7 @@ def facts_of(source: str) -> Facts:
                     private.append(node)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 found.given.add(name)
+                found.functions.add(name)
             case ast.ClassDef(name=name):
                 found.given.add(name)
                 kinds = ast.FunctionDef | ast.AsyncFunctionDef

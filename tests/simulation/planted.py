@@ -218,7 +218,7 @@ def goes_on_after_the_end(original: Any) -> Any:
     def end(self: Worlds, code: int, reason: Reason) -> Any:
         try:
             original(self, code, reason)
-        except worlds.Over:
+        except worlds.JobFinished:
             if self.phase is Phase.DONE and code:
                 self.phase = Phase.TRAINING
 

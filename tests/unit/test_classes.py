@@ -72,3 +72,32 @@ def test_a_class_has_its_private_names_to_itself():
 )
 def test_what_is_taken_for_another_files_object(line, heard):
     assert reaches(facts_of(line).uses, {"_link", "_version"}) == heard
+
+
+# Names that nobody in the field uses, each with what it is called now: the words of the field came in their place.
+GIVEN_UP = dict(
+    pair.strip().split(" now ")
+    for pair in """
+    Offer now RequestList; Settled now Response; Offers now ResponseCache; OneSet now MessageTable
+    Seats now Topology; Lane now InterNodeGroup; Row now RankInfo; Way now Backend
+    Hub now ControllerServer; OwnLine now LocalController; Graveyard now DeferredCloser; bury now close_later
+    Directly now ByAddress; ThroughAgent now ByTorchelasticStore; ThroughFile now ByFile
+    Left now Endpoint; Met now FoundRank0; forget_commit now discard_commit
+    Standing now WorkerRecord; Orders now ActionList; Inquest now RootCauseSearch; accuse now name_root_cause
+    punish now record_failure; let_go now release; Patience now GiveUpRules; patience now give_up
+    Over now JobFinished; Past now RecoveredJob; Upkeep now SnapshotPolicy; lead now campaign
+    Hire now Attach; Refused now Reject; Dismissed now Detach; Terms now AttachOutcome; Agency now AgentState
+    Surroundings now JobIO; surroundings now open_job_io; Blow now RandomFault; in_thread now to_thread
+    Attended now ChildProcess; Partings now ExitBarrier
+    """.replace("\n", ";").split(";")
+    if pair.strip()
+)
+
+
+def test_no_name_comes_back_that_the_field_does_not_know():
+    found = {
+        f"{name} in {file.relative_to(ROOT)}": f"call it {GIVEN_UP[name]}"
+        for file, each in product().items()
+        for name in GIVEN_UP.keys() & {*each.functions, *(cls for cls, *_ in each.classes)}
+    }
+    assert not found

@@ -48,7 +48,7 @@ class Phase(enum.Enum):
     DONE = "done"
 
 
-class Over(Exception):
+class JobFinished(Exception):
     """The outcome is decided: unwinds to `handle`, so that nothing can follow EndJob."""
 
 
@@ -378,7 +378,7 @@ class Worlds:
             self.staff.let_all_go(because(Why.JOB_ENDED))
         self.verdict = EndJob(code, reason)
         self.actions.add(self.verdict)
-        raise Over
+        raise JobFinished
 
     # ---- small questions -------------------------------------------------------------------------------------------
 

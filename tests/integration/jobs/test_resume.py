@@ -18,7 +18,7 @@ from elastic.driver.events import DriverRestarted, StopRequested, TimePassed
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import SnapshotPolicy, replay
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings
@@ -101,7 +101,7 @@ def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
         with pytest.raises(Deposed):
             await journal.settle()
         archive = EtcdArchive(other, two, job_root("night"))
-        past: Past | None = await archive.past()
+        past: RecoveredJob | None = await archive.past()
         assert past is not None and past.ended is None and taken(past.membership) == known
         assert (past.last_at, past.term) == (129.0, 1) and past.replayed < 100
         before = past.replayed

@@ -11,7 +11,7 @@ from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
 from elastic.driver.journal.entries import Entry, Writer, header_of
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.reasons import in_words
@@ -52,20 +52,20 @@ class Drive:
         self.every = every
         self.membership = Membership(settings)
 
-    async def begin(self, job: str = "0a1b") -> Past | None:
+    async def begin(self, job: str = "0a1b") -> RecoveredJob | None:
         """A new job. Returns what was there."""
         archive = self.place.archive()
-        past: Past | None = await archive.past()
+        past: RecoveredJob | None = await archive.past()
         header = header_of(
             self.settings, job=job, command=COMMAND, folder="/home/me", outlives=True, writer=FIRST
         )
         self.journal = await archive.begin(header, self._policy())
         return past
 
-    async def go_on(self, writer: Writer = SECOND) -> Past:
+    async def go_on(self, writer: Writer = SECOND) -> RecoveredJob:
         """The job that is there."""
         archive = self.place.archive()
-        past: Past | None = await archive.past()
+        past: RecoveredJob | None = await archive.past()
         assert past is not None
         self.membership = past.membership
         self.journal = await archive.go_on(past, writer, self._policy())

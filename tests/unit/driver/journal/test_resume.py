@@ -10,7 +10,7 @@ import pytest
 
 from elastic.driver.events import EndJob
 from elastic.driver.journal.entries import Writer, encoded, header_of
-from elastic.driver.journal.past import Past
+from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.resume import (
     check_same_job,
     clock_offset,
@@ -31,10 +31,10 @@ def settings(**changes) -> Settings:
     return Settings(**{**fields, **changes})
 
 
-def past(writer: Writer | None = None, *, last_at: float = 0.0, **changes) -> Past:
+def past(writer: Writer | None = None, *, last_at: float = 0.0, **changes) -> RecoveredJob:
     found = settings(**changes)
     header = header_of(found, job="a1", command=COMMAND, folder="/home/me", writer=writer)
-    return Past(
+    return RecoveredJob(
         header=header,
         settings=header.checked(),
         writer=header.writer,
@@ -92,7 +92,7 @@ def meant(found, command=COMMAND, *, resume=False, fresh=False):
     return to_go_on_with(found, command, settings(), resume=resume, fresh=fresh, name="job bert")
 
 
-def ended(code=0) -> Past:
+def ended(code=0) -> RecoveredJob:
     return dataclasses.replace(past(), ended=EndJob(code, in_words("because")))
 
 

@@ -192,7 +192,7 @@ class InSteps:
 
 @dataclass
 class Told:
-    """In the place of `Past`: the entries themselves, by their times."""
+    """In the place of `RecoveredJob`: the entries themselves, by their times."""
 
     header: Header
     entries: list[float]
