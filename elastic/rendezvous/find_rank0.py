@@ -42,7 +42,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     store: Address | None
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 leaves for the others to find."""
 
     host: str
@@ -60,9 +60,9 @@ class FoundRank0(NamedTuple):
 class _Publisher(Protocol):
     """Where rank 0 leaves a message, and the others find it."""
 
-    def publish(self, endpoint: Endpoint) -> None: ...
+    def publish(self, endpoint: Rank0Endpoint) -> None: ...
 
-    def lookup(self, deadline: float) -> Endpoint | None: ...
+    def lookup(self, deadline: float) -> Rank0Endpoint | None: ...
 
     def clear(self) -> None: ...
 
@@ -91,7 +91,7 @@ def meet(started: Started, env: Environment) -> FoundRank0:
     if started.rank == 0:
         secret = secrets.token_bytes(32)
         store = _serve(Address(bind_host, 0), secret, way)
-        board.publish(Endpoint(store.address.host, store.address.port, secret))
+        board.publish(Rank0Endpoint(store.address.host, store.address.port, secret))
         try:
             _greet(store, started, deadline)
         finally:
@@ -191,14 +191,14 @@ class _TorchStore:
         self._store = store
         self._key = key
 
-    def publish(self, endpoint: Endpoint) -> None:
+    def publish(self, endpoint: Rank0Endpoint) -> None:
         self._store.set(self._key, msgspec.msgpack.encode(endpoint).hex())
 
-    def lookup(self, deadline: float) -> Endpoint | None:
+    def lookup(self, deadline: float) -> Rank0Endpoint | None:
         try:
             self._store.wait([self._key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
             return msgspec.msgpack.decode(
-                bytes.fromhex(self._store.get(self._key).decode()), type=Endpoint
+                bytes.fromhex(self._store.get(self._key).decode()), type=Rank0Endpoint
             )
         except RuntimeError:  # torch's DistStoreError: nobody has left anything
             return None
@@ -213,17 +213,17 @@ class _File:
     def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name
 
-    def publish(self, endpoint: Endpoint) -> None:
+    def publish(self, endpoint: Rank0Endpoint) -> None:
         """Whole or not at all: readers come at any time."""
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
         with os.fdopen(handle, "wb") as file:  # mode 0600
             file.write(msgspec.msgpack.encode(endpoint))
         os.replace(name, self._path)
 
-    def lookup(self, deadline: float) -> Endpoint | None:
+    def lookup(self, deadline: float) -> Rank0Endpoint | None:
         while time.monotonic() < deadline:
             try:
-                return msgspec.msgpack.decode(self._path.read_bytes(), type=Endpoint)
+                return msgspec.msgpack.decode(self._path.read_bytes(), type=Rank0Endpoint)
             except FileNotFoundError:
                 time.sleep(LOOK_S)
         return None

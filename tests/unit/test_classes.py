@@ -82,7 +82,7 @@ GIVEN_UP = dict(
     Seats now Topology; Lane now InterNodeGroup; Row now RankInfo; Way now Backend
     Hub now ControllerServer; OwnLine now LocalController; Graveyard now DeferredCloser; bury now close_later
     Directly now ByAddress; ThroughAgent now ByTorchelasticStore; ThroughFile now ByFile
-    Left now Endpoint; Met now FoundRank0; forget_commit now discard_commit
+    Left now Rank0Endpoint; Met now FoundRank0; forget_commit now discard_commit
     Standing now WorkerRecord; Orders now ActionList; Inquest now RootCauseSearch; accuse now name_root_cause
     punish now record_failure; let_go now release; Patience now GiveUpRules; patience now give_up
     Over now JobFinished; Past now RecoveredJob; Upkeep now SnapshotPolicy; lead now campaign

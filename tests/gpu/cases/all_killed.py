@@ -24,11 +24,11 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         job = Job(flags, command, folder=inside, env=env, program=ELASTICRUN)
         try:
             if dies:
-                job.wait_for(r"step 40\b", 60 * machine.patience)
+                job.wait_for(r"step 40\b", 60 * machine.time_factor)
                 for each in job.processes():
                     os.kill(each.pid, signal.SIGKILL)
                 continue
-            job.succeed(60 * machine.patience)
+            job.succeed(60 * machine.time_factor)
             began = int(job.wait_for(r"begins at step (\d+)", 1)[1])
             result.figure("goes on at step", began)
             result.figure(

@@ -45,9 +45,9 @@ def weights(machine: Machine, folder: Path, *, ranks: int, kill: bool) -> list[s
     )
     try:
         if kill:
-            job.wait_for(r"epoch \d+ .* workers 2", 60 * machine.patience)
+            job.wait_for(r"epoch \d+ .* workers 2", 60 * machine.time_factor)
             job.kill(1)
-        job.succeed(60 * machine.patience)
+        job.succeed(60 * machine.time_factor)
         found = re.search(LAST, job.output)
         assert found, job.output
         sizes = [len(world["members"]) for world in job.worlds()]

@@ -49,9 +49,9 @@ def one(machine: Machine, folder: Path, name: str, ranks: int, arguments: str) -
     job = Job(flags, words, folder=folder, env=env, program=ELASTICRUN)
     try:
         if ranks > 1:
-            job.wait_for(r"^(\S+ )?step .*\b2 workers", 40 * machine.patience)
+            job.wait_for(r"^(\S+ )?step .*\b2 workers", 40 * machine.time_factor)
             job.kill(1)
-        job.succeed(40 * machine.patience)
+        job.succeed(40 * machine.time_factor)
         sizes = [len(world["members"]) for world in job.worlds()]
         assert sizes[:2] == ([1] if ranks == 1 else [2, 1]), sizes
         commits = {tuple(event["commit"]) for event in job.events("WorkerDigested")}

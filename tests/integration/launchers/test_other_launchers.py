@@ -23,7 +23,7 @@ import pytest
 from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment, find_rank0
-from elastic.rendezvous.find_rank0 import Endpoint, meet
+from elastic.rendezvous.find_rank0 import Rank0Endpoint, meet
 from elastic.rendezvous.launcher_env import ByAddress, ByFile, Started
 from elastic.rendezvous.store import listen
 from harness.forked import MARK, Forked
@@ -176,7 +176,7 @@ def test_what_a_dead_job_left_misleads_nobody(folder):
     dead = listen("127.0.0.1")
     dead.close()
     find_rank0.private_folder()
-    find_rank0._File(ByFile("job")).publish(Endpoint("127.0.0.1", dead.address.port, b"old"))
+    find_rank0._File(ByFile("job")).publish(Rank0Endpoint("127.0.0.1", dead.address.port, b"old"))
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(meet, rank(1), env())
         meet(rank(0), env())
