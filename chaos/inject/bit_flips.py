@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.checkpoints import catalog
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Name, NotReadable
-from elastic.checkpoints.storage import Storage
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"

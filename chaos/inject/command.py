@@ -33,9 +33,9 @@ from elastic.chaos.inject.plan_file import read_plan
 from elastic.chaos.inject.report import Report, report
 from elastic.chaos.invariants.check import broken_invariants
 from elastic.checkpoints import catalog
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import DIR
 from elastic.checkpoints.options import RUN as CHECKPOINT_RUN
-from elastic.checkpoints.storage import Storage
 from elastic.driver.commandline import cli
 from elastic.driver.journal import journal
 from elastic.driver.settings import Settings

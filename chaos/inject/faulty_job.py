@@ -24,8 +24,8 @@ from elastic.chaos.harness.journal_tail import Follower, Story
 from elastic.chaos.inject.bit_flips import BitFlips
 from elastic.chaos.inject.injection import MARK, Injector, NotOurs
 from elastic.chaos.inject.plan import Fault, Injected, Plan, Schedule, choose
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import DIR
-from elastic.checkpoints.storage import Storage
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 

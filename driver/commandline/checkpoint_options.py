@@ -11,8 +11,8 @@ from typing import Any
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints import options as told
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, NotReadable
-from elastic.checkpoints.storage import Storage
 from elastic.driver.commandline.flags import Options
 from elastic.errors import Invalid
 

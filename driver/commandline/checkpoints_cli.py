@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.catalog import CheckpointEntry
-from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.arguments import Parser, add_declared, flag, switch, whole
 from elastic.errors import Invalid
 

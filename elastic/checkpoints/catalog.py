@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import socket
@@ -13,8 +12,9 @@ import msgspec
 import psutil
 
 from elastic.checkpoints import manifest
+from elastic.checkpoints.files.checked import Check
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, Name, Newer, NotReadable
-from elastic.checkpoints.storage import Storage
 from elastic.errors import Invalid
 
 BLOCK = 1 << 20  # bytes read at once
@@ -129,21 +129,16 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
 def verify(storage: Storage, found: Manifest) -> str:
     """Reads all files and compares their checksums. What is wrong; empty: nothing. Raises OSError."""
     for file, stored in found.files.items():
+        check = Check(stored)
         try:
-            if checksum(storage, f"{found.name}/{file}") != stored.sha256:
-                return f"{file} is damaged: its checksum differs"
+            with storage.reading(f"{found.name}/{file}") as stream:
+                while block := stream.read(BLOCK):
+                    check.update(block)
         except FileNotFoundError:
             return f"{file} is missing"
+        if not check.passed():
+            return f"{file} is damaged: its checksum differs"
     return ""
-
-
-def checksum(storage: Storage, file: str) -> str:
-    """sha256 in hexadecimal. Raises OSError."""
-    digest = hashlib.sha256()
-    with storage.reading(file) as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def chosen(storage: Storage, which: str) -> Manifest:

@@ -11,8 +11,8 @@ from typing import Any
 
 from elastic.api.broadcasting import broadcast_object
 from elastic.checkpoints import catalog, loading, options, resuming
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
-from elastic.checkpoints.storage import Storage
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
 from elastic.runtime.lifecycle import Runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 
 from elastic.checkpoints import manifest
+from elastic.checkpoints.files.checked import Check
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, NotReadable, StoredTensor
 from elastic.checkpoints.plain_data import Damaged
-from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import StateMismatch
 from elastic.state import exchange
@@ -91,14 +91,16 @@ def _python(
         raise NotReadable(f"its {manifest.MANIFEST} is damaged: {error}") from error
     if found.pickled:
         content = storage.read(f"{found.name}/{manifest.PICKLED}")
-        _compare(manifest.PICKLED, hashlib.sha256(content).hexdigest(), found)
+        check = Check(found.files[manifest.PICKLED])
+        check.update(content)
+        _compare(manifest.PICKLED, check)
         for (kind, name), value in loads(content, referred).items():
             by_kind[kind][name] = value
     return values, structures
 
 
-def _compare(file: str, checksum: str, found: Manifest) -> None:
-    if checksum != found.files[file].sha256:
+def _compare(file: str, check: Check) -> None:
+    if not check.passed():
         raise NotReadable(f"{file} is damaged: its checksum differs")
 
 
@@ -134,12 +136,12 @@ def _read(
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
     """One file, from its first byte to its last, so that its checksum is known before anything of it is used."""
     read: list[tuple[StoredTensor, torch.Tensor]] = []
-    digest = hashlib.sha256()
+    check = Check(found.files[file])
     position = 0
     with storage.reading(f"{found.name}/{file}") as stream:
         for stored in sorted(tensors, key=lambda each: each.offset):
             block = stream.read(stored.offset - position + stored.length)
-            digest.update(block)
+            check.update(block)
             content = io.BytesIO(block[stored.offset - position :])
             position = stored.offset + stored.length
             try:
@@ -150,6 +152,6 @@ def _read(
                 raise NotReadable(f"{file} is damaged: {stored.name} is another tensor")
             read.append((stored, tensor))
         while block := stream.read(1 << 20):
-            digest.update(block)
-    _compare(file, digest.hexdigest(), found)
+            check.update(block)
+    _compare(file, check)
     return read

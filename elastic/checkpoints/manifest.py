@@ -21,9 +21,8 @@ import msgspec
 
 from elastic.protocol.messages import Commit
 
-FORMAT = (
-    2  # grows when older versions could not read what is written; 1 had no checksums of manifests
-)
+# Grows when older versions could not read what is written. 1 had no checksums of manifests; 1 and 2 a SHA-256 of files.
+FORMAT = 3
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PICKLED = "python.pkl"
@@ -51,11 +50,12 @@ def parse(folder: str) -> Name | None:
     return None if found is None else Name(*map(int, found.groups()))
 
 
-class StoredFile(msgspec.Struct, frozen=True):
-    """``sha256`` in hexadecimal."""
+class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``blocks``: the checksum of `files.checked`, in hexadecimal; in older formats ``sha256`` instead."""
 
     bytes: int
-    sha256: str
+    blocks: str = ""
+    sha256: str = ""
 
 
 class StoredTensor(msgspec.Struct, frozen=True):

@@ -7,9 +7,9 @@ import sys
 import tenacity
 
 from elastic.checkpoints import catalog, loading
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
-from elastic.checkpoints.storage import Storage
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.state.state import ObjectState

@@ -20,10 +20,10 @@ from time import monotonic
 import tenacity
 
 from elastic.checkpoints import catalog, writing
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
-from elastic.checkpoints.storage import Storage
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol import messages

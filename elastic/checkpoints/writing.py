@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import pickle
 import time
-from collections.abc import Callable
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp
@@ -17,6 +15,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from elastic.checkpoints import catalog, manifest
 from elastic.checkpoints.contents import Contents, Path, contents, dotted, shares
+from elastic.checkpoints.files import tensor_file
+from elastic.checkpoints.files.checked import Alive
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import (
     Manifest,
     Name,
@@ -26,57 +27,12 @@ from elastic.checkpoints.manifest import (
     StoredTensor,
 )
 from elastic.checkpoints.plain_data import NotPlain
-from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.values import to_plain
 from elastic.failpoints import failpoint
 from elastic.optimizer.gradients.not_finite import finite
 from elastic.state.handlers.python_values import ATOMS, dumps
 from elastic.state.held import Held
 from elastic.state.snapshots.digest import digest
-
-PIECE = 1 << 18  # bytes; they stay in the processor's cache between checksum and write
-Alive = Callable[[], None]  # raises where the work is wanted no longer
-
-
-class _Hashed(io.RawIOBase):
-    """Passes on what is written, and keeps count and checksum. ``alive`` is called now and then."""
-
-    def __init__(self, stream: IO[bytes], alive: Alive) -> None:
-        self._stream = stream
-        self._alive = alive
-        self._digest = hashlib.sha256()
-        self.count = 0
-        self.stopped: BaseException | None = None  # by what a write was
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, block: Any) -> int:
-        view = memoryview(block).cast("B")
-        try:
-            for begin in range(0, len(view), PIECE):
-                piece = view[begin : begin + PIECE]
-                self._alive()
-                self._digest.update(piece)
-                self._stream.write(piece)
-        except BaseException as error:
-            self.stopped = error
-            raise
-        self.count += len(view)
-        return len(view)
-
-    def stored(self) -> StoredFile:
-        return StoredFile(self.count, self._digest.hexdigest())
-
-
-def _save(value: torch.Tensor, out: _Hashed) -> None:
-    """torch.save, which makes an error of its own of what a stream raises."""
-    try:
-        torch.save(value, cast("IO[bytes]", out))
-    except RuntimeError:
-        if out.stopped is not None:
-            raise out.stopped from None
-        raise
 
 
 def write_share(
@@ -89,11 +45,10 @@ def write_share(
     tensors: list[StoredTensor] = []
     files: dict[str, StoredFile] = {}
     if mine:
-        with storage.writing(f"{name}/{file}") as stream:
-            out = _Hashed(stream, alive)
+        with storage.writing(f"{name}/{file}", alive) as out:
             for item in mine:
                 offset = out.count
-                _save(_compact(item.tensor), out)
+                tensor_file.write(item.tensor, out)
                 failpoint("durable-file")
                 path = list(item.paths[0])
                 tensor = item.tensor
@@ -131,12 +86,6 @@ def not_finite(held: Held) -> set[str]:
     return found
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """torch saves the whole storage, and pinned copies share one."""
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.preserve_format)
-
-
 def seal(storage: Storage, name: Name, held: Held, size: int, alive: Alive) -> Manifest:
     """All shares are written: writes what makes them a checkpoint. Raises OSError, NotReadable where a share is not
     there, or is not what its rank has written.
@@ -147,19 +96,18 @@ def seal(storage: Storage, name: Name, held: Held, size: int, alive: Alive) -> M
     tensors = [tensor for share in found for tensor in share.tensors]
     objects = "__0_1.distcp"
     places: dict[Path, tuple[int, int]] = {}
-    with storage.writing(f"{name}/{objects}") as stream:
-        out = _Hashed(stream, alive)
+    with storage.writing(f"{name}/{objects}", alive) as out:
         for path, value in made.objects.items():
             offset = out.count
             out.write(_saved(value, dotted(path)))
             places[path] = (offset, out.count - offset)
     files[objects] = out.stored()
     index = _index(made, tensors, {path: (objects, *where) for path, where in places.items()})
-    files[manifest.METADATA] = _write(storage, f"{name}/{manifest.METADATA}", index)
+    files[manifest.METADATA] = storage.write(f"{name}/{manifest.METADATA}", index)
     plain, pickled = _python(held)
     if pickled:
         content = dumps(pickled, "the state", held.referred())
-        files[manifest.PICKLED] = _write(storage, f"{name}/{manifest.PICKLED}", content)
+        files[manifest.PICKLED] = storage.write(f"{name}/{manifest.PICKLED}", content)
     whole = Manifest(
         format=manifest.FORMAT,
         name=name,
@@ -196,11 +144,6 @@ def _share(storage: Storage, name: Name, rank: int, size: int) -> Share:
     if (share.rank, share.size) != (rank, size):
         raise NotReadable(f"{file} is that of another world")
     return share
-
-
-def _write(storage: Storage, file: str, content: bytes) -> StoredFile:
-    storage.write(file, content)
-    return StoredFile(len(content), hashlib.sha256(content).hexdigest())
 
 
 def _saved(value: Any, what: str) -> bytes:

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from elastic.checkpoints import catalog, loading, writer, writing
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
-from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.writer import Writer
 from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Made, Spoilt, TellRanks
 from elastic.driver.membership.scheduling import rank_order

@@ -175,7 +175,7 @@ def test_the_driver_imports_only_what_both_sides_share():
         "elastic.checkpoints.catalog",
         "elastic.checkpoints.manifest",
         "elastic.checkpoints.options",
-        "elastic.checkpoints.storage",
+        "elastic.checkpoints.files",
     }
     for name, others in imports().items():
         for other in others if within(name, "elastic.driver") else ():

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from elastic.chaos.inject.bit_flips import PLACES, BitFlips
-from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.files.storage import Storage
 from elastic.protocol.messages import Commit, Worker
 from elastic.state import TorchState, bit_flips
 from harness.forking import SPARE_WORKERS

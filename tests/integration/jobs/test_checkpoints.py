@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from elastic.checkpoints import catalog
-from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.files.storage import Storage
 from harness.history import SCRIPTS
 from harness.job import Job
 

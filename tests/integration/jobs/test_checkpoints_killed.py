@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoints import catalog
-from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.files.storage import Storage
 from harness.history import SCRIPTS
 
 TRAINING = ["python", SCRIPTS / "durable.py"]

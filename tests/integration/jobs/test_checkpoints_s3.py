@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoints import catalog
-from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.files.storage import Storage
 from harness.history import SCRIPTS
 from harness.object_store import moto_server, one_store
 

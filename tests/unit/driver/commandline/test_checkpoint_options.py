@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
 from elastic.checkpoints import catalog, manifest
-from elastic.checkpoints.manifest import Manifest, Name, StoredFile
-from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Manifest, Name
 from elastic.driver.commandline import checkpoints_cli, flags
 from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
 from elastic.errors import Invalid
@@ -42,9 +42,8 @@ def refused(folder: object, *more: str) -> str:
 
 def written(folder: Path, name: Name) -> Path:
     """A commit of one file."""
-    storage, content = Storage(str(folder)), b"bytes"
-    storage.write(f"{name}/__0_0.distcp", content)
-    files = {"__0_0.distcp": StoredFile(len(content), hashlib.sha256(content).hexdigest())}
+    storage = Storage(str(folder))
+    files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
     told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
     storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(told))
     return folder / str(name)
@@ -82,7 +81,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
             _no_space()
         real(number)
 
-    monkeypatch.setattr("elastic.checkpoints.storage.os.fsync", fsync)
+    monkeypatch.setattr("elastic.checkpoints.files.storage.os.fsync", fsync)
     assert "No space left" in refused(tmp_path)
     assert content(tmp_path) == {}
 
@@ -94,7 +93,7 @@ def _no_space(*_: object) -> None:
 def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
     written(tmp_path, OLDER)
     path = written(tmp_path, NEWER) / manifest.MANIFEST
-    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9', 1))
+    path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9', 1))
     before = content(tmp_path)
     assert "newer version (format 9" in refused(tmp_path)
     assert content(tmp_path) == before
@@ -160,14 +159,14 @@ def test_a_folder_that_is_not_there_is_not_verified(
 def test_a_job_that_writes_there_may_remove_what_is_being_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    older, checksum = written(tmp_path, OLDER), catalog.checksum
+    older, reading = written(tmp_path, OLDER), Storage.reading
     written(tmp_path, NEWER)
 
-    def removed_first(storage: Storage, file: str) -> str:
+    def removed_first(storage: Storage, file: str) -> Any:
         shutil.rmtree(older, ignore_errors=True)
-        return checksum(storage, file)
+        return reading(storage, file)
 
-    monkeypatch.setattr(catalog, "checksum", removed_first)
+    monkeypatch.setattr(Storage, "reading", removed_first)
     assert checkpoints_cli.main(["--verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("verified") == 1
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from elastic.checkpoints import catalog, loading, manifest, resuming, writing
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
-from elastic.checkpoints.storage import Storage
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact.shards import Shards
 from elastic.state.handlers.part import ShardsStateHandler
@@ -224,7 +224,7 @@ def test_a_newer_version_is_refused(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     written(storage, state, Name(1, 2, 30))
     path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9', 1))
+    path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9', 1))
     entry = catalog.entry(storage, Name(1, 2, 30))
     assert entry.newer and "newer version (format 9" in entry.trouble
     # An older one is no way out: what is newer would be removed in time.

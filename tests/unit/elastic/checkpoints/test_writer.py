@@ -8,15 +8,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from elastic.checkpoints import catalog, loading, writer
+from elastic.checkpoints.files.checked import Alive
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest
 from elastic.checkpoints.options import CheckpointOptions, parse_every
-from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.writer import Writer
 from elastic.driver.job.checkpoint_shares import (
     CheckpointShares,
@@ -145,15 +145,18 @@ def broken(monkeypatch) -> Any:
     writing = Storage.writing
 
     @contextlib.contextmanager
-    def failing(self: Storage, name: str) -> Iterator[Any]:
-        with writing(self, name) as stream:
+    def failing(self: Storage, name: str, *alive: Alive) -> Iterator[Any]:
+        with writing(self, name, *alive) as file:
+            write = file.write
 
-            def full(block: Any) -> int:
-                if len(block) > ROOM:
+            def full(content: Any, crc: int = 0) -> int:
+                if len(content) > ROOM:
                     raise OSError(28, "No space left on device")
-                return stream.write(block)
+                return write(content, crc)
 
-            yield create_autospec(stream, write=full) if away.is_set() else stream
+            if away.is_set():
+                monkeypatch.setattr(file, "write", full)
+            yield file
 
     monkeypatch.setattr(Storage, "writing", failing)
     return away
@@ -255,12 +258,12 @@ def test_whatever_fails_in_the_storage_the_last_commit_is_durable_and_whole_in_t
     writing = Storage.writing
 
     @contextlib.contextmanager
-    def failing(self: Storage, name: str) -> Iterator[Any]:
-        with writing(self, name) as stream:
+    def failing(self: Storage, name: str, *alive: Alive) -> Iterator[Any]:
+        with writing(self, name, *alive) as file:
             if drawn.random() < 0.3:
-                stream.write(b"torn")
+                file.write(b"torn")
                 raise OSError(5, "Input/output error")
-            yield stream
+            yield file
             if drawn.random() < 0.1:
                 raise OSError(5, "Input/output error")
 

@@ -19,6 +19,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from elastic.checkpoints.files.checked import Alive, CheckedFile, DirectFile
+from elastic.checkpoints.manifest import StoredFile
+from elastic.collectives.shared_memory import native_library
 from elastic.errors import Invalid
 
 PROOF_BYTES = 4096  # a file without content can be made on a full disk
@@ -72,14 +75,16 @@ class Storage:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """A stream for a new file, which is there once the block has ended, and not at all if it raises."""
+    def writing(self, name: str, alive: Alive = lambda: None) -> Iterator[CheckedFile]:
+        """A new file, which is there once the block has ended, and not at all if it raises. Raises OSError, and what
+        ``alive`` does, which is called now and then.
+        """
         path = self._path(name)
         if not self.local:
             with self._errors():
                 stream = self._fs.open(path, "wb")
             try:
-                yield cast("IO[bytes]", _Stream(stream, self._errors))
+                yield CheckedFile(cast("IO[bytes]", _Stream(stream, self._errors)), alive)
             except BaseException:
                 with contextlib.suppress(Exception):
                     stream.discard()
@@ -91,9 +96,9 @@ class Storage:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         partial = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            with open(partial, "xb") as file:
-                yield file
-                file.flush()
+            with open(partial, "xb") as file, _checked(file, alive) as checked:
+                yield checked
+                checked.complete()
                 os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
@@ -102,10 +107,11 @@ class Storage:
             raise
         _sync_folder(os.path.dirname(path))
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes) -> StoredFile:
         """A small file, whole or not at all. Raises OSError."""
-        with self.writing(name) as stream:
-            stream.write(content)
+        with self.writing(name) as file:
+            file.write(content)
+        return file.stored()
 
     def claim(self, name: str, content: bytes) -> bool:
         """Makes a small file, if there is none of that name. Whether it was made. Raises OSError."""
@@ -190,6 +196,16 @@ class Storage:
             self.remove_file(name)
         except OSError as error:
             raise Invalid(f"nothing can be written to {self.url}: {error}") from error
+
+
+@contextlib.contextmanager
+def _checked(file: IO[bytes], alive: Alive) -> Iterator[CheckedFile]:
+    library = native_library.load()
+    if library is None:
+        yield CheckedFile(file, alive)
+        return
+    with contextlib.closing(DirectFile(file, alive, library)) as direct:
+        yield direct
 
 
 class _Stream:

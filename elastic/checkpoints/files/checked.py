@@ -1,0 +1,181 @@
+"""A file of a checkpoint on its way to the storage: counted and checksummed while it is written.
+
+Its checksum is the SHA-256 of the CRC-32 of each 4 MiB of it: that finds damage, at the speed of memory. Before, files
+had a SHA-256 of all their bytes.
+
+On a local disk a file goes past the system's cache, in one pass over what is written: training keeps the processor time
+and the memory that a copy there takes. Without the C++ library, or a file system that can do that, it goes through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from typing import IO, Any
+
+from elastic.checkpoints.manifest import StoredFile
+from elastic.collectives.shared_memory import memfd, native_library
+
+BLOCK = 4 << 20  # bytes, that have a CRC-32; part of the format. As kElasticBlock in native/file.h
+PIECE = 1 << 18  # bytes; they stay in the processor's cache between checksum and write
+AT_ONCE = 4 * BLOCK  # bytes; between two looks at whether the file is wanted still
+
+Bytes = bytes | bytearray | memoryview
+Alive = Callable[[], None]  # raises where the work is wanted no longer
+
+
+class BlockSums:
+    """The checksum of a file that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._ended = hashlib.sha256()
+        self._sum = 0  # of the block that has begun
+        self._left = BLOCK
+
+    def update(self, content: Bytes) -> None:
+        view = memoryview(content).cast("B")
+        while view:
+            piece, view = view[: self._left], view[self._left :]
+            self._sum = zlib.crc32(piece, self._sum)
+            self._left -= len(piece)
+            if not self._left:
+                self._ended.update(_packed(self._sum))
+                self._sum, self._left = 0, BLOCK
+
+    def hexdigest(self) -> str:
+        whole = self._ended.copy()
+        if self._left < BLOCK:
+            whole.update(_packed(self._sum))
+        return whole.hexdigest()
+
+
+def _packed(*sums: int) -> bytes:
+    return struct.pack(f"<{len(sums)}I", *sums)
+
+
+class Check:
+    """Whether the bytes of a file, in pieces from the first to the last, are those that were written."""
+
+    def __init__(self, stored: StoredFile) -> None:
+        self._wanted = stored.blocks or stored.sha256
+        self._found: Any = BlockSums() if stored.blocks else hashlib.sha256()
+        self.update = self._found.update
+
+    def passed(self) -> bool:
+        return bool(self._found.hexdigest() == self._wanted)
+
+
+class CheckedFile:
+    """What is written goes on to a stream. Any ``write`` raises OSError, and what ``alive`` does."""
+
+    def __init__(self, stream: IO[bytes], alive: Alive) -> None:
+        self._stream = stream
+        self._alive = alive
+        self._sums = BlockSums()
+        self.count = 0  # bytes so far
+
+    def write(self, content: Bytes, crc: int = 0) -> int:
+        """Returns the CRC-32 of what has ``crc`` and this, one after the other. Views must be of writable memory."""
+        view = memoryview(content).cast("B")
+        for begin in range(0, len(view), PIECE):
+            piece = view[begin : begin + PIECE]
+            self._alive()
+            self._sums.update(piece)
+            crc = zlib.crc32(piece, crc)
+            self._stream.write(piece)
+        self.count += len(view)
+        return crc
+
+    def complete(self) -> None:
+        """All of it was written: what is still here goes to the stream."""
+        self._stream.flush()
+
+    def stored(self) -> StoredFile:
+        return StoredFile(self.count, blocks=self._sums.hexdigest())
+
+
+class _NativeFile(ctypes.Structure):
+    """`elastic_file` of native/file.h, which says what they mean."""
+
+    _fields_ = (
+        ("fd", ctypes.c_int32),
+        ("sum", ctypes.c_uint32),
+        ("buffer", ctypes.c_void_p),
+        ("filled", ctypes.c_uint64),
+    )
+
+
+_Buffer = mmap.mmap | memoryview  # of BLOCK bytes
+_buffers: list[_Buffer] = []  # that no file is written through; new memory costs more than a copy
+
+
+class DirectFile(CheckedFile):
+    """Past the system's cache, by the C++ library. To be closed, which gives its buffer back."""
+
+    def __init__(self, stream: IO[bytes], alive: Alive, library: native_library.Library) -> None:
+        super().__init__(stream, alive)
+        self._library = library
+        self._buffer = _buffer()
+        self._file = _NativeFile(stream.fileno(), 0, _address(self._buffer), 0)
+        self._ended: list[int] = []  # sums of blocks
+        self._past_the_cache(True)
+
+    def write(self, content: Bytes, crc: int = 0) -> int:
+        size = memoryview(content).nbytes
+        at = _address(content) if size else 0
+        running = ctypes.c_uint32(crc)
+        for begin in range(0, size, AT_ONCE):
+            self._alive()
+            now = min(AT_ONCE, size - begin)
+            full = (self._file.filled + now) // BLOCK
+            sums = (ctypes.c_uint32 * full)()
+            error = self._library.elastic_file_write(
+                ctypes.byref(self._file), at + begin, now, ctypes.byref(running), sums
+            )
+            if error:
+                raise OSError(error, os.strerror(error))
+            self._ended += sums
+        self.count += size
+        return running.value
+
+    def complete(self) -> None:
+        self._past_the_cache(False)  # which takes whole pages only
+        rest = memoryview(self._buffer)[: self._file.filled]
+        while rest:
+            rest = rest[os.write(self._file.fd, rest) :]
+
+    def stored(self) -> StoredFile:
+        begun = [self._file.sum] if self._file.filled else []
+        return StoredFile(
+            self.count, blocks=hashlib.sha256(_packed(*self._ended, *begun)).hexdigest()
+        )
+
+    def close(self) -> None:
+        _buffers.append(self._buffer)
+
+    def _past_the_cache(self, yes: bool) -> None:
+        past = getattr(os, "O_DIRECT", 0)
+        with contextlib.suppress(OSError):  # a file system that can't do it
+            flags = fcntl.fcntl(self._file.fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._file.fd, fcntl.F_SETFL, flags | past if yes else flags & ~past)
+
+
+def _buffer() -> _Buffer:
+    with contextlib.suppress(IndexError):
+        return _buffers.pop()
+    made = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memfd.huge(_address(made), BLOCK)
+    return made
+
+
+def _address(content: Any) -> int:
+    if isinstance(content, bytes):
+        return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(content))

@@ -1,0 +1,96 @@
+"""Writes tensors as ``torch.save`` does, with one pass over their bytes.
+
+What torch writes around the bytes of a tensor is the same for all of its kind, but for their CRC-32. So torch writes it
+once for an empty one, and it is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import IO, cast
+
+import torch
+
+from elastic.checkpoints.files.checked import CheckedFile
+
+KINDS = 10_000  # of tensors, that are remembered; some 2 kB each
+_RECORD = b"archive/data/0"  # what torch calls the tensor's bytes in its zip
+_CRC = struct.Struct("<I")
+# Behind the bytes of a record comes a mark, then its CRC-32; in the directory it stands this far before the name.
+_AFTER_MARK, _BEFORE_NAME = 4, 30  # bytes
+
+
+def write(tensor: torch.Tensor, file: CheckedFile) -> None:
+    """``tensor``: on the CPU. Raises OSError, and what the file's ``alive`` does."""
+    if not _plain(tensor):
+        whole = io.BytesIO()
+        torch.save(tensor.clone(memory_format=torch.preserve_format), whole)
+        file.write(whole.getvalue())
+        return
+    frame = _frame(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    file.write(frame.head)
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+    file.write(frame.tail(file.write(flat.numpy().data)))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes, as they lie in memory, are all that distinguishes it from others of its kind."""
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.numel() > 0
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
+        and 1 + sum((length - 1) * stride for length, stride in lengths) == tensor.numel()
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    head: bytes
+    _tail: bytes
+    _at: int  # of the tensor's name in the directory
+
+    def tail(self, crc: int) -> bytearray:
+        made = bytearray(self._tail)
+        for at in (_AFTER_MARK, self._at - _BEFORE_NAME):
+            _CRC.pack_into(made, at, crc)
+        return made
+
+
+class _Around:
+    """A file that keeps all but the bytes of the tensor, of which there are ``left``."""
+
+    def __init__(self, left: int) -> None:
+        self.head, self.tail = bytearray(), bytearray()
+        self._left = left
+
+    def write(self, block: Sized) -> int:
+        if len(self.head) != self._begin():
+            self.head += cast("bytes", block)
+        elif self._left:
+            self._left -= len(block)
+        else:
+            self.tail += cast("bytes", block)
+        return len(block)
+
+    def flush(self) -> None:
+        pass
+
+    def _begin(self) -> int:
+        """Where the tensor's bytes come: after its name and what fills up to the next multiple of 64."""
+        name = self.head.find(_RECORD)
+        if name < 0:
+            return -1
+        return name + len(_RECORD) + int.from_bytes(self.head[name - 2 : name], "little")
+
+
+@functools.lru_cache(KINDS)
+def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Frame:
+    empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    around = _Around(empty.nbytes)
+    torch.save(empty, cast("IO[bytes]", around))
+    return _Frame(bytes(around.head), bytes(around.tail), around.tail.index(_RECORD))

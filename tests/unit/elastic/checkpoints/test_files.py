@@ -1,0 +1,120 @@
+"""A file is written as it was given and checksummed on the way; a tensor as torch itself writes it."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import random
+import zipfile
+import zlib
+from hashlib import sha256
+
+import pytest
+import torch
+
+from elastic.checkpoints.files import checked, tensor_file
+from elastic.checkpoints.files.checked import BLOCK, BlockSums, Check, CheckedFile, DirectFile
+from elastic.checkpoints.files.storage import Storage
+from elastic.collectives.shared_memory import native_library
+
+
+def nobody_minds() -> None:
+    pass
+
+
+def by_definition(content: bytes) -> str:
+    blocks = range(0, len(content), BLOCK)
+    sums = (zlib.crc32(content[begin : begin + BLOCK]) for begin in blocks)
+    return sha256(b"".join(each.to_bytes(4, "little") for each in sums)).hexdigest()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, 5 * BLOCK + 77])
+def test_pieces_of_any_size_become_the_file_its_checksum_and_theirs(
+    tmp_path, monkeypatch, native, size
+):
+    if not native:
+        monkeypatch.setattr(native_library, "load", lambda: None)
+    drawn = random.Random(size)
+    content = drawn.randbytes(size)
+    storage, crc, at = Storage(str(tmp_path)), 0, 0
+    with storage.writing("file") as file:
+        assert type(file) is (DirectFile if native else CheckedFile)
+        while at < size:
+            piece = content[at : at + drawn.choice([0, 1, 700, 5 * BLOCK])]
+            crc = file.write(piece if drawn.random() < 0.5 else bytearray(piece), crc)
+            at += len(piece)
+    assert (tmp_path / "file").read_bytes() == content
+    assert crc == zlib.crc32(content)
+    assert file.stored().bytes == size and file.stored().blocks == by_definition(content)
+    check = Check(file.stored())
+    check.update(content[: size // 3])
+    check.update(content[size // 3 :])
+    assert check.passed()
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_where_a_write_past_the_cache_is_refused_it_goes_through_it(tmp_path, monkeypatch):
+    """As of a file system that wants memory in larger pages: none takes an odd address."""
+    odd = memoryview(mmap.mmap(-1, 2 * BLOCK))[1 : BLOCK + 1]
+    monkeypatch.setattr(checked, "_buffers", [odd])
+    content = os.urandom(2 * BLOCK + 5)
+    with Storage(str(tmp_path)).writing("file") as file:
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+    assert checked._buffers == [odd], "it is there for the next file"
+
+
+def test_what_the_disk_refuses_is_an_error_and_leaves_nothing(tmp_path):
+    with (
+        pytest.raises(OSError, match="Bad file descriptor"),
+        Storage(str(tmp_path)).writing("file") as file,
+    ):
+        assert isinstance(file, DirectFile)
+        file._file.fd = -1
+        file.write(bytes(BLOCK))
+    assert os.listdir(tmp_path) == []
+
+
+KINDS = [
+    torch.arange(5.0),
+    torch.tensor(3.0),
+    torch.arange(63, dtype=torch.uint8),
+    torch.randn(70, 100).t(),
+    torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    torch.randn(300, dtype=torch.complex64),
+    torch.ones(3, dtype=torch.bool),
+    torch.randn(1000).to(torch.float8_e5m2),
+    torch.randn(10)[2:5],
+    # What has bytes of others in between, or none, or says more than its bytes:
+    torch.randn(4).expand(3, 4),
+    torch.randn(6)[::2],
+    torch.empty(0),
+    torch.randn(2, dtype=torch.complex64).conj(),
+    torch.nn.Parameter(torch.randn(3)),
+]
+
+
+@pytest.mark.parametrize("tensor", KINDS, ids=lambda each: f"{each.dtype} {tuple(each.shape)}")
+def test_a_tensor_is_written_as_torch_writes_it(tensor):
+    found, reference = io.BytesIO(), io.BytesIO()
+    tensor_file.write(tensor, CheckedFile(found, nobody_minds))
+    torch.save(tensor.clone(memory_format=torch.preserve_format), reference)
+    zips = [zipfile.ZipFile(each) for each in (found, reference)]
+    assert zips[0].testzip() is None
+    assert zips[0].namelist() == zips[1].namelist()
+    named = [each for each in zips[0].namelist() if not each.endswith("serialization_id")]
+    for name in named:
+        assert zips[0].read(name) == zips[1].read(name)
+        assert zips[0].getinfo(name).header_offset == zips[1].getinfo(name).header_offset
+    found.seek(0)
+    back = torch.load(found, weights_only=True)
+    assert back.dtype == tensor.dtype and back.shape == tensor.shape
+
+
+def test_a_block_that_is_another_is_noticed_wherever_it_is():
+    content = os.urandom(2 * BLOCK)
+    sums = BlockSums()
+    sums.update(content[BLOCK:] + content[:BLOCK])
+    assert sums.hexdigest() != by_definition(content)
