@@ -179,7 +179,7 @@ def in_one_line(reason: Reason) -> str:
     if reason.facts.get("wrote"):
         silent = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(silent).splitlines()[0]
-    return f"{lines[0]}: {lines[-1].strip()}"
+    return f"{lines[0].rstrip(':')}: {lines[-1].strip()}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -284,12 +284,10 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         "part",
         msgspec.structs.asdict(figures.spent.total()).items(),
     )
-    spent = figures.spent.total()
-    worked = sum(msgspec.structs.astuple(spent))
     yield GaugeMetricFamily(
         "elastic_goodput_ratio",
         "Of the time of all workers, the share that was training, without what was lost.",
-        value=spent.training / worked if worked else None,
+        value=figures.spent.goodput(),
     )
     yield _gauge(
         "job_spent_seconds",

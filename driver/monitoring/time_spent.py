@@ -84,6 +84,7 @@ class TimeSpent:
         self._since: float | None = None
         self._members: set[Worker] = set()
         self._trains = False  # they are in elastic.run
+        self._trained = False  # somebody was
         self._durable_at: float | None = None
         self._died: list[Spent] = []  # and nobody has said yet what that lost
 
@@ -119,8 +120,8 @@ class TimeSpent:
             self._decided(action, now)
 
     def go_on(self, now: float) -> None:
-        """It is so late, though nothing has happened. Once the job has ended, only events count."""
-        if self._since is not None and self._stretch != "ending":
+        """It is so late, though nothing has happened. Once all has ended, nothing counts any more."""
+        if self._since is not None and not self.over:
             self.now = max(self.now, now)
 
     @property
@@ -141,6 +142,7 @@ class TimeSpent:
                 self._members = {member.worker for member in members}
                 known = [self.running[w] for w in self._members if w in self.running]
                 self._trains = any(spent.running for spent in known)
+                self._trained = self._trained or self._trains
                 for spent in known:
                     spent.generation = generation
                     if self._trains and not spent.joined:
@@ -176,7 +178,7 @@ class TimeSpent:
             spent.joined = spent.generation = event.generation
             if event.generation:  # none of those that wait for their first world
                 self._members.add(event.worker)
-                self._trains = True
+                self._trains = self._trained = True
         for dead in [*self._died]:
             if 0 < spent.joined <= dead.generation < event.generation:
                 dead.lost = max(0.0, event.times.lost - spent.said.lost)
@@ -222,6 +224,14 @@ class TimeSpent:
         """Of all of them."""
         return _sum([self.older, *(times for _, times in self.workers())])
 
+    def goodput(self) -> float | None:
+        """Of the time of all workers the share that was training. None: nobody was in ``elastic.run``, and only there
+        a worker can tell what it does."""
+        total = self.total()
+        worked = sum(msgspec.structs.astuple(total))
+        trained = self._trained or total.training > 0
+        return total.training / worked if worked and trained else None
+
 
 def _sum(each: Sequence[Times]) -> Times:
     return Times(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
@@ -257,11 +267,15 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     if count > SHOWN:
         lines.append(f"  ... and {count - SHOWN} more")
     lines.append(_row("all workers", width, total, had))
-    worked = sum(msgspec.structs.astuple(total))
-    if worked:
+    worked, goodput = sum(msgspec.structs.astuple(total)), spent.goodput()
+    if goodput is not None:
         lines.append(
-            f"  goodput {total.training / worked:.3f}: {total.training:.1f} s of the workers' {worked:.1f} s were"
-            " training, without what was lost"
+            f"  goodput {goodput:.3f}: {total.training:.1f} s of the workers' {worked:.1f} s were training, without"
+            " what was lost"
+        )
+    elif worked:
+        lines.append(
+            "  goodput is not known: no worker was in elastic.run, where its training counts"
         )
     return lines
 

@@ -249,7 +249,9 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
     try:
         workers = whole(1)(words[0])
     except argparse.ArgumentTypeError as error:
-        raise Invalid(f"elasticrun scale: {error}") from None
+        raise Invalid(
+            f"elasticrun scale: {error}; say how many workers, as in: elasticrun scale {client.job.name} 4"
+        ) from None
     began = time.monotonic()
     code = _told(client, client.ask(messages.AskScale, workers))
     if code or options.wait is None:

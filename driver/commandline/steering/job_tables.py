@@ -110,8 +110,8 @@ def _progress(state: State) -> list[str]:
     said = []
     if values["commit"] is not None:
         commit = values["commit"]
-        ago = span(now - commit["at"])
-        said.append(f"{commit['total']} commits, the last {_commit(commit)} {ago} ago")
+        ago = span(now - commit["at"])  # workers tell of the newest every few seconds
+        said.append(f"{commit['total']} commits, {_commit(commit)} by the last word {ago} ago")
     if state["add"]["speed"]:
         said.append(f"{state['add']['speed'][-1][1]:g} commits/s")
     durable = values["durable"]

@@ -347,15 +347,12 @@ class PageModel:
         self._looked_at = now
         values = self.state.values
         self.spent.go_on(now)
-        total = msgspec.structs.asdict(self.spent.total())
-        worked = sum(total.values())
         goodput = {
-            "workers": total,
+            "at": self.spent.now,
+            "workers": msgspec.structs.asdict(self.spent.total()),
             "job": self.spent.stretches(),
             "counts": dict(self.spent.count),
-            "ratio": total["training"] / worked
-            if worked and values["job"]["phase"] != "starting"
-            else None,
+            "ratio": self.spent.goodput(),
         }
         if goodput != values["goodput"]:
             self.state.set("goodput", goodput)

@@ -12,7 +12,8 @@ The whole state is the patch that leads to it from nothing (`full`). The section
     set   job         name, command, phase, generation, size, least, most, began, ended: null or [exit code, why]
           commit      generation, number, at, total: the newest that is known, and how many there were
           durable     the same of the newest checkpoint that is whole; total counts them
-          goodput     workers: seconds by part; job: seconds by stretch; counts: of stretches; ratio: training / all
+          goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio: training
+                      / all, or null while nobody has trained
           held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: who is waited for now; who waits
                       less than the others do, the worst first
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note

@@ -466,7 +466,7 @@ def time_facts(story: Story) -> dict[str, Any]:
         "workers": parts,
         "job_s": sum(stretches.values()),
         "workers_s": worked,
-        "goodput": parts["training"] / worked if worked else None,
+        "goodput": story.spent.goodput(),
     }
 
 
@@ -493,6 +493,8 @@ def _advices(
         yield Advice.ETCD, {"store": story.store_away.reason.facts.get("store", "")}
     settings, end = source.settings, story.end
     failed = end is not None and end.code != 0 and story.stop is None
+    if end is not None and end.reason.kind is Why.LOST_PEER_OUTSIDE:
+        yield Advice.BE_ELASTIC, {"np": 0}
     if cause is not None:
         yield _against(cause)
     if failed and cause is not None and settings is not None and story.trained_at is not None:

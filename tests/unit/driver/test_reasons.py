@@ -45,6 +45,10 @@ def test_what_a_worker_wrote_is_one_line_of_a_summary():
     assert in_one_line(because(Why.ENDED, **facts)) == ""
     wrote = because(Why.ENDED, **facts, wrote="Traceback\n  KeyError: 'x'")
     assert in_one_line(wrote) == "rank 1 ended with exit code 3: KeyError: 'x'"
+    same = because(
+        Why.SAME_EXCEPTION, first="a", worker="b", commit="2.7", trace="T\nKeyError: 'x'"
+    )
+    assert in_one_line(same) == "a and b raised the same exception at commit 2.7: KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

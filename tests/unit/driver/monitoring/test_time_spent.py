@@ -235,6 +235,7 @@ def test_a_static_job_has_one_world():
     spent.note(ready(A, 0, running=False), [published(1, A)], 104.0)
     spent.note(WorkerExited(A, 0), [EndJob(0, WHY)], 154.0)
     assert spent.stretches()["training"] == 50.0
+    assert spent.goodput() is None and "no worker was in elastic.run" in summary(spent)[-1]
 
 
 # ---- in words ------------------------------------------------------------------------------------

@@ -223,6 +223,14 @@ def test_min_np_is_advised_against_a_loss_and_not_against_an_error_of_the_script
     assert (Advice.BE_ELASTIC.value in advice) is helps
 
 
+def test_a_script_without_elastic_run_is_advised_to_have_it_first():
+    told = Told()
+    outside = because(Why.LOST_PEER_OUTSIDE, who="rank 0", text="lost h:1#1")
+    told.at(10.0, WorkerExited(B, -9), EndJob(1, outside))
+    first, second = (each.facts["advice"] for each in told.found(What.ADVICE)[:2])
+    assert (first, second) == (Advice.BE_ELASTIC.value, Advice.WHO_KILLED_IT.value)
+
+
 def test_a_job_that_failed_has_lost_what_it_had_in_memory_and_one_that_ended_well_has_not():
     told = Told()
     told.lose(10.0, C, A, B, generation=3)
