@@ -6,6 +6,7 @@ A process that was not reaped yet keeps its number, so that these are the figure
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GONE = "X"  # the state of a process that is none any more
 STOPPED = "T"
+_EXITING = 4  # PF_EXITING, of a thread's flags
+_PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "shm/")  # in /dev
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,13 @@ def parse_stat(text: bytes) -> Stat:
         raise ValueError(f"no line of /proc/PID/stat: {text[:80]!r}")
     ticks = sum(map(int, fields[11:15]))
     return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), ticks)
+
+
+def parse_end(text: bytes) -> tuple[bool, int]:
+    """Of a thread's line: whether it will never run again, and how its process ends, as ``waitpid`` has it."""
+    fields = text.rpartition(b")")[2].split()
+    ending = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
+    return ending, int(fields[49])
 
 
 def parse_status(text: bytes) -> tuple[int, int]:
@@ -100,6 +110,36 @@ def stat_of(pid: int) -> Stat:
         return parse_stat(_read(f"/proc/{pid}/stat"))
     except (OSError, ValueError):
         return Stat(GONE, 0, 0, 0)
+
+
+def end_of(pid: int) -> int | None:
+    """Exit code of a process none of whose threads will ever run again, or minus the signal. None: one may.
+
+    Its memory, descriptors and sockets may still be there.
+    """
+    try:
+        _, code = parse_end(_read(f"/proc/{pid}/stat"))
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
+                if not parse_end(_read(f"/proc/{pid}/task/{thread}/stat"))[0]:
+                    return None
+    except (OSError, ValueError, IndexError):
+        return None
+    return os.waitstatus_to_exitcode(code)
+
+
+def uses_devices(pid: int) -> bool:
+    """Whether it has something like a GPU open, which may work for it until that is closed."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        for descriptor in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                path = os.readlink(f"{folder}/{descriptor}")
+                if path.startswith("/dev/") and not path.startswith(_PLAIN, len("/dev/")):
+                    return True
+    except OSError:
+        return True  # nobody knows
+    return False
 
 
 def traced(pid: int) -> bool:

@@ -5,6 +5,10 @@ may hold the pipes for longer. In order: read the exit status without reaping, k
 take what its pipes hold, report the exit. A moment later its whole session is swept and only then it is reaped, so
 that until then nobody else can have its process number.
 
+The kernel takes the memory of a process apart before it lets anybody know of its end: tens of milliseconds for what a
+framework imports, seconds for a large model. The exit of a worker that a signal or an error has ended is reported
+before that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
+
 Four times a second it looks at the state of all processes: who was not seen able to run for a whole lease is reported
 as frozen, and as thawed once it runs again. What a worker does with its time is looked at only when that is asked.
 
@@ -22,6 +26,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
@@ -34,6 +39,7 @@ from elastic.driver.processes.prepared import Prepared
 from elastic.driver.processes.spawning import spawn, why_not_started
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink, Stream
+from elastic.protocol.life_lock import LIFE_LOCK, LifeLock, LifeLocks
 from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
 
 LINGER_S = 0.5  # a dead worker's pipes are read for this long, should somebody still hold them
@@ -41,6 +47,8 @@ SWEEP_S = 0.01  # gathers the sweeps of workers that die together
 DEATH_S = 10.0  # SIGKILL works at once, but for a process stuck in the kernel
 LOOK_S = 0.25  # between two looks at the state of all processes; a quarter of a shorter lease ...
 LEAST_LOOK_S = 0.05  # ... but no less
+ENDING_S = 0.001  # between two looks whether all threads of one whose main thread has ended are at their end ...
+ENDING_LOOKS = 50  # ... and after so many its exit will tell
 
 
 class Agent:
@@ -64,6 +72,7 @@ class Agent:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
+        self._dying: set[_Process] = set()  # whose exit was reported early
         self._unreaped: set[_Process] = set()
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -72,6 +81,7 @@ class Agent:
         self._next_look: asyncio.TimerHandle | None = None
         self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # shared with children
+        self._life_locks = LifeLocks()
         self._warden = WardenProcess(self._loop, self._groups, log)
         self.prepared = Prepared("", spawn=self._spawn, gone=self._is_gone, log=log)
 
@@ -86,12 +96,17 @@ class Agent:
         """See `Launcher.start`. It starts in ``folder``, by default in ours."""
         assert worker not in self._processes, f"{worker} runs already"
         self._warden.ensure()
+        lock = self._life_locks.new()
+        if lock is not None:
+            env = {**env, LIFE_LOCK: lock.told}
         try:
             popen = self.prepared.take(command, env, folder) or self._spawn(command, env, folder)
-            process = _Process(worker, popen)
+            process = _Process(worker, popen, lock)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
             reason = why_not_started(command[0], error)
+            if lock is not None:
+                lock.end()
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
         # Again, should the warden have been replaced meanwhile.
@@ -106,6 +121,8 @@ class Agent:
             self._pipes.add(pipe)
             process.pipes.append(pipe)
         self._watch(process)
+        if lock is not None:
+            lock.watch(partial(self._from_thread, self._on_ending, process, ENDING_LOOKS))
         self._leases.grant(worker, self._loop.time())
         if self._next_look is None:
             self._next_look = self._loop.call_later(self._look_s, self._look)
@@ -161,15 +178,18 @@ class Agent:
         for worker in list(self._processes):
             self.kill(worker)
         deadline = self._loop.time() + DEATH_S
-        while (self._processes or self._unreaped or self._pipes) and self._loop.time() < deadline:
+        while (
+            self._processes or self._dying or self._unreaped or self._pipes
+        ) and self._loop.time() < deadline:
             # Nothing else is left to do; exits and pipes are still watched.
             await asyncio.sleep(0.002)
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._dying):
             self._log("error", f"{process.worker} (pid {process.pid}) cannot be killed; leaving it")
         for pipe in list(self._pipes):
             pipe.close()
         await self._warden.close()
         self._born.close()
+        self._life_locks.close()
 
     def _spawn(
         self,
@@ -232,17 +252,44 @@ class Agent:
     def _wait_in_thread(self, process: _Process) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        self._from_thread(self._on_exit, process)
+
+    def _from_thread(self, done: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-            self._loop.call_soon_threadsafe(self._on_exit, process)
+            self._loop.call_soon_threadsafe(done, *arguments)
+
+    def _on_ending(self, process: _Process, looks: int) -> None:
+        """Its main thread has ended, or has become another program."""
+        if process.reported:
+            return
+        code = proc_stats.end_of(process.pid)
+        if code is None and looks:
+            self._loop.call_later(ENDING_S, self._on_ending, process, looks - 1)
+        elif code and not proc_stats.uses_devices(process.pid):
+            self._report(process, code, "")
+            self._dying.add(process)
 
     def _on_exit(self, process: _Process) -> None:
         if process.pidfd is not None:
             self._loop.remove_reader(process.pidfd)
             os.close(process.pidfd)
             process.pidfd = None
+        if not process.reported:
+            self._report(process, *process.status())
+        self._dying.discard(process)
         if process.overdue is not None:
             process.overdue.cancel()
-        code, reason = process.status()
+        if process.life_lock is not None:
+            process.life_lock.end()
+        for pipe in process.pipes:
+            pipe.end_within(LINGER_S)
+        self._forget_if_done(process)
+        self._unreaped.add(process)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(SWEEP_S, self._reap)
+
+    def _report(self, process: _Process, code: int, reason: str) -> None:
+        """Once of each."""
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
@@ -252,14 +299,8 @@ class Agent:
         del self._processes[process.worker]
         self._leases.drop(process.worker)
         tail = self._sink.tail(process.worker)
-        self._exited(WorkerExited(process.worker, code, reason, tail, bool(why)))
         process.reported = True
-        for pipe in process.pipes:
-            pipe.end_within(LINGER_S)
-        self._forget_if_done(process)
-        self._unreaped.add(process)
-        if self._sweep is None:
-            self._sweep = self._loop.call_later(SWEEP_S, self._reap)
+        self._exited(WorkerExited(process.worker, code, reason, tail, bool(why)))
 
     def _on_pipe_end(self, process: _Process, pipe: Pipe) -> None:
         self._pipes.discard(pipe)
@@ -280,7 +321,8 @@ class Agent:
             process.popen.wait()  # a zombie: returns at once
 
     def _groups(self) -> list[int]:
-        return [process.pid for process in (*self._processes.values(), *self._unreaped)]
+        all_of_them = (*self._processes.values(), *self._dying, *self._unreaped)
+        return [process.pid for process in all_of_them]
 
     def _report_overdue(self, process: _Process) -> None:
         state = orphan_reaper.state_of(process.pid)[0]
@@ -294,9 +336,12 @@ class Agent:
 class _Process:
     """One worker process, from its start to its reaping."""
 
-    def __init__(self, worker: Worker, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, worker: Worker, popen: subprocess.Popen[bytes], life_lock: LifeLock | None
+    ) -> None:
         self.worker = worker
         self.popen = popen
+        self.life_lock = life_lock
         self.pid = popen.pid
         self.pidfd: int | None = None
         self.pipes: list[Pipe] = []  # those not at their end

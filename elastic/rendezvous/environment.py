@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.errors import Invalid
+from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Address, Worker
 from elastic.rendezvous import nccl_settings
 from elastic.rendezvous.launcher_env import Started, started
@@ -62,6 +63,7 @@ class Environment:
     started: Started | None = None  # by whom, if not by elasticrun
     start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
     native: bool = True  # ranks of one host reduce in shared memory where they can
+    life_lock: str = ""  # by which its agent sees at once that this process dies
 
     def core(self, local_rank: int) -> int | None:
         """The core on which this rank's background thread is to run; None: any."""
@@ -125,6 +127,7 @@ def read(environ: Mapping[str, str] | None = None, launched: Started | None = No
         started=launched,
         start_timeout_s=_seconds(env, "HOROVOD_START_TIMEOUT", START_TIMEOUT_S),
         native=native(env),
+        life_lock=env.get(LIFE_LOCK, ""),
     )
 
 

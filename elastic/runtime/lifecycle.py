@@ -11,7 +11,7 @@ from elastic import context, failpoints
 from elastic.errors import ElasticError, Interrupted, NotInitialized
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
-from elastic.protocol import messages
+from elastic.protocol import life_lock, messages
 from elastic.protocol.messages import Address, Part, Place
 from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.environment import Environment
@@ -84,6 +84,7 @@ def init() -> None:
             link = None if env.driver is None else _link(env, env.driver)
             runtime = Runtime(env, link)
             if link is not None:
+                life_lock.hold(env.life_lock)
                 runtime.connect()
         adopt(runtime)
     elif _runtime.alone and _runtime.world is not None:

@@ -18,9 +18,10 @@ import pytest
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.local import LocalLauncher
-from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes import orphan_reaper, proc_stats
 from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.output import Output
+from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
 from harness.stalls import debugged, freezer
 from harness.starter_contract import gone
@@ -168,6 +169,46 @@ async def test_an_exit_is_seen_at_once_and_not_at_the_next_look(host):
     pid = host.start(A, ["sleep", "60"])
     os.kill(pid, signal.SIGKILL)
     assert (await host.exit()).code == -9
+
+
+HOLDS = f"""
+import os, sys
+from pathlib import Path
+from elastic.protocol import life_lock
+life_lock.hold(os.environ["{LIFE_LOCK}"])
+Path(os.environ["OUT"], "held").write_text(str(life_lock._held) + "\\n")
+"""
+
+
+@conversation
+async def test_a_death_is_reported_before_the_kernel_tells_anybody_of_it(host):
+    with pytest.MonkeyPatch.context() as patch:
+        watch = host.launcher.agent._watch
+        unwatched: list[object] = []
+        patch.setattr(host.launcher.agent, "_watch", unwatched.append)
+        pid = host.start(A, [sys.executable, "-c", f"{HOLDS}\nimport time\ntime.sleep(60)"])
+        assert await host.written("held") == "True"
+        os.kill(pid, signal.SIGKILL)
+        assert await host.exit() == WorkerExited(A, -9)
+        process = Path(f"/proc/{pid}")
+        assert process.exists()  # not reaped, and nobody gets its number
+    watch(unwatched[0])
+    await until(lambda: not process.exists(), "its end")
+    assert host.exits.empty()
+
+
+@conversation
+async def test_a_worker_that_becomes_another_program_has_not_died(host):
+    looks: list[int | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        end_of = proc_stats.end_of
+        patch.setattr(proc_stats, "end_of", lambda pid: looks.append(end_of(pid)))
+        become = "os.execvp('sh', ['sh', '-c', 'sleep 60'])"
+        host.start(A, [sys.executable, "-c", f"{HOLDS}\n{become}"])
+        await until(lambda: bool(looks), "a look at it")
+    assert looks[0] is None and host.exits.empty()
+    host.launcher.kill(A)
+    assert await host.exit() == WorkerExited(A, -9)
 
 
 @conversation

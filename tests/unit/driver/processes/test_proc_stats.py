@@ -10,6 +10,7 @@ import pytest
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import (
     parse_cgroup,
+    parse_end,
     parse_io,
     parse_mounts,
     parse_stat,
@@ -35,6 +36,20 @@ def test_half_a_line_is_none():
     for text in (b"", b"4711 (python", b"4711 (python) S 12"):
         with pytest.raises(ValueError, match="no line of /proc/PID/stat"):
             parse_stat(text)
+
+
+@pytest.mark.parametrize(
+    "state, flags, code, told",
+    [
+        (b"R", 0x400040, 0, (False, 0)),
+        (b"R", 0x40004C, 9, (True, 9)),  # dies, and has its memory still
+        (b"Z", 0x400100, 256, (True, 256)),
+    ],
+    ids=["runs", "dying", "dead"],
+)
+def test_who_never_runs_again(state, flags, code, told):
+    fields = [state, *[b"1"] * 5, b"%d" % flags, *[b"7"] * 42, b"%d" % code]
+    assert parse_end(b"4711 (a b) S) " + b" ".join(fields) + b"\n") == told
 
 
 def test_a_debugger_and_the_signals_that_are_handled():
@@ -102,3 +117,11 @@ def test_a_process_that_is_none():
     assert not proc_stats.handles(none, signal.SIGINT)
     seen = proc_stats.samples_of({none})[none]
     assert (seen.state, seen.cpu_s, seen.io_bytes, seen.traced) == (proc_stats.GONE, 0.0, 0, False)
+
+
+def test_what_runs_has_no_end_and_what_is_open_may_be_a_device(monkeypatch):
+    assert proc_stats.end_of(os.getpid()) is None
+    with open("/dev/null", "rb"):
+        assert not proc_stats.uses_devices(os.getpid())
+        monkeypatch.setattr(proc_stats, "_PLAIN", ("zero",))
+        assert proc_stats.uses_devices(os.getpid())
