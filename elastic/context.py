@@ -17,6 +17,11 @@ from elastic.rendezvous.environment import Environment
 if TYPE_CHECKING:
     import torch
 
+NOT_LOADED = (
+    "torch.distributed's process group is torch's own, though elasticrun has started this worker: torch finds elastic's"
+    " backend where hvd-elastic is installed (pip install), and does not look for it with"
+    " TORCH_DEVICE_BACKEND_AUTOLOAD=0 or --torch-backend off. Install it, or call elastic.init() as well"
+)
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (Where only elastic is imported: elastic.init().)"
 
 

@@ -139,16 +139,15 @@ class NcclCollectives:
             self._backend = backend
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
-        # From here on peers may have kernels that read what this rank would free.
-        self._communicator = _revocable(backend)
+        first = torch.zeros(1, dtype=torch.float32, device=self._device)
+        # Once it is connected, peers may have kernels that read what this rank would free: it must be revocable then.
+        with self._revoking:
+            # Here torch waits until it is connected. Asked for the pointer before, it would wait with Python's lock.
+            work = NcclWork(self, backend.allreduce([first]), None)
+            self._under_way.append(work)
+            self._communicator = _revocable(backend)
         self._raise_if_failed()
         # Whatever a communicator still connects at its first collective, no training thread has to wait for.
-        work = NcclWork(
-            self,
-            backend.allreduce([torch.zeros(1, dtype=torch.float32, device=self._device)]),
-            None,
-        )
-        self._under_way.append(work)
         work.wait()
 
     def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:

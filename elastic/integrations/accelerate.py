@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from elastic import context
 from elastic.data import DataLoader
 from elastic.data.conversion import from_torch
 from elastic.errors import Invalid
@@ -81,6 +82,8 @@ def refuse(accelerator: Accelerator) -> None:
             " elastic job needs a whole model on each: leave the plugin out"
         )
     if lifecycle.active() is None:
+        if lifecycle.torchs_own():
+            raise Invalid(context.NOT_LOADED)
         raise Invalid(
             "this process was not started as a worker of an elastic job: run it as  elasticrun -np 2 python script.py"
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from elastic import context, failpoints
 from elastic.errors import ElasticError, Interrupted, NotInitialized
@@ -31,6 +33,13 @@ def active() -> Runtime | None:
     return _runtime if _initialized else None
 
 
+def torchs_own() -> bool:
+    """Whether a worker's script has made a process group, and torch did not give it ours."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    made = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return made and active() is None and environment.read().driver is not None
+
+
 def current() -> Runtime:
     """The runtime. Raises NotInitialized."""
     if _runtime is None or not _initialized:
@@ -39,7 +48,7 @@ def current() -> Runtime:
                 "this process was forked from a worker, which alone takes part in collectives, steps and commits:"
                 " move them there; rank(), size() and the other queries answer here, with the place of that worker"
             )
-        raise NotInitialized(context.NOT_INITIALIZED)
+        raise NotInitialized(context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED)
     return _runtime
 
 

@@ -99,12 +99,15 @@ def ranks_possible(gpus: int, nccl: tuple[int, ...]) -> tuple[int, str]:
 
 def _nccl_loaded() -> list[int]:
     """The version of the library in use. Torch only knows the one that it was built with."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "libnccl.so" in line:
-            code = ctypes.c_int()
-            ctypes.CDLL(line.split(maxsplit=5)[5]).ncclGetVersion(ctypes.byref(code))
-            return [code.value // 10_000, code.value // 100 % 100, code.value % 100]
-    return []
+    sys.path.insert(0, str(ROOT))
+    from elastic.collectives import nccl_library
+
+    library = nccl_library._linked()
+    if library is None:
+        return []
+    code = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(code))
+    return [code.value // 10_000, code.value // 100 % 100, code.value % 100]
 
 
 def _describe() -> dict[str, Any]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib.metadata
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,12 +30,30 @@ ELASTICRUN = (sys.executable, "-m", "elastic.driver.commandline.cli")  # it need
 def environment(machine: Machine, **others: str) -> dict[str, str]:
     """Of a process that trains here; it finds this checkout whether or not it is installed."""
     env = clean_environment()
-    paths = [env.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests")]
+    paths = [env.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests"), _entry_points()]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env |= {"PYTHONUNBUFFERED": "1", "SMALL": str(int(machine.small)), "RANKS": str(machine.ranks)}
     if machine.shares_a_gpu:
         env = SHARED | env
     return env | others
+
+
+@functools.cache
+def _entry_points() -> str:
+    """A folder by which torch finds our backend, as it does where hvd-elastic is installed; empty if it is."""
+    if any(importlib.metadata.entry_points(group="torch.backends", name="elastic")):
+        return ""
+    folder = Path(tempfile.mkdtemp(prefix="elastic-entry-points-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    told = folder / "hvd_elastic_checkout-0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: hvd-elastic-checkout\nVersion: 0\n"
+    )
+    (told / "entry_points.txt").write_text(
+        "[torch.backends]\nelastic = elastic.torch_autoload:autoload\n"
+    )
+    return str(folder)
 
 
 class Job(Program):

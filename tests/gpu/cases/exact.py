@@ -51,7 +51,7 @@ def weights(machine: Machine, folder: Path, *, ranks: int, kill: bool) -> list[s
         found = re.search(LAST, job.output)
         assert found, job.output
         sizes = [len(world["members"]) for world in job.worlds()]
-        assert sizes[:2] == ([2, 1] if kill else [1]), sizes
+        assert ([2, 1] if kill else [1]) == list(dict.fromkeys(sizes))[:2], sizes
     finally:
         left = job.end()
         (folder / "output.txt").write_text(job.output)

@@ -15,16 +15,20 @@ TOGETHER = ("kernel", *ALONE, "own-kernel")
 GROWS_MB = 20.0
 RAISED_S = 1.0
 STEPPED_S = 5.0
+GLOO_S = 5  # within it a communicator has to connect
 
 
 def run(machine: Machine, result: Result, folder: Path) -> None:
     places = list(
-        islice(cycle(TOGETHER if machine.ranks > 1 else ALONE), 4 if machine.small else 10)
+        islice(
+            cycle(TOGETHER if machine.ranks > 1 else ALONE),
+            4 if machine.small or machine.ranks == 1 else 10,
+        )
     )
     if machine.ranks == 1:
         result.leave_out("deaths in a kernel", machine.why_few)
     # A newcomer's CUDA context takes half a gigabyte: the survivor has looked at the memory before there is one.
-    flags = "--blacklist-cooldown-range 1.5 2 --gloo-timeout-seconds 5"
+    flags = f"--blacklist-cooldown-range 1.5 2 --gloo-timeout-seconds {GLOO_S}"
     # Two ranks that never come to share a communicator are no trouble to an NCCL that would refuse it.
     env = {"PLACES": ",".join(places), "SETTLE_S": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     with Job(machine, folder, "losing.py", np=2, flags=flags, **env) as job:
@@ -75,4 +79,5 @@ def check(machine: Machine, rounds: list[Note]) -> None:
         assert each["trained_on_ms"] is not None, f"nobody trained on after {each['place']}"
         assert each["trained_on_ms"] <= STEPPED_S * 1e3 * machine.time_factor, each
         if each["raised_ms"] is not None:
-            assert each["raised_ms"] <= RAISED_S * 1e3 * machine.time_factor, each
+            # Less than GLOO_S: who holds Python's lock while NCCL connects is not told before that.
+            assert each["raised_ms"] <= RAISED_S * 1e3 * min(machine.time_factor, 3.0), each

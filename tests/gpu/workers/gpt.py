@@ -13,7 +13,7 @@ import time
 import torch
 
 import horovod.torch as hvd
-from gpu.workers.model import GPT, batch, loss_of
+from gpu.workers.model import GPT, LEARNING_RATE, batch, loss_of
 from gpu.workers.notes import note, own_gpu
 
 STEPS = int(os.environ["STEPS"])
@@ -24,7 +24,7 @@ hvd.init()
 device = own_gpu(hvd.local_rank())
 model = GPT().to(device)
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), model.named_parameters()
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9), model.named_parameters()
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 state = hvd.elastic.TorchState(model, optimizer, step=0)

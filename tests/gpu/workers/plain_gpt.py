@@ -8,14 +8,14 @@ import os
 
 import torch
 
-from gpu.workers.model import GPT, batch, loss_of
+from gpu.workers.model import GPT, LEARNING_RATE, batch, loss_of
 from gpu.workers.notes import note, own_gpu
 
 STEPS = int(os.environ["STEPS"])
 
 device = own_gpu(0)
 model = GPT().to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 for step in range(STEPS):
     optimizer.zero_grad()
     loss = loss_of(model, batch(step).to(device))
