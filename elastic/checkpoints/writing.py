@@ -8,6 +8,7 @@ import pickle
 import time
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -180,10 +181,27 @@ def _python(held: Held) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str]
     return plain, pickled
 
 
+_last_index: tuple[Any, bytes] = None, b""
+
+
 def _index(
     made: Contents, tensors: list[StoredTensor], objects: dict[Path, tuple[str, int, int]]
 ) -> bytes:
-    """What torch.distributed.checkpoint keeps in ``.metadata``."""
+    """What torch.distributed.checkpoint keeps in ``.metadata``. Making it takes long where there are thousands of
+    tensors, and it is nearly always that of the checkpoint before.
+    """
+    global _last_index
+    names = [([dotted(p) for p in each.paths], each.tensor.stride()) for each in made.items]
+    places = [(dotted(path), place) for path, place in objects.items()]
+    what = msgspec.msgpack.encode((names, tensors, places))
+    if _last_index[0] != what:
+        _last_index = what, _new_index(made, tensors, objects)
+    return _last_index[1]
+
+
+def _new_index(
+    made: Contents, tensors: list[StoredTensor], objects: dict[Path, tuple[str, int, int]]
+) -> bytes:
     flat, paths = made.flat()
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(flat, is_coordinator=True)

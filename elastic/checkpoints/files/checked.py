@@ -26,6 +26,9 @@ from elastic.collectives.shared_memory import memfd, native_library
 BLOCK = 4 << 20  # bytes, that have a CRC-32; part of the format. As kElasticBlock in native/file.h
 PIECE = 1 << 18  # bytes; they stay in the processor's cache between checksum and write
 AT_ONCE = 4 * BLOCK  # bytes; between two looks at whether the file is wanted still
+SMALL = (
+    1 << 14
+)  # bytes; what is smaller goes together with others, since for each write training may lose the GIL
 
 Bytes = bytes | bytearray | memoryview
 Alive = Callable[[], None]  # raises where the work is wanted no longer
@@ -79,10 +82,26 @@ class CheckedFile:
         self._stream = stream
         self._alive = alive
         self._sums = BlockSums()
+        self._small = bytearray()  # not put yet
         self.count = 0  # bytes so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
         """Returns the CRC-32 of what has ``crc`` and this, one after the other. Views must be of writable memory."""
+        size = memoryview(content).nbytes
+        self.count += size
+        if size < SMALL:
+            self._small += content
+            crc = zlib.crc32(content, crc)
+        if size >= SMALL or len(self._small) >= PIECE:
+            self._put_small()
+        return crc if size < SMALL else self._put(content, crc)
+
+    def _put_small(self) -> None:
+        if self._small:
+            self._put(self._small, 0)
+            self._small.clear()
+
+    def _put(self, content: Bytes, crc: int) -> int:
         view = memoryview(content).cast("B")
         for begin in range(0, len(view), PIECE):
             piece = view[begin : begin + PIECE]
@@ -90,12 +109,11 @@ class CheckedFile:
             self._sums.update(piece)
             crc = zlib.crc32(piece, crc)
             self._stream.write(piece)
-        self.count += len(view)
         return crc
 
     def complete(self) -> None:
         """All of it was written: what is still here goes to the stream."""
-        self._stream.flush()
+        self._put_small()
 
     def stored(self) -> StoredFile:
         return StoredFile(self.count, blocks=self._sums.hexdigest())
@@ -127,9 +145,8 @@ class DirectFile(CheckedFile):
         self._ended: list[int] = []  # sums of blocks
         self._past_the_cache(True)
 
-    def write(self, content: Bytes, crc: int = 0) -> int:
-        size = memoryview(content).nbytes
-        at = _address(content) if size else 0
+    def _put(self, content: Bytes, crc: int) -> int:
+        size, at = memoryview(content).nbytes, _address(content)
         running = ctypes.c_uint32(crc)
         for begin in range(0, size, AT_ONCE):
             self._alive()
@@ -142,10 +159,10 @@ class DirectFile(CheckedFile):
             if error:
                 raise OSError(error, os.strerror(error))
             self._ended += sums
-        self.count += size
         return running.value
 
     def complete(self) -> None:
+        super().complete()
         self._past_the_cache(False)  # which takes whole pages only
         rest = memoryview(self._buffer)[: self._file.filled]
         while rest:

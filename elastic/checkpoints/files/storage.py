@@ -84,7 +84,9 @@ class Storage:
             with self._errors():
                 stream = self._fs.open(path, "wb")
             try:
-                yield CheckedFile(cast("IO[bytes]", _Stream(stream, self._errors)), alive)
+                checked = CheckedFile(cast("IO[bytes]", _Stream(stream, self._errors)), alive)
+                yield checked
+                checked.complete()
             except BaseException:
                 with contextlib.suppress(Exception):
                     stream.discard()
@@ -99,6 +101,7 @@ class Storage:
             with open(partial, "xb") as file, _checked(file, alive) as checked:
                 yield checked
                 checked.complete()
+                file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:

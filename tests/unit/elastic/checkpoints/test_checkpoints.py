@@ -124,6 +124,17 @@ def test_keys_that_torch_would_take_for_the_same_are_kept(tmp_path):
     assert torch.load(tmp_path / "all.pt", weights_only=False)["best"] == state.best
 
 
+def test_the_index_is_that_of_each_checkpoint(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    for number, best in enumerate([{"a": 1}, {"a": 2}, {"b": 2}, {"b": 2, "c": "longer"}]):
+        state.best, state.epoch = best, number
+        state.commit()
+        found = written(storage, state, Name(1, 2, number))
+        dcp_to_torch_save(tmp_path / str(found.name), tmp_path / "all.pt")
+        plain = torch.load(tmp_path / "all.pt", weights_only=False)
+        assert (plain["best"], plain["epoch"]) == (best, number)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 def test_parameters_that_are_not_finite_are_found(dtype, odd):

@@ -99,7 +99,9 @@ KINDS = [
 @pytest.mark.parametrize("tensor", KINDS, ids=lambda each: f"{each.dtype} {tuple(each.shape)}")
 def test_a_tensor_is_written_as_torch_writes_it(tensor):
     found, reference = io.BytesIO(), io.BytesIO()
-    tensor_file.write(tensor, CheckedFile(found, nobody_minds))
+    file = CheckedFile(found, nobody_minds)
+    tensor_file.write(tensor, file)
+    file.complete()
     torch.save(tensor.clone(memory_format=torch.preserve_format), reference)
     zips = [zipfile.ZipFile(each) for each in (found, reference)]
     assert zips[0].testzip() is None
