@@ -53,8 +53,8 @@ from elastic.torch_backend import following_group
 Value = TypeVar("Value")
 AGAIN = (
     "this script has trained before, and only a job's first training is elastic: in this one a lost worker ends the"
-    " job, a frozen one is waited for, nobody joins, and --checkpoint-dir keeps nothing; put all training into one"
-    " function under elastic.run, or start a job for each"
+    " job, as one does that is frozen for --idle-timeout, nobody joins, and --checkpoint-dir keeps nothing; put all"
+    " training into one function under elastic.run, or start a job for each"
 )
 
 
@@ -178,10 +178,10 @@ def _train_again(
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
     try:
-        _same_layout(rt.place.rank, allgather_object(state.layout(), name="elastic.layout"))
-        state.reset()
-        _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
         with rt.training.again():
+            _same_layout(rt.place.rank, allgather_object(state.layout(), name="elastic.layout"))
+            state.reset()
+            _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
             return unwrapped(rt.session, lambda: func(state, *args, **kwargs))
     except PeerLost as lost:
         raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None

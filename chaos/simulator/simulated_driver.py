@@ -145,6 +145,7 @@ class SimulatedDriver:
         return JobDecisions(
             self.membership,
             leave_s=self.settings.leave_s,
+            idle_s=self.settings.idle_s,
             running=[*self.membership.roster],
             members={worker: place for worker, place in members.items() if place is not None},
         )

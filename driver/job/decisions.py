@@ -46,6 +46,7 @@ class JobDecisions:
         membership: Decider,
         *,
         leave_s: float,
+        idle_s: float = 0.0,
         running: Collection[Worker] = (),
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
@@ -56,6 +57,7 @@ class JobDecisions:
         self.raised = False  # membership has, and is not asked any more
         self._membership = membership
         self._leave_s = leave_s
+        self._idle_s = idle_s  # see `Ending`
         self._let_go: set[Worker] = set()  # and their exit was not handled yet
 
     @property
@@ -92,11 +94,11 @@ class JobDecisions:
         actions = [self._seen(action, now) for action in answer]
         self.running -= unseen
         if self.ending is not None:
-            if isinstance(event, WorkerExited) and begun:
-                actions += self.ending.exited(event)
+            if begun:
+                actions += self.ending.heard(event, now)
             if isinstance(event, StopRequested) and stopped and begun:
                 actions += self._stopped(event, again=again, now=now)
-            actions += self.ending.lost(unseen)
+            actions += self.ending.lost(unseen, now)
             actions += self.ending.overdue(now)
         if isinstance(event, WorkerExited):
             self._let_go.discard(event.worker)
@@ -119,7 +121,12 @@ class JobDecisions:
             outcome = EndJob(self.stop_code, outcome.reason)
         members = {w: place for w, place in self.members.items() if w not in self._let_go}
         self.ending = Ending(
-            outcome, members=members, alive=self.running, leave_s=self._leave_s, now=now
+            outcome,
+            members=members,
+            alive=self.running,
+            leave_s=self._leave_s,
+            idle_s=self._idle_s,
+            now=now,
         )
         return outcome
 

@@ -2,6 +2,8 @@
 
 outcome 0: members run on by themselves, as long as they like --> all gone --> exit code 0, or 1 if one failed
            others have been told to leave and get ``leave_s``
+           members that train again wait for each other: one that is frozen is killed after ``idle_s``, and once one has
+           failed the others get ``leave_s``
 otherwise: everybody has been told; GRACE_S later all are killed --> all gone, or DEATH_S passed --> the code
 """
 
@@ -9,7 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from elastic.driver.events import Action, EndJob, KillWorker, Report, WorkerExited
+from elastic.driver.events import (
+    Action,
+    EndJob,
+    Event,
+    KillWorker,
+    Report,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerSpent,
+    WorkerThawed,
+)
 from elastic.driver.membership.membership import describe_exit
 from elastic.driver.reasons import Why, because
 from elastic.protocol.messages import Place, Worker
@@ -29,9 +41,15 @@ class Ending:
         members: Mapping[Worker, Place],
         alive: Collection[Worker],
         leave_s: float,
+        idle_s: float = 0.0,
         now: float,
     ) -> None:
+        """``idle_s``: 0 for never."""
         self.code = outcome.code
+        self._leave_s = leave_s
+        self._idle_s = idle_s
+        self._again = False
+        self._frozen: dict[Worker, tuple[float, str]] = {}  # since when, and how
         self._reason = outcome.reason
         self._members = dict(members)
         self._alive = set(alive)
@@ -52,16 +70,36 @@ class Ending:
         """When to call ``overdue``."""
         if self.over:
             return None
-        times = (self._remind_at, self._kill_at, self._give_up_at)
+        times = [self._remind_at, self._kill_at, self._give_up_at]
+        times += [since + self._idle_s for since, _ in self._frozen.values() if self._fences]
         return min((at for at in times if at is not None), default=None)
 
-    def exited(self, event: WorkerExited) -> list[Action]:
-        """A process is gone."""
+    @property
+    def _fences(self) -> bool:
+        return self._again and self.code == 0 and self._idle_s > 0
+
+    def heard(self, event: Event, now: float) -> list[Action]:
+        """What is told of a worker."""
+        match event:
+            case WorkerExited():
+                return self._exited(event, now)
+            case WorkerSpent(worker, doing="training" | "data" | "committing"):
+                self._again = self._again or worker in self._members
+            case WorkerFrozen(worker, how) if worker in self._members and worker in self._alive:
+                self._frozen.setdefault(worker, (now, how))
+            case WorkerThawed(worker):
+                self._frozen.pop(worker, None)
+            case _:
+                pass
+        return []
+
+    def _exited(self, event: WorkerExited, now: float) -> list[Action]:
         self._alive.discard(event.worker)
+        self._frozen.pop(event.worker, None)
         place = self._members.get(event.worker)
         if self.code != 0 or event.code == 0 or place is None:
             return []
-        self.code = 1
+        self._fail(now)
         return [
             Report(
                 "error",
@@ -71,13 +109,18 @@ class Ending:
             )
         ]
 
-    def lost(self, workers: Collection[Worker]) -> list[Action]:
+    def _fail(self, now: float) -> None:
+        self.code = 1
+        if self._again:  # the others may wait for it in a collective
+            self._remind_at, self._kill_at = None, now + self._leave_s
+
+    def lost(self, workers: Collection[Worker], now: float) -> list[Action]:
         """Their host is gone: no exit will be seen."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
         if self.code != 0 or not members:
             return []
-        self.code = 1
+        self._fail(now)
         named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
         text = "after training had succeeded: its exit code is unknown, and the job fails with exit code 1"
         return [Report("error", f"{named} was lost with its host {text}")]
@@ -98,6 +141,10 @@ class Ending:
     def overdue(self, now: float) -> list[Action]:
         """What to do at a deadline."""
         actions: list[Action] = []
+        for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
+            if now >= since + self._idle_s:
+                del self._frozen[worker]
+                actions.append(KillWorker(worker, because(Why.FROZEN, how=how)))
         if self._remind_at is not None and now >= self._remind_at:
             self._remind_at = now + REMIND_S
             awaited = sorted(self._alive & self._members.keys(), key=self._rank)

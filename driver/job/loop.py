@@ -197,6 +197,7 @@ class Driver:
         self._decisions = JobDecisions(
             membership,
             leave_s=job.settings.leave_s,
+            idle_s=job.settings.idle_s if job.settings.elastic else 0.0,
             running=past.running if past else (),
             members=past.places if past else None,
         )

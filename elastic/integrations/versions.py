@@ -6,7 +6,7 @@ import importlib.metadata
 import warnings
 
 TRIED = {
-    "lightning": ("2.6.6", "2.6.6"),
+    "lightning": ("2.6.0", "2.6.6"),
     "transformers": ("5.24.0", "5.24.0"),
     "accelerate": ("1.15.0", "1.15.0"),
 }

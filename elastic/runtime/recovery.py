@@ -4,6 +4,8 @@
                                    ^                  | all stopped at the agreed check            |
                                    +------------------+------------------ wait_for_world ----------+
     TRAINING --returned--> RETURNED --Finish--> FINISHED (--init() again--> WAITING)       any phase --> OVER
+                                                   | a collective failed in a second training: no world follows
+                                                   +--> BROKEN
 
 Two threads feed it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training
 thread with what user code does. It never raises into user code; it says what the training thread has to raise at its
@@ -81,6 +83,7 @@ class Recovery:
     step_input: bytes = b""  # of the world that was training when this worker came
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
+    again: bool = False  # inside a second training, which no other world follows, or that is over because it broke
     stands_by: bool = False  # there is no place for it now, and it waits for one
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
@@ -184,7 +187,7 @@ class Recovery:
 
     def driver_lost(self, reason: str) -> list[Action]:
         """The link broke: without the driver nobody will say who is left."""
-        if self.phase in (Phase.OVER, Phase.FINISHED):
+        if self.finished or self.phase is Phase.OVER:
             return []
         return self._end(messages.End(reason), reason)
 
@@ -236,8 +239,22 @@ class Recovery:
         """``elastic.run`` is over."""
         self.running = False
 
+    def train_again(self) -> None:
+        """A second training begins: what breaks in it is over, and nothing is committed after that."""
+        self.again = True
+
+    def trained_again(self) -> None:
+        """It is over."""
+        self.again = self.phase is Phase.BROKEN
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job's training has ended with success."""
+        return self.phase is Phase.FINISHED or (self.again and self.phase is Phase.BROKEN)
+
     def pause(self) -> None:
         """``shutdown()``: in no world until ``init()`` is called again."""
+        self.again = False
         if self.phase is not Phase.OVER:
             self.phase = Phase.OUTSIDE
 
@@ -255,7 +272,10 @@ class Recovery:
 
     def fail(self, generation: int, reason: str) -> list[Action]:
         """A collective broke here. Many threads may report one failure; only the first of a generation counts."""
-        if generation != self.generation or self.phase not in (Phase.TRAINING, Phase.RETURNED):
+        last = self.again and self.phase is Phase.FINISHED
+        if generation != self.generation or not (
+            last or self.phase in (Phase.TRAINING, Phase.RETURNED)
+        ):
             return []
         self._break(reason)
         if not self.running:
@@ -265,7 +285,7 @@ class Recovery:
 
     def strand(self) -> list[Action]:
         """A collective was called outside ``elastic.run`` in a world that is over: nothing can undo half a program."""
-        if self.running or self._stranded or self.phase is not Phase.BROKEN:
+        if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
         return [Send(messages.Stranded(self.generation, self.reason))]

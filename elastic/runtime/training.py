@@ -29,7 +29,7 @@ class Training:
     @property
     def over(self) -> bool:
         """Whether the job's training has ended with success: nobody joins any more, and a loss is for good."""
-        return not self._session.alone and self._session.recovery.phase is Phase.FINISHED
+        return not self._session.alone and self._session.recovery.finished
 
     def enter(self) -> None:
         """``elastic.run`` begins."""
@@ -61,11 +61,15 @@ class Training:
     def again(self) -> Iterator[None]:
         """A training after the job's: its time counts as training."""
         account = self._session.account
+        with self._session.lock:
+            self._session.recovery.train_again()
         account.begin("training", time.monotonic())
         data_waits.count(account)
         try:
             yield
         finally:
+            with self._session.lock:
+                self._session.recovery.trained_again()
             data_waits.stop()
             account.begin("idle", time.monotonic())
 

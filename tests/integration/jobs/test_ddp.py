@@ -122,7 +122,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_line(job: Any, tmp_pat
 
 
 AGAIN = """
-import os, sys, torch, torch.distributed as dist, elastic
+import os, signal, sys, torch, torch.distributed as dist, elastic
 dist.init_process_group()
 
 def train(number):
@@ -135,6 +135,8 @@ def train(number):
             state.step += 1
             if sys.argv[1:] == [f"{number} {dist.get_rank()} {state.step}"]:
                 os._exit(9)
+            if sys.argv[1:] == [f"freezes in {number}"] and dist.get_rank() == state.step == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
             state.commit()
         return sum(each.grad.sum().item() for each in model.parameters())
     print("training", number, go(elastic.TorchState(model=model, step=0)), flush=True)
@@ -160,6 +162,17 @@ def test_a_script_trains_again_in_a_world_that_no_worker_leaves(job: Any, tmp_pa
     found = re.findall(r"training (\d) (.+)", training.output)
     assert found.count(("1", "140.0")) == 2
     assert found.count(("2", "140.0")) == (0 if die else 2)
+
+
+@pytest.mark.nightly
+def test_one_that_is_frozen_in_a_second_training_is_not_waited_for_for_ever(
+    job: Any, tmp_path: Path
+):
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    training = job("-np 2 --min-np 1 --idle-timeout 1", ["python", script, "freezes in 2"])
+    assert training.wait(120) == 1
+    assert "in code that runs after training" in training.output
 
 
 @pytest.mark.nightly

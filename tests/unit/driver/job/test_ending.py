@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.driver.events import EndJob, KillWorker, Report, WorkerExited
+import pytest
+
+from elastic.driver.events import (
+    EndJob,
+    KillWorker,
+    Report,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerSpent,
+    WorkerThawed,
+)
 from elastic.driver.job.ending import DEATH_S, GRACE_S, REMIND_S, Ending
 from elastic.driver.membership.worlds.layout_diff import difference
-from elastic.driver.reasons import in_words
-from elastic.protocol.messages import Place, Worker
+from elastic.driver.reasons import Why, because, in_words
+from elastic.protocol.messages import Place, Times, Worker
 
 A, B, SPARE = Worker("h1", 0), Worker("h1", 1), Worker("h1", 2)
 MEMBERS = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}
 
 
-def ending(code: int = 0, alive=(A, B, SPARE), now: float = 100.0) -> Ending:
-    return Ending(
-        EndJob(code, in_words("because")), members=MEMBERS, alive=alive, leave_s=10.0, now=now
-    )
+def ending(code: int = 0, alive=(A, B, SPARE), now: float = 100.0, idle_s: float = 0.0) -> Ending:
+    outcome = EndJob(code, in_words("because"))
+    return Ending(outcome, members=MEMBERS, alive=alive, leave_s=10.0, idle_s=idle_s, now=now)
 
 
 def report(actions) -> Report:
@@ -39,36 +48,36 @@ def test_after_success_members_take_their_time_and_others_do_not():
     e = ending()
     assert e.next_deadline() == 110.0
     assert killed(e.overdue(110.0)) == [SPARE]
-    assert e.exited(WorkerExited(SPARE, -9)) == []
+    assert e.heard(WorkerExited(SPARE, -9), 100.0) == []
     reminder = report(e.overdue(100.0 + REMIND_S)).text
     assert "waiting for rank 0 (h1:0#1), rank 1 (h1:1#1) to exit" in reminder
     assert killed(e.overdue(100_000.0)) == []
-    e.exited(WorkerExited(A, 0))
+    e.heard(WorkerExited(A, 0), 100.0)
     assert killed(e.overdue(100_001.0)) == []
-    e.exited(WorkerExited(B, 0))
+    e.heard(WorkerExited(B, 0), 100.0)
     assert (e.over, e.code) == (True, 0)
 
 
 def test_a_member_that_fails_after_success_fails_the_job():
     e = ending(alive=(A, B))
-    said = report(e.exited(WorkerExited(B, 3)))
+    said = report(e.heard(WorkerExited(B, 3), 100.0))
     assert said.level == "error"
     assert (
         "rank 1 (h1:1#1 on h1) ended with exit code 3 in code that runs after training" in said.text
     )
-    e.exited(WorkerExited(A, 0))
+    e.heard(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
 
 
 def test_whoever_is_lost_with_its_host_is_not_waited_for():
     e = ending()
-    assert e.lost([SPARE]) == []
-    said = report(e.lost([B]))
+    assert e.lost([SPARE], 100.0) == []
+    said = report(e.lost([B], 100.0))
     assert "rank 1 (h1:1#1) was lost with its host after training had succeeded" in said.text
-    e.exited(WorkerExited(A, 0))
+    e.heard(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
     failed = ending(7)
-    assert failed.lost([A, B, SPARE]) == []
+    assert failed.lost([A, B, SPARE], 100.0) == []
     assert failed.over and failed.code == 7
 
 
@@ -78,7 +87,7 @@ def test_a_failure_leaves_a_moment_and_then_kills():
     assert e.overdue(100.5) == []
     assert killed(e.overdue(100.0 + GRACE_S)) == [A, B, SPARE]
     for worker in (A, B, SPARE):
-        assert e.exited(WorkerExited(worker, -9)) == []
+        assert e.heard(WorkerExited(worker, -9), 100.0) == []
     assert e.over and e.code == 7
 
 
@@ -117,3 +126,48 @@ def test_layouts_are_compared_by_name():
     assert "another order" in difference("a\nb", "b\na")
     many = difference("\n".join(f"p{n} float32 [1]" for n in range(50)), "")
     assert many.splitlines()[-1] == "... and 40 more"
+
+
+# ---- a second training -----------------------------------------------------------------------------------------------
+
+
+def trains(e: Ending, worker: Worker = A) -> Ending:
+    assert e.heard(WorkerSpent(worker, 1, Times(), "training"), 100.0) == []
+    return e
+
+
+def test_once_one_that_trains_again_has_failed_the_others_do_not_wait_for_it_for_ever():
+    e = trains(ending(alive=(A, B)))
+    assert killed(e.overdue(100_000.0)) == []
+    assert "rank 1" in report(e.heard(WorkerExited(B, 1), 100_000.0)).text
+    assert e.next_deadline() == 100_010.0
+    assert killed(e.overdue(100_010.0)) == [A]
+
+
+def test_a_host_that_is_lost_while_they_train_again_is_not_waited_for_either():
+    e = trains(ending(alive=(A, B)))
+    e.lost([B], 200.0)
+    assert (e.code, killed(e.overdue(210.0))) == (1, [A])
+
+
+def test_one_that_is_frozen_while_they_train_again_is_killed_after_the_idle_timeout():
+    e = trains(ending(alive=(A, B), idle_s=30.0))
+    assert e.heard(WorkerFrozen(B, "stopped by a signal"), 200.0) == []
+    e.heard(WorkerFrozen(B, "stopped by a signal"), 202.0)  # its agent repeats it
+    assert killed(e.overdue(229.9)) == []
+    assert e.overdue(230.0) == [KillWorker(B, because(Why.FROZEN, how="stopped by a signal"))]
+    e.heard(WorkerExited(B, -9), 230.1)
+    assert killed(e.overdue(240.1)) == [A]
+
+
+@pytest.mark.parametrize("idle_s, again, thaws", [(0.0, 1, 0), (30.0, 0, 0), (30.0, 1, 1)])
+def test_and_is_not_where_nobody_waits_or_it_runs_again_or_the_user_said_never(
+    idle_s, again, thaws
+):
+    e = ending(alive=(A, B), idle_s=idle_s)
+    if again:
+        trains(e)
+    e.heard(WorkerFrozen(B, "stopped by a signal"), 200.0)
+    if thaws:
+        e.heard(WorkerThawed(B), 210.0)
+    assert killed(e.overdue(100_000.0)) == []

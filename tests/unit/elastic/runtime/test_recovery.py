@@ -271,6 +271,33 @@ def test_returning_waits_for_all():
     assert r.driver_lost("gone") == []  # nothing is awaited from it any more
 
 
+def finished() -> Recovery:
+    r = training()
+    r.returned()
+    r.receive(Finish(2))
+    r.leave()
+    return r
+
+
+def test_what_breaks_in_a_second_training_is_over_and_nobody_is_told():
+    r = finished()
+    r.train_again()
+    assert r.fail(2, "reset by peer") == [Cut(2, "reset by peer")]
+    assert (phase(r), r.finished, r.reason) == (Phase.BROKEN, True, "reset by peer")
+    assert r.strand() == []
+    r.trained_again()
+    assert r.finished  # a third one does not wait for a world
+    assert r.reconnected() == [Send(Reconnected(2, True))]
+
+
+def test_after_a_second_training_collectives_fail_as_before_it():
+    r = finished()
+    r.train_again()
+    r.trained_again()
+    assert r.fail(2, "reset by peer") == []
+    assert (phase(r), r.finished) == (Phase.FINISHED, True)
+
+
 def test_a_loss_before_all_have_returned_brings_it_back():
     r = training()
     r.returned()

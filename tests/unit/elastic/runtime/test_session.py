@@ -1,16 +1,22 @@
-"""How long a worker waits for the driver's word."""
+"""How long a worker waits for the driver's word, and what a second training may not do once it broke."""
 
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.errors import DriverLost
+from elastic.errors import CollectiveFailed, DriverLost, PeerLost
 from elastic.rendezvous import environment
 from elastic.runtime import session as sessions
+from elastic.runtime.commit_log import CommitLog
+from elastic.runtime.failures.guarded_groups import Guard, GuardedGroups
+from elastic.runtime.link import Link
+from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
+from elastic.runtime.training import Training
 
 
 class Hours:
@@ -55,3 +61,17 @@ def test_who_stands_by_waits_as_long_as_it_takes_and_says_nothing_of_it(waiting,
     session.wait_while(Phase.WAITING, "to form a world")
     assert session.recovery.phase is Phase.TRAINING
     assert capfd.readouterr().err == ""
+
+
+def test_a_step_of_a_second_training_that_was_cut_short_is_not_committed():
+    env = dataclasses.replace(environment.read({}), elastic=True)
+    session = Session(env, create_autospec(Link, instance=True))
+    progress = ProgressCounter()
+    groups, commits = GuardedGroups(session, progress), CommitLog(session, progress)
+    session.recovery.phase = Phase.FINISHED
+    with Training(session, progress).again():
+        commits.may_commit()
+        with pytest.raises(PeerLost), Guard(groups, "gradients"):
+            raise CollectiveFailed("rank 1 is gone")
+        with pytest.raises(PeerLost, match="rank 1 is gone"):  # though the script caught it
+            commits.may_commit()
