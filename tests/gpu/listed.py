@@ -20,12 +20,12 @@ CASES = (
     Case(2, "training", 100, "a GPT of 100M parameters: equal on all ranks, and to one rank"),
     Case(3, "restoring", 40, "commit on a busy stream, overwrite, restore: bits"),
     Case(
-        4, "killed", 110, "SIGKILL before, in and after the making of a communicator; nothing grows"
+        4, "killed", 140, "SIGKILL before, in and after the making of a communicator; nothing grows"
     ),
     Case(5, "frozen", 80, "SIGSTOP in the making of a communicator and in a kernel"),
     Case(6, "device_errors", 80, "a GPU that fails under one rank, and under two at once"),
     Case(7, "mixed", 70, "two optimizers, SyncBatchNorm, named collectives, join: no hang"),
-    Case(8, "step_time", 100, "a step beside DDP, by bucket size; many small parameters; a trace"),
+    Case(8, "step_time", 140, "a step beside DDP, by bucket size; many small parameters; a trace"),
     Case(9, "commit_cost", 90, "what a commit of 0.1, 1, 4 GB costs, with and without room"),
     Case(
         10, "failpoints", 80, "SIGKILL around reduce, update and commit: commits agree, bit for bit"

@@ -33,7 +33,7 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
     env = {"PLACES": ",".join(places), "SETTLE_S": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     with Job(machine, folder, "losing.py", np=2, flags=flags, **env) as job:
         try:
-            job.done(100)
+            job.done(130)
         finally:
             rounds = list(told(job))
             for name in ("raised_ms", "trained_on_ms"):

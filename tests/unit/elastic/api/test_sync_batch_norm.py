@@ -40,7 +40,9 @@ def trained(layer: Any, values: torch.Tensor) -> list[torch.Tensor]:
     """Output, gradients and buffers after one step."""
     own = values.clone().requires_grad_()
     output = layer(own)
-    output.square().mul(torch.arange(output.numel()).view_as(output)).sum().backward()
+    output.square().mul(
+        torch.arange(output.numel(), device=output.device).view_as(output)
+    ).sum().backward()
     assert own.grad is not None
     return [output, own.grad, *(each.grad for each in layer.parameters()), *layer.buffers()]
 
