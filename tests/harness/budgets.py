@@ -4,9 +4,10 @@ one passes its budget by half.
 The cost of a folder is the time of its tests, set-ups included, added up over all processes. The budgets hold for an
 idle machine with two cores. A slower machine, or one that is busy with other things, makes all folders slower, and one
 that has grown is dearer than the others have become. So budgets are scaled by the median of what all folders cost,
-relative to their budgets, where this is more than 1. That is fair only where all wait for processors alike: where
-others keep the machine busy at the start of a run, costs are printed, and nothing more. Others are counted at that
-moment: the average load has what make has just installed.
+relative to their budgets, where this is more than 1, and those of tests that start no jobs by theirs: these give way to
+the others (`spread`). That is fair only where all of a kind wait for processors alike: where others keep the machine
+busy at the start of a run, costs are printed, and nothing more. Others are counted at that moment: the average load has
+what make has just installed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from harness.spread import light
 
 BUDGETS_S = {
     "tests/charts": 12.0,
@@ -82,7 +85,7 @@ class Costs:
         self.enforced = enforced
         self.busy = others() / (os.cpu_count() or 1) if enforced else 0.0
         self.costs_s: Counter[str] = Counter()
-        self.slower = 1.0
+        self.slower = {"": 1.0}  # by which kind of folder
         self.trouble: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -90,9 +93,11 @@ class Costs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        self.slower, trouble = too_dear(self.costs_s, BUDGETS_S)
-        if self.enforced and self.busy <= IDLE:
-            self.trouble = trouble
+        for kind, lights in (("", False), ("without jobs ", True)):
+            budgets_s = {at: s for at, s in BUDGETS_S.items() if light(f"{at}/") == lights}
+            self.slower[kind], trouble = too_dear(self.costs_s, budgets_s)
+            if self.enforced and self.busy <= IDLE:
+                self.trouble += trouble
         if self.trouble and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -104,8 +109,9 @@ class Costs:
         for folder, cost in sorted(self.costs_s.items()):
             budget = f" of {BUDGETS_S[folder]:4.0f} s" if folder in BUDGETS_S else ""
             yield f"{cost:7.1f} s{budget}  {folder}"
-        if self.slower > 1.0:
-            yield f"budgets are scaled by {self.slower:.1f}: most folders took that much longer"
+        for kind, slower in self.slower.items():
+            if slower > 1.0:
+                yield f"budgets are scaled by {slower:.1f}: most folders {kind}took that much longer"
         if self.enforced and self.busy > IDLE:
             yield f"budgets are not enforced: {self.busy:.1f} others per core wanted to run at first"
         yield from (f"over budget: {sentence}" for sentence in self.trouble)

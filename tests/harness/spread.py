@@ -1,7 +1,13 @@
-"""How tests are spread over the processes of pytest-xdist (``-n 2``), and what becomes of those of one that died."""
+"""How tests are spread over the processes of pytest-xdist (``-n 2``), and what becomes of those of one that died.
+
+With ``--filler`` the last of these processes (``-n 3``: of two and one more) has the tests that start no jobs, and
+gives way to the others: tests of real jobs often wait, for a lease, an import or a signal, and the processors with
+them.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +51,10 @@ TOGETHER = {
     "test_ray_journal": "Ray with Redis",
 }
 
+# They compute in one process, and wait for no other: the filler runs them, at a lower priority.
+LIGHT = ("tests/unit/", "tests/simulation/")
+NICE = 5
+
 
 def scope(nodeid: str) -> str:
     """Tests that run in one process, one after another, where there are several.
@@ -62,6 +72,11 @@ def scope(nodeid: str) -> str:
     return nodeid if Path(module).stem in SPREAD else module
 
 
+def light(name: str) -> bool:
+    """Whether the tests of this scope start no jobs."""
+    return name.startswith(LIGHT)
+
+
 def longest_first(scopes: Iterable[str]) -> list[str]:
     """Those of LONGEST before all others, which stay in their order."""
 
@@ -71,17 +86,45 @@ def longest_first(scopes: Iterable[str]) -> list[str]:
     return sorted(scopes, key=place)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--filler",
+        action="store_true",
+        help="the last process of -n has the tests that start no jobs, and gives way to the others",
+    )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All collect the tests alike: the others wait for it."""
+    config = session.config
+    told = getattr(config, "workerinput", None)
+    if told and config.getoption("--filler") and told["workerid"] == f"gw{told['workercount'] - 1}":
+        os.nice(NICE)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        _filler: Any = None
+
         def _split_scope(self, nodeid: str) -> str:
             return scope(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            """The filler takes what is light; the others do so when nothing else is left."""
+            if self._filler is not None:
+                fits = (name for name in self.workqueue if light(name) == (node is self._filler))
+                if name := next(fits, ""):
+                    self.workqueue.move_to_end(name, last=False)
+            super()._assign_work_unit(node)
 
         def schedule(self) -> None:
             """Every process has begun with the scopes that have most tests; then come those that take longest."""
             begins = self.collection is None
+            if begins and config.getoption("--filler") and len(self.nodes) > 1:
+                self._filler = max(self.nodes, key=lambda node: int(node.gateway.id[2:]))
             super().schedule()
             if begins:
                 for name in longest_first(self.workqueue):
@@ -91,7 +134,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             """Not yet who has not collected the tests: it has taken the place of one that died, and is asked again when
             it has.
             """
-            if node in self.registered_collections:
+            if node not in self.registered_collections:
+                return
+            if node is self._filler and not any(map(light, self.workqueue)):
+                node.shutdown()
+            else:
                 super()._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:

@@ -57,6 +57,44 @@ def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collecte
     assert fourth.send_runtest_some.called
 
 
+def test_the_filler_has_what_is_light_and_the_others_have_it_when_nothing_else_is_left(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(request.config.option, "tx", ["3*popen"], raising=False)
+    monkeypatch.setattr(request.config.option, "filler", True)
+    scheduler = pytest_xdist_make_scheduler(request.config, Producer("scheduler"))
+    rooms = ["unit/a", "unit/b", "integration/c", "integration/d", "simulation/e", "charts/f"]
+    tests = [f"tests/{room}.py::test_{name}" for room in rooms for name in NAMES]
+    nodes = [create_autospec(WorkerController, instance=True, shutting_down=False) for _ in "abc"]
+    for number, node in zip((2, 0, 1), nodes, strict=True):  # who is ready first is the last
+        node.gateway = create_autospec(execnet.Gateway, instance=True, id=f"gw{number}")
+        scheduler.add_node(node)
+        scheduler.add_node_collection(node, tests)
+    filler, *others = nodes
+
+    def has(node: Any) -> list[str]:
+        """The rooms of all that it was told to run."""
+        told = [at for call in node.send_runtest_some.call_args_list for at in call.args[0]]
+        return [rooms[at // len(NAMES)] for at in told[:: len(NAMES)]]
+
+    def ends_one(node: Any) -> None:
+        unit = next(
+            unit for unit in scheduler.assigned_work[node].values() if False in unit.values()
+        )
+        for test in unit:
+            scheduler.mark_test_complete(node, tests.index(test))
+
+    scheduler.schedule()
+    assert [has(node) for node in nodes] == [["unit/a"], ["integration/c"], ["integration/d"]]
+    for node in nodes:
+        ends_one(node)
+    assert has(filler) == ["unit/a", "unit/b"] and not filler.shutdown.called
+    assert [has(node)[1] for node in others] == ["charts/f", "simulation/e"]
+    ends_one(filler)
+    assert len(has(filler)) == 2 and filler.shutdown.called
+
+
 @pytest.mark.slow
 def test_a_run_ends_with_all_other_tests_run(tmp_path: Path):
     """Whether the first of a file dies or the last."""
