@@ -144,13 +144,13 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         guard = Guard(token, {"localhost"})
         server = PageServer(model, listening, guard, clock=clock.now)
         await server.open()
-        print(
-            f"the job, {options.speed:g} times as fast: http://{LOOPBACK}:{port}/#{token} (Ctrl-C ends it)",
-            flush=True,
-        )
         over = asyncio.Event()
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, over.set)
+        print(  # from here on Ctrl-C is what it says
+            f"the job, {options.speed:g} times as fast: http://{LOOPBACK}:{port}/#{token} (Ctrl-C ends it)",
+            flush=True,
+        )
         try:
             for entry in itertools.chain([first], played):
                 at = entry.at + (reading.offset or 0.0)

@@ -70,7 +70,7 @@ async def looked_at(job: LightJob, link: str, workers: int, slots: int, folder: 
 
 
 HOSTILE = [
-    "<img src=x onerror=hit=1>",
+    "<img src=x onerror=hit=1>" * 12,  # longer than a line, too
     "</script><script>hit=1</script>",
     '"><svg/onload=hit=1>',
     "' onmouseover=hit=1 '",
@@ -110,6 +110,7 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
                 "[...document.querySelectorAll('#metric option')].map(o => o.value)"
             )
             assert sorted(shown) == sorted(HOSTILE)
+            assert await browser.look("document.documentElement.scrollWidth") <= 1280
             for number in range(len(HOSTILE)):
                 await browser.look(f"document.querySelectorAll('.cell')[{number}].click()")
             model.note(HostsChanged({"constructor": 9}), [], 14.0)
