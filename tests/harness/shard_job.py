@@ -2,7 +2,7 @@
 
 Everything that decides a bit is the product's: the shards, the loader, the optimizers with their buckets and exchange,
 the keeper of buffers, states, restores and transfers. The network is not: groups are those of
-`elastic.collectives.fake`, and what is broken off may still write into its tensors, later. What a job has committed is
+`harness.fakes.collectives`, and what is broken off may still write into its tensors, later. What a job has committed is
 compared with `Reference`, which does the same training by the definition of docs/exact.md, in one loop.
 """
 

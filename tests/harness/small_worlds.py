@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from elastic.collectives import fake
 from elastic.collectives.interface import Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, PeerLost
@@ -19,6 +18,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from harness.fakes import collectives as fake
 
 
 class Twins:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives import fake
 from elastic.collectives.shared_memory import arena, native_library
 from elastic.exact import tree
 from elastic.exact.assignment import assign
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
 from elastic.protocol.messages import Address
+from harness.fakes import collectives as fake
 from harness.ranks import Ranks, serve_stores
 from integration.collectives.test_hierarchy import connect, end
 from integration.collectives.test_shared import World

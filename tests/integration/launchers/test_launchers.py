@@ -14,7 +14,6 @@ import pytest
 from elastic.driver.agents.fleet import AGENTS, Fleet
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited, WorkerProbed
-from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.launch.subprocess_starter import ChildStarter
@@ -22,6 +21,7 @@ from elastic.driver.network.server import Server
 from elastic.driver.processes.orphan_reaper import state_of
 from elastic.driver.processes.output import Output
 from elastic.protocol.messages import Worker
+from harness.fakes.launcher import FakeLauncher
 
 A, B = Worker("alpha", 0), Worker("alpha", 1)
 SECRET = b"s" * 32

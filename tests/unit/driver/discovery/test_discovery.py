@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from elastic.driver.discovery.etcd import EtcdDiscovery
-from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.kubernetes.headless_service import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
@@ -27,6 +26,7 @@ from elastic.driver.ray.discovery import RayDiscovery, Wanted
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from harness.fake_ray import FakeRay
+from harness.fakes.discovery import FakeDiscovery
 
 A = {"a": 2}
 AB = {"a": 2, "b": 1}

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.events import (
     BreakWorld,
     DumpStacks,
@@ -27,7 +26,6 @@ from elastic.driver.job import ending
 from elastic.driver.job.loop import Driver, JobRuntime
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
-from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.monitoring.recovery_line import recovery_line
@@ -35,6 +33,8 @@ from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Commit, Place, Worker
+from harness.fakes.discovery import FakeDiscovery
+from harness.fakes.launcher import FakeLauncher
 
 A, B, C = (Worker("localhost", n) for n in range(3))
 DEADLINE_S = 60.0

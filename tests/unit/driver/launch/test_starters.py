@@ -20,13 +20,13 @@ import pytest
 
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child_processes import ChildProcesses, as_logged
-from elastic.driver.launch.fake_starter import FakeStarter
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent, why_ssh_failed
 from elastic.driver.launch.starter import READY, StartFailed
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.errors import Invalid
 from elastic.version import __version__
+from harness.fakes.starter import FakeStarter
 from harness.starter_contract import (
     SECRET,
     Bench,

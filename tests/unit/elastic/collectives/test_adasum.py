@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic.collectives import fake
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Invalid
+from harness.fakes import collectives as fake
 
 SHAPES = [(), (0,), (1,), (127,), (128,), (129,), (3, 5, 7), (1000,), (40_000,)]
 

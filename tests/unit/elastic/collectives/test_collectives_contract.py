@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.collectives import construct, fake
+from elastic.collectives import construct
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed
 from harness.collectives_contract import CollectivesContract
+from harness.fakes import collectives as fake
 from harness.ranks import store_to_be
 
 

@@ -15,7 +15,6 @@ import torch
 
 from elastic.api import ops
 from elastic.api.compression import Compression
-from elastic.collectives import fake
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed, Invalid, PeerLost
@@ -26,6 +25,7 @@ from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from harness.fakes import collectives as fake
 from harness.small_worlds import net
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.api.compression import Compression
-from elastic.collectives import fake, local
+from elastic.collectives import local
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena
 from elastic.optimizer import bucket_plan, flat_buckets, join
@@ -17,6 +17,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from harness.fakes import collectives as fake
 from harness.small_worlds import AllJoin, Twins, World, backward, net, sgd
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])

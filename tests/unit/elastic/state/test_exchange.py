@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elastic
-from elastic.collectives import fake, own_gpu
+from elastic.collectives import own_gpu
 from elastic.errors import Invalid, StateMismatch
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
@@ -20,6 +20,7 @@ from elastic.state import ElasticSampler, TorchState, exchange
 from elastic.state.handlers import python_values
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import same_bits
+from harness.fakes import collectives as fake
 
 
 def transfer(states: list[TorchState], root: int = 0, **options: Any) -> list[Any]:

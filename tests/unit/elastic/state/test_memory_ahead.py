@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import elastic
-from elastic.collectives import fake
 from elastic.collectives.shared_memory import arena
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.snapshots.memory_ahead import LEAST_BYTES, MemoryAhead
+from harness.fakes import collectives as fake
 from harness.small_worlds import World
 
 WIDTH = 1024  # its square of floats is 4 MiB

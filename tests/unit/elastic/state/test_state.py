@@ -8,12 +8,12 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.collectives import fake
 from elastic.errors import Invalid, WorldChanging
 from elastic.monitoring.time_account import TimeAccount
 from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
 from elastic.state.state import ObjectState, State, has_custom_sync
+from harness.fakes import collectives as fake
 
 
 class FakeRuntime:

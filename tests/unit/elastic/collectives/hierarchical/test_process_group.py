@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic.collectives import fake, threads
-from elastic.collectives.fake import FakeCollectives
+from elastic.collectives import threads
 from elastic.collectives.hierarchical import steps
 from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
@@ -19,6 +18,8 @@ from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 from harness.collectives_contract import FLOATS, LONGEST, CollectivesContract, small
+from harness.fakes import collectives as fake
+from harness.fakes.collectives import FakeCollectives
 
 Hosts = Sequence[Sequence[int]]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from elastic.api.compression import Compression
-from elastic.collectives import fake
 from elastic.collectives.interface import Op
 from elastic.driver.membership.worlds import layout_diff
 from elastic.negotiation.process_sets import ProcessSet
@@ -18,6 +17,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_layout, gradient_reducer
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState
+from harness.fakes import collectives as fake
 from harness.small_worlds import World, net, sgd
 
 
