@@ -54,20 +54,32 @@ __attribute__((target("pclmul"))) __m128i carried(__m128i block, __m128i by, __m
   return _mm_xor_si128(_mm_xor_si128(low, high), onto);
 }
 
-// All but the last 16 bytes' worth is carried forward until it is gone; what is left has the same remainder.
-__attribute__((target("pclmul"))) uint32_t by_folding(uint32_t state, const unsigned char* from, uint64_t bytes) {
-  const auto at = [&](int number) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + number); };
-  __m128i a = _mm_xor_si128(at(0), _mm_cvtsi32_si128(static_cast<int>(state))), b = at(1), c = at(2), d = at(3);
+constexpr uintptr_t kAhead = 1024;  // bytes, how far what is read is asked for in advance
+
+// All but the last 16 bytes' worth is carried forward until it is gone; what is left has the same remainder. Copies all to
+// `to` on the way, unless that is null.
+template <bool kCopies>
+__attribute__((target("pclmul"))) uint32_t by_folding(uint32_t state, char* to, const char* from, uint64_t bytes) {
+  const auto next = [&] {
+    const __m128i block = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    if (kCopies) _mm_storeu_si128(reinterpret_cast<__m128i*>(to), block), to += 16;
+    from += 16, bytes -= 16;
+    return block;
+  };
+  __m128i a = _mm_xor_si128(next(), _mm_cvtsi32_si128(static_cast<int>(state))), b = next(), c = next(), d = next();
   const __m128i by64 = _mm_set_epi64x(kBy64[1], kBy64[0]), by16 = _mm_set_epi64x(kBy16[1], kBy16[0]);
-  for (from += 64, bytes -= 64; bytes >= 64; from += 64, bytes -= 64) {
-    a = carried(a, by64, at(0)), b = carried(b, by64, at(1));
-    c = carried(c, by64, at(2)), d = carried(d, by64, at(3));
+  while (bytes >= 64) {
+    // A line past the end may be asked for: that reads nothing and never faults.
+    _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) + kAhead), _MM_HINT_NTA);
+    a = carried(a, by64, next()), b = carried(b, by64, next());
+    c = carried(c, by64, next()), d = carried(d, by64, next());
   }
   a = carried(carried(carried(a, by16, b), by16, c), by16, d);
-  for (; bytes >= 16; from += 16, bytes -= 16) a = carried(a, by16, at(0));
+  while (bytes >= 16) a = carried(a, by16, next());
   unsigned char left[16];
   std::memcpy(left, &a, sizeof left);
-  return by_tables(by_tables(0, left, sizeof left), from, bytes);
+  if (kCopies) std::memcpy(to, from, bytes);
+  return by_tables(by_tables(0, left, sizeof left), reinterpret_cast<const unsigned char*>(from), bytes);
 }
 
 bool folds() {
@@ -98,11 +110,19 @@ uint32_t crc32_of_both(uint32_t first, uint32_t second, uint64_t bytes) {
 }
 
 uint32_t crc32(uint32_t before, const void* from, uint64_t bytes) {
-  const auto* at = static_cast<const unsigned char*>(from);
 #if defined(__x86_64__)
-  if (bytes >= kFolded && folds()) return ~by_folding(~before, at, bytes);
+  if (bytes >= kFolded && folds()) return ~by_folding<false>(~before, nullptr, static_cast<const char*>(from), bytes);
 #endif
-  return ~by_tables(~before, at, bytes);
+  return ~by_tables(~before, static_cast<const unsigned char*>(from), bytes);
+}
+
+uint32_t crc32_copied(uint32_t before, void* to, const void* from, uint64_t bytes) {
+#if defined(__x86_64__)
+  if (bytes >= kFolded && folds())
+    return ~by_folding<true>(~before, static_cast<char*>(to), static_cast<const char*>(from), bytes);
+#endif
+  if (bytes > 0) std::memcpy(to, from, bytes);
+  return crc32(before, to, bytes);
 }
 
 }  // namespace elastic

@@ -5,13 +5,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "crc32.h"
 
 namespace {
 
-constexpr uint64_t kPiece = 16 << 10;  // bytes; still in the nearest cache after it was copied
+constexpr uint64_t kPiece = 16 << 10;  // bytes; still in the nearest cache where copy and sum take a pass each
 
 #if defined(O_DIRECT)
 bool through_the_cache(int fd) {
@@ -47,9 +46,7 @@ extern "C" int32_t elastic_file_write(elastic_file* file, const void* from, uint
     uint32_t sum = 0;
     for (uint64_t done = 0; done < now; done += kPiece) {
       const uint64_t piece = std::min(now - done, kPiece);
-      char* to = buffer + file->filled + done;
-      std::memcpy(to, source + done, piece);
-      sum = elastic::crc32(sum, to, piece);
+      sum = elastic::crc32_copied(sum, buffer + file->filled + done, source + done, piece);
     }
     *crc = elastic::crc32_of_both(*crc, sum, now);
     file->sum = elastic::crc32_of_both(file->sum, sum, now);

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -45,6 +46,9 @@ void sums() {
       const unsigned char* from = all.data() + offset;
       const uint32_t whole = by_definition(from, bytes);
       check(elastic::crc32(0, from, bytes) == whole, "CRC-32", bytes);
+      std::vector<unsigned char> copy(bytes + 1);
+      check(elastic::crc32_copied(0, copy.data(), from, bytes) == whole, "CRC-32 of a copy", bytes);
+      check(std::equal(from, from + bytes, copy.data()), "copy", bytes);
       const size_t half = bytes / 3;
       const uint32_t first = elastic::crc32(0, from, half), second = elastic::crc32(0, from + half, bytes - half);
       check(elastic::crc32(first, from + half, bytes - half) == whole, "the rest", bytes);

@@ -21,17 +21,18 @@ KINDS = 10_000  # of tensors, that are remembered; some 2 kB each
 _RECORD = b"archive/data/0"  # what torch calls the tensor's bytes in its zip
 _CRC = struct.Struct("<I")
 # Behind the bytes of a record comes a mark, then its CRC-32; in the directory it stands this far before the name.
-_AFTER_MARK, _BEFORE_NAME = 4, 30  # bytes
+_MARK, _BEFORE_NAME = b"PK\7\x08", 30
 
 
 def write(tensor: torch.Tensor, file: CheckedFile) -> None:
     """``tensor``: on the CPU. Raises OSError, and what the file's ``alive`` does."""
-    if not _plain(tensor):
+    kind = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+    frame = _frame(*kind) if _plain(tensor) else None
+    if frame is None:
         whole = io.BytesIO()
         torch.save(tensor.clone(memory_format=torch.preserve_format), whole)
         file.write(whole.getvalue())
         return
-    frame = _frame(tensor.dtype, tuple(tensor.shape), tensor.stride())
     file.write(frame.head)
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
     file.write(frame.tail(file.write(flat.numpy().data)))
@@ -52,11 +53,11 @@ def _plain(tensor: torch.Tensor) -> bool:
 class _Frame:
     head: bytes
     _tail: bytes
-    _at: int  # of the tensor's name in the directory
+    _at: int  # where the directory, which is in the tail, names the bytes
 
     def tail(self, crc: int) -> bytearray:
         made = bytearray(self._tail)
-        for at in (_AFTER_MARK, self._at - _BEFORE_NAME):
+        for at in (len(_MARK), self._at - _BEFORE_NAME):
             _CRC.pack_into(made, at, crc)
         return made
 
@@ -89,8 +90,12 @@ class _Around:
 
 
 @functools.lru_cache(KINDS)
-def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Frame:
+def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Frame | None:
+    """None: this torch writes in another way."""
     empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     around = _Around(empty.nbytes)
     torch.save(empty, cast("IO[bytes]", around))
-    return _Frame(bytes(around.head), bytes(around.tail), around.tail.index(_RECORD))
+    at = around.tail.find(_RECORD)
+    if not around.tail.startswith(_MARK) or at < 0:
+        return None
+    return _Frame(bytes(around.head), bytes(around.tail), at)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from hashlib import sha256
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from elastic.checkpoints import catalog, manifest, writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable, StoredFile
+from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Spoilt
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol.messages import Commit, NotFinite, ShareWritten, Worker
@@ -220,24 +218,3 @@ def test_a_learning_rate_that_changed_in_the_manifest_is_found(written):
     assert changed != path.read_text()
     path.write_text(changed)
     assert trouble(storage, name) == "its manifest.json is damaged: its checksum differs"
-
-
-@pytest.mark.parametrize("format", [1, 2])
-def test_what_an_older_version_has_written_is_read_and_its_damage_found(written, format):
-    storage, name, folder = written
-    found = catalog.read(storage, name)
-    files = {
-        file: StoredFile(stored.bytes, sha256=sha256((folder / file).read_bytes()).hexdigest())
-        for file, stored in found.files.items()
-    }
-    old = manifest.encoded(msgspec.structs.replace(found, format=format, files=files))
-    assert b"blocks" not in old
-    if format == 1:  # which had no checksum of its own
-        old = old.partition(b',"checksum"')[0] + b"}"
-    (folder / manifest.MANIFEST).write_bytes(old)
-    assert trouble(storage, name) == ""
-    for file in files:
-        whole = (folder / file).read_bytes()
-        (folder / file).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        assert trouble(storage, name) == f"{file} is damaged: its checksum differs"
-        (folder / file).write_bytes(whole)
