@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+from torch import distributed
+
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.rendezvous.store import Store, StoreListener, listen
@@ -29,6 +32,14 @@ def prepare(native: bool) -> None:
 
     if native:
         native_library.load()
+
+
+def prepare_gpu(device: torch.device) -> None:
+    """The same for groups on this GPU, on which this worker has tensors already."""
+    if distributed.is_nccl_available():
+        from elastic.collectives import nccl
+
+        nccl.warm_up(device)
 
 
 class Abortable(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from elastic.collectives import construct
 from elastic.collectives.shared_memory import arena
 from elastic.state.snapshots import memory_ahead
@@ -9,9 +11,9 @@ from elastic.state.state import ObjectState, State, parts_of
 
 
 def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
-    """Loads what makes groups, where ``native`` with the C++ library, and touches the memory of what it will be sent,
-    of its copies, and of its gradients; see `memory_ahead`. Builds the first step, where ``step_input`` says of what a
-    batch consists and the framework can.
+    """Loads what makes groups: where ``native``, the C++ library, and NCCL where the state is on a GPU. Touches the
+    memory of what it will be sent, of its copies, and of its gradients; see `memory_ahead`. Builds the first step,
+    where ``step_input`` says of what a batch consists and the framework can.
 
     To be followed by `memory_ahead.leave` once the state has been saved.
     """
@@ -19,6 +21,10 @@ def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
     if not isinstance(state, ObjectState):
         return
     parts = parts_of(state).values()
+    if torch.cuda.is_initialized():
+        gpus = {each.device for part in parts for each in part.live()[1].values() if each.is_cuda}
+        if len(gpus) == 1:
+            construct.prepare_gpu(gpus.pop())
     for part in parts:
         part.build_step(step_input)
     # What is sent is copied at once, as the commit from which this worker goes on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from elastic.collectives import nccl
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed
@@ -81,3 +83,17 @@ def test_a_group_lives_and_a_second_one_follows_its_abort(ranks):
         for raised_s in ranks.run(live_and_be_aborted, store_to_be()):
             print(f"raised after {raised_s * 1e3:.1f} ms")
             assert raised_s < WAKE_S
+
+
+def test_a_newcomer_tries_nccl_alone_and_keeps_nothing_of_it():
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    first = torch.ones(1, device=device)  # a context
+    nccl.warm_up(device)  # what stays for good does so from here on
+    before = len(os.listdir("/proc/self/task"))
+    nccl.warm_up(device)
+    deadline = time.monotonic() + WAKE_S
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= before
+    assert torch.cuda.current_device() == 0
+    assert first.add_(1).item() == 2.0
