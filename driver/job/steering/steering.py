@@ -28,7 +28,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.job.steering import messages
 from elastic.driver.job.steering.messages import OperatorAnswer, Request, Told
-from elastic.driver.job.steering.runtime_folder import JobRecord, LeftRecord
+from elastic.driver.job.steering.runtime_folder import JobRecord, LeftRecord, records
 from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import STACKS
@@ -112,6 +112,13 @@ class OperatorDesk:
                 began=time.time(),
             )
             self._record = LeftRecord(self.job.environ, record)
+            alike = [each for each in records(self.job.environ) if each.name == record.name]
+            for other in [each for each in alike if each.address != record.address][:1]:
+                self._log(
+                    "warning",
+                    f"a job named {record.name} runs here already (process {other.pid}): commands find this one as"
+                    f" {record.pid}, its process; give another --job",
+                )
         except (OSError, Invalid) as error:
             why = f"commands such as elasticrun status won't find this job: {error}"
             self._log("warning", why)

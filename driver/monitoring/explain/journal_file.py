@@ -190,7 +190,9 @@ def _header(path: Path, line: bytes) -> tuple[Header, Settings | None]:
     try:
         header = decoded_header(line)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise Invalid(f"{str(path)!r} is not a journal of elasticrun: {error}") from error
+        raise Invalid(
+            f"{str(path)!r} is not a journal of elasticrun: {error}; give the file of --journal"
+        ) from error
     if header.journal not in (*READABLE, ABANDONED):
         raise Invalid(
             f"{str(path)!r} has format {header.journal}, which this version does not know; explain it with the version"

@@ -247,6 +247,15 @@ async def test_stop_says_who_asks(tmp_path):
         assert "asks for it" in reason and code == 143
 
 
+async def test_a_job_with_the_name_of_one_that_runs_says_so(tmp_path):
+    first = LeftRecord({"XDG_RUNTIME_DIR": str(tmp_path)}, record("bert", 1))
+    async with running(tmp_path) as job:
+        assert any("a job named bert runs here already" in line for line in job.lines)
+    first.close()
+    async with running(tmp_path) as job:
+        assert not job.lines
+
+
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
 
