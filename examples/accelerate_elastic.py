@@ -58,9 +58,10 @@ def train(state: PreparedState) -> None:
             if accelerator.sync_gradients:
                 state.step += 1
                 if state.step % 10 == 0:
-                    accelerator.print(f"step {state.step} of {accelerator.num_processes} workers")
+                    workers = accelerator.num_processes
+                    accelerator.print(f"step {state.step} of {workers} workers, loss {loss:.5f}")
                 state.commit()  # (*)
-        accelerator.print(f"epoch {state.epoch} loss {loss.item():.5f}")
+        accelerator.print(f"epoch {state.epoch} is over")
         state.epoch += 1
 
 

@@ -110,11 +110,12 @@ def train(state: elastic.TorchState) -> None:
             average.update_parameters(net)
             state.step += 1
             if state.step % 10 == 0 and dist.get_rank() == 0:
-                print(f"step {state.step} of {dist.get_world_size()} workers", flush=True)
+                workers = dist.get_world_size()
+                print(f"step {state.step} of {workers} workers, loss {loss:.5f}", flush=True)
             state.commit()  # (*)
         right = validate()
         if dist.get_rank() == 0:
-            print(f"epoch {state.epoch} loss {loss.item():.5f} right {right:.3f}", flush=True)
+            print(f"epoch {state.epoch} right {right:.3f}", flush=True)
         state.epoch += 1
 
 

@@ -2,18 +2,24 @@
 
 Among them are iterators over a ``tf.data.Dataset``. To destroy one, TensorFlow waits for its threads, for up to seven
 seconds where it tunes itself (``AUTOTUNE``; seen with TensorFlow 2.21). So a thread of our own does that, while the
-next world trains.
+next world trains. The end of the process waits for it: the interpreter would end the thread where it comes back from
+TensorFlow, with what that holds, and TensorFlow would wait for this for ever.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import traceback
 from types import TracebackType
 from typing import Any
 
-_left: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+from elastic.collectives import threads
+
+FINISH_S = 20.0
+
+_left: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -40,9 +46,20 @@ def destroy(found: list[Any]) -> None:
     global _thread
     with _lock:
         if _thread is None:
+            atexit.register(finish)
+        if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_work, name="elastic-left-behind", daemon=True)
             _thread.start()
     _left.put(found)
+
+
+def finish(timeout_s: float = FINISH_S) -> None:
+    """At exit: until all are destroyed. After that time the process ends without that."""
+    _left.put(None)
+    if _thread is not None:
+        _thread.join(timeout_s)
+        if _thread.is_alive():
+            threads.leave_behind(timeout_s)
 
 
 def iterator_of(epoch_iterator: Any) -> list[Any]:
@@ -54,8 +71,7 @@ def iterator_of(epoch_iterator: Any) -> list[Any]:
 
 
 def _work() -> None:
-    while True:
-        found = _left.get()
+    while (found := _left.get()) is not None:
         while found:
             each = found.pop()
             if isinstance(each, TracebackType):

@@ -65,3 +65,13 @@ def test_objects_that_nobody_else_has(rank, size):
     left_behind.destroy(found)
     assert done.wait(10) and alive() is None
     assert said == ["elastic-left-behind"]
+
+
+def test_the_end_of_the_process_waits_for_them(rank, size):
+    said: list[str] = []
+    left_behind.destroy([Held(said, threading.Event())])
+    left_behind.finish()
+    assert said == ["elastic-left-behind"]
+    done = threading.Event()
+    left_behind.destroy([Held(said, done)])  # by another handler of the exit
+    assert done.wait(10)
