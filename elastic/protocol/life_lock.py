@@ -64,6 +64,8 @@ def _mapped(fd: int) -> int | None:
 def _lock(address: int) -> bool:
     mutex, kind = ctypes.c_void_p(address), ctypes.create_string_buffer(64)
     word = ctypes.c_uint32.from_address(address)
+    if word.value:
+        return False  # the worker does, and this process is a child of it
     locked = (
         _libc.pthread_mutexattr_init(kind) == 0
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
