@@ -394,6 +394,7 @@ class NcclWork:
         self._group = group
         self._work = work
         self._then = then
+        self._ending = threading.Lock()
         self.number = 0  # in its group, from 1
         self.launched_at = 0.0
         # Recorded before it on the stream it was launched from.
@@ -454,9 +455,12 @@ class NcclWork:
             self._group._communicator = 0  # torch has freed it
             self._group._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        with (
+            self._ending
+        ):  # who waits in another thread must not return before the result is in place
+            then, self._then = self._then, None
+            if then is not None:
+                then()
 
 
 def _options(timeout_s: float) -> Any:

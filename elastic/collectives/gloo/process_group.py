@@ -402,6 +402,7 @@ class GlooWork:
         self._group = group
         self._work = work
         self._then = then
+        self._ending = threading.Lock()
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -419,9 +420,12 @@ class GlooWork:
             if turn % _LOOK_EVERY == 0:
                 self._group.look()
             self._group._raise_if_failed()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        with (
+            self._ending
+        ):  # who waits in another thread must not return before the result is in place
+            then, self._then = self._then, None
+            if then is not None:
+                then()
 
     def _slice(self, timeout: timedelta) -> bool:
         try:
