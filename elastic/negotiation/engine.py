@@ -44,7 +44,7 @@ from elastic.rendezvous.store import Store, listen
 
 LEAVE_S = 0.3  # to reach rank 0 with a last word
 _MOST_CYCLES = 5  # that a growing batch is waited for
-LAST_WORD_S = 0.2  # for a thread that was woken to carry out what it was told
+DRAIN_S = 0.2  # for a thread that was woken to carry out what it was told
 _SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
 
 
@@ -166,9 +166,9 @@ class Engine:
         """Until it is decided. Raises CollectiveFailed."""
         self._drive(lambda: pending.decided)
 
-    def last_word(self, pending: Pending) -> None:
+    def drain(self, pending: Pending) -> None:
         """The world is over; what was decided before may be in the hands of the thread that drives: milliseconds."""
-        until = time.monotonic() + LAST_WORD_S
+        until = time.monotonic() + DRAIN_S
         while not pending.decided and self._driving.locked() and time.monotonic() < until:
             time.sleep(0.0005)
 

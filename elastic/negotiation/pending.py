@@ -29,7 +29,7 @@ class Driver(Protocol):
 
     def complete(self, pending: Pending) -> None: ...
 
-    def last_word(self, pending: Pending) -> None: ...
+    def drain(self, pending: Pending) -> None: ...
 
 
 class FusedBatch:
@@ -217,10 +217,10 @@ class Pending:
 
     # ---- for the engine --------------------------------------------------------------------------------------------
 
-    def last_word(self) -> None:
+    def drain(self) -> None:
         """The world is over: it may have been decided before."""
         if self._engine is not None and not self.decided:
-            self._engine.last_word(self)
+            self._engine.drain(self)
 
     def submitted_to(self, engine: Driver) -> None:
         self._engine = engine

@@ -292,7 +292,7 @@ def synchronize(handle: int) -> Any:
         return None
     try:
         if rt.broken:
-            found.pending.last_word()
+            found.pending.drain()
         if isinstance(found.pending.error, TensorMismatch):
             raise found.pending.error  # all are told of it: it may be why this world is over already
         with rt.guard(found.shown):

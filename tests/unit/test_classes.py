@@ -88,7 +88,7 @@ GIVEN_UP = dict(
     Over now JobFinished; Past now RecoveredJob; Upkeep now SnapshotPolicy; lead now campaign
     Hire now Attach; Refused now Reject; Dismissed now Detach; Terms now AttachOutcome; Agency now AgentState
     Surroundings now JobIO; surroundings now open_job_io; Blow now RandomFault; in_thread now to_thread
-    Attended now ChildProcess; Partings now ExitBarrier
+    Attended now ChildProcess; Partings now ExitBarrier; last_word now drain
     """.replace("\n", ";").split(";")
     if pair.strip()
 )
