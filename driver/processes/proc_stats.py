@@ -129,17 +129,30 @@ def end_of(pid: int) -> int | None:
 
 
 def uses_devices(pid: int) -> bool:
-    """Whether it has something like a GPU open, which may work for it until that is closed."""
-    folder = f"/proc/{pid}/fd"
+    """Whether it has something like a GPU open, which may work for it until that is closed. True where nobody knows.
+
+    Its threads let go of their descriptors one by one, the main thread early: those of one that has them yet count.
+    """
     try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            paths = _open_in(f"/proc/{pid}/task/{thread}/fd")
+            if paths:
+                return any(
+                    path.startswith("/dev/") and not path.startswith(_PLAIN, len("/dev/"))
+                    for path in paths
+                )
+    except OSError:
+        return True
+    return True  # they are being closed just now
+
+
+def _open_in(folder: str) -> list[str]:
+    paths = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread is gone
         for descriptor in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
-                path = os.readlink(f"{folder}/{descriptor}")
-                if path.startswith("/dev/") and not path.startswith(_PLAIN, len("/dev/")):
-                    return True
-    except OSError:
-        return True  # nobody knows
-    return False
+                paths.append(os.readlink(f"{folder}/{descriptor}"))
+    return paths
 
 
 def traced(pid: int) -> bool:

@@ -73,6 +73,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
         self._dying: set[_Process] = set()  # whose exit was reported early
+        self._held: dict[Worker, Callable[[], None]] = {}  # how to start who waits for one of these
         self._unreaped: set[_Process] = set()
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -93,8 +94,24 @@ class Agent:
         *,
         folder: str | None = None,
     ) -> None:
-        """See `Launcher.start`. It starts in ``folder``, by default in ours."""
-        assert worker not in self._processes, f"{worker} runs already"
+        """See `Launcher.start`. It starts in ``folder``, by default in ours.
+
+        Not before the process of its slot that died last is gone, with its ports, locks and memory; in DEATH_S at most.
+        """
+        assert worker not in self.alive(), f"{worker} runs already"
+        if any(_one_slot(worker, each.worker) for each in self._dying):
+            self._held[worker] = partial(self._start, worker, command, env, folder)
+            self._loop.call_later(DEATH_S, self._start_held, worker)
+        else:
+            self._start(worker, command, env, folder)
+
+    def _start_held(self, worker: Worker) -> None:
+        if start := self._held.pop(worker, None):
+            start()
+
+    def _start(
+        self, worker: Worker, command: Sequence[str], env: Mapping[str, str], folder: str | None
+    ) -> None:
         self._warden.ensure()
         lock = self._life_locks.new()
         if lock is not None:
@@ -129,6 +146,8 @@ class Agent:
 
     def kill(self, worker: Worker) -> None:
         """See `Launcher.kill`."""
+        if self._held.pop(worker, None):
+            self._loop.call_soon(self._exited, WorkerExited(worker, -signal.SIGKILL))
         process = self._processes.get(worker)
         if process is not None:
             self._leases.drop(worker)
@@ -163,7 +182,7 @@ class Agent:
             os.kill(process.pid, number)
 
     def alive(self) -> frozenset[Worker]:
-        return frozenset(self._processes)
+        return frozenset(self._processes) | frozenset(self._held)
 
     def pid(self, worker: Worker) -> int | None:
         """Process number of a worker that runs."""
@@ -175,7 +194,7 @@ class Agent:
         if self._next_look is not None:
             self._next_look.cancel()
         self.prepared.close()
-        for worker in list(self._processes):
+        for worker in self.alive():
             self.kill(worker)
         deadline = self._loop.time() + DEATH_S
         while (
@@ -277,6 +296,8 @@ class Agent:
         if not process.reported:
             self._report(process, *process.status())
         self._dying.discard(process)
+        for worker in [each for each in self._held if _one_slot(each, process.worker)]:
+            self._start_held(worker)
         if process.overdue is not None:
             process.overdue.cancel()
         if process.life_lock is not None:
@@ -331,6 +352,10 @@ class Agent:
             f"{process.worker} (pid {process.pid}) has not died {DEATH_S:.0f} s after SIGKILL"
             f" (process state {state}); if it stays in state D, its device or file system hangs",
         )
+
+
+def _one_slot(a: Worker, b: Worker) -> bool:
+    return (a.host, a.slot) == (b.host, b.slot)
 
 
 class _Process:

@@ -143,7 +143,8 @@ class NcclCollectives:
             # Here torch waits until it is connected. Asked for the pointer before, it would wait with Python's lock.
             work = NcclWork(self, backend.allreduce([first]), None)
             self._under_way.append(work)
-            self._communicator = _revocable(backend)
+            if self._freeing is None:
+                self._communicator = _revocable(backend)
         self._raise_if_failed()
         # Whatever a communicator still connects at its first collective, no training thread has to wait for.
         work.wait()
@@ -395,6 +396,7 @@ class NcclWork:
         self._work = work
         self._then = then
         self._ending = threading.Lock()
+        self._in_place: torch.cuda.Event | None = None  # what ``then`` has queued comes before it
         self.number = 0  # in its group, from 1
         self.launched_at = 0.0
         # Recorded before it on the stream it was launched from.
@@ -458,9 +460,14 @@ class NcclWork:
         with (
             self._ending
         ):  # who waits in another thread must not return before the result is in place
-            then, self._then = self._then, None
-            if then is not None:
-                then()
+            if self._then is not None:
+                self._then()
+                self._then = None
+                if torch.cuda.is_initialized():
+                    self._in_place = torch.cuda.Event()
+                    self._in_place.record(torch.cuda.current_stream(self._group._device))
+            elif self._in_place is not None:  # its stream may be another one
+                torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
 
 
 def _options(timeout_s: float) -> Any:

@@ -16,10 +16,9 @@ _DEFAULT = 0  # NCCL_REVOKE_DEFAULT
 
 @functools.cache
 def _linked() -> ctypes.CDLL | None:
-    """Where a name is found in the NCCL that torch uses: one that was preloaded, or the one it was linked with."""
-    preloaded = ctypes.CDLL(None)
-    if hasattr(preloaded, "ncclGetVersion"):
-        return preloaded
+    """Torch's CUDA library: a name that is looked up there is found in the NCCL that it was linked with, or in one that
+    was preloaded in its place.
+    """
     try:
         return ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:

@@ -71,7 +71,7 @@ def _lock(address: int) -> bool:
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        and _libc.pthread_mutex_lock(mutex) == 0
+        and _libc.pthread_mutex_trylock(mutex) == 0  # a second process of one worker has none
         and word.value == threading.get_native_id()  # as glibc has it
     )
     if locked:
@@ -123,7 +123,10 @@ class LifeLock:
         """Has ``gone`` called, in a thread of its own, when the thread that held it has ended. Not after `end`."""
         self._left = itertools.count()  # by the agent, and by that thread
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
-        watching.start()
+        try:
+            watching.start()
+        except RuntimeError:  # no thread can be had: its exit will tell
+            self._left = itertools.count(1)
 
     def end(self) -> None:
         """The process is gone, whether it ever held the lock or not."""
@@ -136,7 +139,7 @@ class LifeLock:
         word = ctypes.c_uint32.from_address(self._address)
         while not (value := word.value) & _OWNER_DIED:
             if not self._futex(_FUTEX_WAIT, value):  # a sandbox forbids it
-                return
+                return self._leave()
         if not self._ended:
             gone()
         self._leave()

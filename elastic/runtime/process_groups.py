@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # it needs a torch that was built with NCCL
     from elastic.collectives.nccl import NcclCollectives
 
 DEVICE_S = 10.0  # for a GPU to end what was aborted on it, which takes milliseconds
+MOST_UNCONNECTED = 2  # communicators that NCCL still tries to connect: each has a GB of the GPU
 CLOSE_S = 2.0  # at exit, for the groups to end
 _LISTEN_S = 1e6  # for whoever wants a group, or for the end of the world; a socket takes no more than 24 days
 _FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
@@ -78,6 +79,7 @@ class Groups:
         self._connecting: set[Connecting] = set()
         self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
         self._buried: list[NcclCollectives] = []  # of the world before
+        self._unconnected: list[NcclCollectives] = []  # of all worlds before; torch waits for them
         self._store: Store | None = None
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
@@ -319,6 +321,14 @@ class Groups:
                 f"its GPU did not get back the memory of an earlier world's communicators within"
                 f" {self._env.timeout_s:g} s"
             )
+        # Those that did not connect are freed when NCCL's time for that is over, unless they have become many.
+        until += self._env.timeout_s
+        self._unconnected = [each for each in self._unconnected if not each.freed(0.0)]
+        for each in self._unconnected[:-MOST_UNCONNECTED]:
+            if not each.freed(max(0.0, until - time.monotonic())):
+                raise DeviceLost(
+                    f"communicators that did not connect were not given up within {2 * self._env.timeout_s:g} s"
+                )
 
     def retire(self) -> None:
         """Closes what belonged to the last world, off the critical path: the next one stands, so no member's GPU uses
@@ -326,14 +336,13 @@ class Groups:
         """
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine
-            groups += self._unmade
+            unmade, self._unmade = self._unmade, []
             self._buried = [
                 cast("NcclCollectives", group)
                 for (_, device_type, _), group in self._made.items()
                 if device_type == "cuda"
             ]
-            self._buried += self._unmade
-            self._unmade = []
+            self._unconnected += unmade
             for purpose, device_type, members in self._made:
                 if self._place is not None and len(members) == self._place.size:
                     self._used |= {purpose} & _AHEAD if device_type == "cpu" else set()
@@ -342,6 +351,8 @@ class Groups:
         def close() -> None:
             if engine is not None:
                 engine.close()
+            while unmade:
+                unmade.pop().close(0.0)  # whose threads may take as long as NCCL may to connect
             while groups:
                 group = groups.pop()
                 group.abort()
@@ -349,7 +360,7 @@ class Groups:
             if store is not None:
                 store.close()
 
-        if groups or store is not None or engine is not None:
+        if groups or unmade or store is not None or engine is not None:
             self._closer.close_later(close)
 
     def close(self) -> None:
@@ -371,7 +382,7 @@ class Groups:
             each.abort()
         for each in self._unmade:
             each.close(max(0.0, until - time.monotonic()))
-        if not all(each.freed(0.0) for each in (*self._unmade, *self._buried)):
+        if not all(each.freed(0.0) for each in (*self._unmade, *self._buried, *self._unconnected)):
             threads.leave_behind(CLOSE_S)
         if self._listener is not None:
             self._listener.close()

@@ -423,9 +423,9 @@ class GlooWork:
         with (
             self._ending
         ):  # who waits in another thread must not return before the result is in place
-            then, self._then = self._then, None
-            if then is not None:
-                then()
+            if self._then is not None:
+                self._then()
+                self._then = None
 
     def _slice(self, timeout: timedelta) -> bool:
         try:

@@ -186,14 +186,22 @@ async def test_a_death_is_reported_before_the_kernel_tells_anybody_of_it(host):
         watch = host.launcher.agent._watch
         unwatched: list[object] = []
         patch.setattr(host.launcher.agent, "_watch", unwatched.append)
+        patch.setattr(proc_stats, "uses_devices", lambda pid: False)  # it may have ended by then
         pid = host.start(A, [sys.executable, "-c", f"{HOLDS}\nimport time\ntime.sleep(60)"])
         assert await host.written("held") == "True"
         os.kill(pid, signal.SIGKILL)
         assert await host.exit() == WorkerExited(A, -9)
         process = Path(f"/proc/{pid}")
         assert process.exists()  # not reaped, and nobody gets its number
+    # Its ports and its memory may be its own yet: whoever follows in its slot waits, and can be killed meanwhile.
+    for incarnation in (2, 3):
+        assert host.start(Worker(A.host, A.slot, incarnation), "sleep 60") is None
+    host.launcher.kill(Worker(A.host, A.slot, 2))
+    assert await host.exit() == WorkerExited(Worker(A.host, A.slot, 2), -9)
+    assert host.launcher.agent.alive() == {Worker(A.host, A.slot, 3)}
     watch(unwatched[0])
     await until(lambda: not process.exists(), "its end")
+    await until(lambda: host.launcher.agent.pid(Worker(A.host, A.slot, 3)) is not None, "a start")
     assert host.exits.empty()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -125,3 +128,25 @@ def test_what_runs_has_no_end_and_what_is_open_may_be_a_device(monkeypatch):
         assert not proc_stats.uses_devices(os.getpid())
         monkeypatch.setattr(proc_stats, "_PLAIN", ("zero",))
         assert proc_stats.uses_devices(os.getpid())
+
+
+def test_a_device_is_open_while_any_thread_has_it_though_the_main_thread_has_ended(monkeypatch):
+    ends = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of this thread alone
+    script = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('here', flush=True)\n"
+        f"ctypes.CDLL(None).syscall({ends}, 0)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        while os.listdir(f"/proc/{process.pid}/fd"):
+            pass  # its main thread has not ended yet
+        assert not proc_stats.uses_devices(process.pid)
+        monkeypatch.setattr(proc_stats, "_PLAIN", ("zero",))
+        assert proc_stats.uses_devices(process.pid)
+        assert proc_stats.end_of(process.pid) is None
+        process.kill()
+    assert proc_stats.uses_devices(process.pid)  # nobody knows

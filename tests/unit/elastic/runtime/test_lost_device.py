@@ -85,7 +85,27 @@ def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
     with pytest.raises(DeviceLost, match="its GPU did not come back"):
         gpu.groups.drain(1.0)
     gpu.groups.retire()
-    assert gpu.groups._buried == [unmade]
+    unmade.close.assert_not_called()  # not in the thread that trains
+    assert gpu.groups._unconnected == [unmade]
+
+
+def test_nobody_waits_for_a_few_communicators_that_do_not_connect_but_for_many(gpu):
+    """A second loss soon after one while NCCL connects would cost all others the rest of NCCL's time."""
+    unmade = [create_autospec(NcclCollectives, instance=True) for _ in range(3)]
+    freed: list[object] = []
+    for each in unmade:
+        each.freed.side_effect = lambda timeout_s, each=each: each in freed
+    for each in unmade[:2]:
+        gpu.groups._made, gpu.groups._unmade = {}, [each]
+        gpu.groups.retire()
+        gpu.groups.make_room()
+    gpu.groups._unmade = [unmade[2]]
+    gpu.groups.retire()
+    with pytest.raises(DeviceLost, match="did not connect"):
+        gpu.groups.make_room()
+    freed.append(unmade[1])
+    gpu.groups.make_room()
+    assert gpu.groups._unconnected == [unmade[0], unmade[2]]
 
 
 def test_at_exit_groups_have_two_seconds_and_those_that_are_stuck_are_left_behind(gpu, monkeypatch):
