@@ -83,8 +83,13 @@ class Ending:
         match event:
             case WorkerExited():
                 return self._exited(event, now)
-            case WorkerSpent(worker, doing="training" | "data" | "committing"):
-                self._again = self._again or worker in self._members
+            case WorkerSpent(worker, doing="training" | "data" | "committing") if (
+                worker in self._members and not self._again
+            ):
+                self._again = True
+                failed_before = self.code != 0 and self._remind_at is not None
+                if failed_before:
+                    self._fail(now)
             case WorkerFrozen(worker, how) if worker in self._members and worker in self._alive:
                 self._frozen.setdefault(worker, (now, how))
             case WorkerThawed(worker):

@@ -281,7 +281,7 @@ class Pace(Message):
 
 
 class TimeSpent(Message):
-    """How this worker's time went since ``init()``. Sent now and then, when it comes into a world, and at its end."""
+    """How this worker's time went since ``init()``. Sent now and then, as training begins in a world, and last."""
 
     generation: int
     times: Times

@@ -48,7 +48,8 @@ class LinkThread:
             session.when_lost(reporting.driver_lost)
         self.checkpoints: Callable[[Message], bool] = lambda message: False
         self._leave_asked = False
-        self._spent_told = (0, time.monotonic())  # in which generation, and when
+        self._spent_told_at = time.monotonic()
+        self._training_told = (0, False)  # its generation, and whether it was a second one
         self._told_of = (0, 0)  # the planned change that listeners know of
 
     # ---- starting ------------------------------------------------------------------------------------------------
@@ -99,12 +100,14 @@ class LinkThread:
         for message in news:
             session.send(message)
         self._tracing.due()
-        generation, told_at = self._spent_told
         trains = session.account.part in ("training", "committing", "data")
-        came_in = trains and session.recovery.generation != generation
+        training = session.recovery.generation, session.recovery.again
+        began = trains and training != self._training_told
         leads = session.recovery.phase is Phase.TRAINING and session.recovery.place.rank == 0
-        if came_in or now - told_at >= (FIRST_SPENT_S if leads else SPENT_S):
-            self._spent_told = session.recovery.generation, now
+        if began or now - self._spent_told_at >= (FIRST_SPENT_S if leads else SPENT_S):
+            self._spent_told_at = now
+            if trains:
+                self._training_told = training
             session.send(self.time_spent())
         return self._progress.next_look_s(now)
 

@@ -20,6 +20,8 @@ import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
+import numpy as np
+
 from elastic.checkpoints.manifest import StoredFile
 from elastic.collectives.shared_memory import memfd, native_library
 
@@ -86,7 +88,7 @@ class CheckedFile:
         self.count = 0  # bytes so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
-        """Returns the CRC-32 of what has ``crc`` and this, one after the other. Views must be of writable memory."""
+        """Returns the CRC-32 of what has ``crc`` and this, one after the other."""
         size = memoryview(content).nbytes
         self.count += size
         if size < SMALL:
@@ -193,6 +195,4 @@ def _buffer() -> _Buffer:
 
 
 def _address(content: Any) -> int:
-    if isinstance(content, bytes):
-        return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
-    return ctypes.addressof(ctypes.c_char.from_buffer(content))
+    return int(np.frombuffer(content, np.uint8).ctypes.data)

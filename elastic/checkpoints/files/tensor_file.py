@@ -7,7 +7,6 @@ once for an empty one, and it is kept.
 from __future__ import annotations
 
 import functools
-import io
 import struct
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import IO, cast
 import torch
 
 from elastic.checkpoints.files.checked import CheckedFile
+from elastic.state.snapshots import tensor_index
 
 KINDS = 10_000  # of tensors, that are remembered; some 2 kB each
 _RECORD = b"archive/data/0"  # what torch calls the tensor's bytes in its zip
@@ -26,12 +26,12 @@ _MARK, _BEFORE_NAME = b"PK\7\x08", 30
 
 def write(tensor: torch.Tensor, file: CheckedFile) -> None:
     """``tensor``: on the CPU. Raises OSError, and what the file's ``alive`` does."""
-    kind = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-    frame = _frame(*kind) if _plain(tensor) else None
+    frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
-        whole = io.BytesIO()
-        torch.save(tensor.clone(memory_format=torch.preserve_format), whole)
-        file.write(whole.getvalue())
+        onward = _Onward(file)
+        torch.save(tensor.clone(), cast("IO[bytes]", onward))
+        if onward.raised is not None:
+            raise onward.raised
         return
     file.write(frame.head)
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
@@ -40,13 +40,33 @@ def write(tensor: torch.Tensor, file: CheckedFile) -> None:
 
 def _plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes, as they lie in memory, are all that distinguishes it from others of its kind."""
+    if type(tensor) is not torch.Tensor or not tensor_index.plain(tensor):
+        return False
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
     return (
-        type(tensor) is torch.Tensor
-        and tensor.numel() > 0
+        tensor.numel() > 0
         and not (tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
         and 1 + sum((length - 1) * stride for length, stride in lengths) == tensor.numel()
     )
+
+
+class _Onward:
+    """Passes on what torch writes. What a write raises is kept: torch would make an error of its own of it."""
+
+    def __init__(self, file: CheckedFile) -> None:
+        self._file = file
+        self.raised: BaseException | None = None
+
+    def write(self, block: memoryview) -> int:
+        try:
+            if self.raised is None:
+                self._file.write(block)
+        except BaseException as error:
+            self.raised = error
+        return len(block)
+
+    def flush(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -90,11 +110,14 @@ class _Around:
 
 
 @functools.lru_cache(KINDS)
-def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Frame | None:
-    """None: this torch writes in another way."""
-    empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    around = _Around(empty.nbytes)
-    torch.save(empty, cast("IO[bytes]", around))
+def _frame(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Frame | None:
+    """None: this torch writes in another way, or can't make one of this kind."""
+    try:
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        around = _Around(empty.nbytes)
+        torch.save(empty, cast("IO[bytes]", around))
+    except RuntimeError:
+        return None
     at = around.tail.find(_RECORD)
     if not around.tail.startswith(_MARK) or at < 0:
         return None

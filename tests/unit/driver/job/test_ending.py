@@ -144,6 +144,27 @@ def test_once_one_that_trains_again_has_failed_the_others_do_not_wait_for_it_for
     assert killed(e.overdue(100_010.0)) == [A]
 
 
+@pytest.mark.parametrize(
+    "fails_at", [101.0, 200.0]
+)  # while others get their time to leave, and after that
+def test_whether_they_train_again_may_be_told_after_one_has_failed(fails_at):
+    e = ending(alive=(A, B))
+    if fails_at > 110.0:
+        e.overdue(110.0)
+    e.heard(WorkerExited(B, 1), fails_at)
+    e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 1.0)
+    e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 5.0)  # which puts nothing off
+    assert e.next_deadline() == fails_at + 11.0
+    assert killed(e.overdue(fails_at + 11.0)) == [A]
+
+
+def test_a_word_that_they_train_again_puts_off_no_end():
+    e = ending()
+    e.stopped(130, now=105.0)
+    e.heard(WorkerSpent(A, 1, Times(), "training"), 105.5)
+    assert e.code == 130 and e.next_deadline() == 105.0 + GRACE_S
+
+
 def test_a_host_that_is_lost_while_they_train_again_is_not_waited_for_either():
     e = trains(ending(alive=(A, B)))
     e.lost([B], 200.0)

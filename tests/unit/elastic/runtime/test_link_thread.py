@@ -16,6 +16,7 @@ from elastic.runtime.link_thread import FIRST_SPENT_S, SPENT_S, LinkThread
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
+from elastic.runtime.training import Training
 from elastic.runtime.worlds import DriverWorlds
 
 STORE = Address("127.0.0.1", 7000)
@@ -134,3 +135,17 @@ def test_rank_0_says_often_how_far_all_are(worker, rank, every_s):
     assert worker.passes(every_s - 1.0) == []
     [said] = worker.passes(1.0)
     assert said.commit == Commit(3, 7)
+
+
+def test_a_second_training_is_told_of_when_it_begins(worker):
+    worker.waits()
+    worker.world(3, rank=1)
+    worker.session.account.begin("training", worker.clock.now)
+    assert len(worker.passes(1.0)) == 1
+    worker.session.recovery.phase = Phase.FINISHED
+    worker.session.account.begin("idle", worker.clock.now)
+    assert worker.passes(1.0) == []
+    with Training(worker.session, worker.progress).again():
+        [said] = worker.passes(1.0)
+        assert said.doing == "training"
+        assert worker.passes(1.0) == []
