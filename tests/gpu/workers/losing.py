@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -38,16 +39,19 @@ def go_down() -> None:
 
 
 class NoGroup:
-    """In the place of torch's own group: whoever makes it is gone, when all ranks have the others' addresses."""
+    """In the place of torch's own group: whoever makes it with others is gone, when all have the others' addresses."""
 
-    Options = getattr(c10d, "ProcessGroupNCCL", c10d.Backend).Options
+    kind: Any = getattr(c10d, "ProcessGroupNCCL", c10d.Backend)
+    Options = kind.Options
 
-    def __init__(self, *arguments: object) -> None:
-        go_down()
+    def __new__(cls, store: c10d.Store, rank: int, size: int, options: Any) -> Any:
+        if size > 1:
+            go_down()
+        return cls.kind(store, rank, size, options)
 
 
 if mine == "init":
-    c10d.ProcessGroupNCCL = NoGroup  # type: ignore[assignment, misc]
+    setattr(c10d, "ProcessGroupNCCL", NoGroup)  # noqa: B010 - not for mypy
 
 hvd.init()
 worlds_of_two = int(hvd.size() > 1)  # the first may break before this worker trains in it
