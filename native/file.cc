@@ -28,7 +28,7 @@ int32_t write_all(int fd, const char* from, uint64_t bytes) {
       from += written, bytes -= written;
     } else if (written == 0) {
       return EIO;
-    } else if (errno != EINTR && !(errno == EINVAL && through_the_cache(fd))) {
+    } else if (errno != EINTR && !((errno == EINVAL || errno == EOPNOTSUPP) && through_the_cache(fd))) {
       return errno;
     }
   }
