@@ -394,8 +394,9 @@ class NcclWork:
     ) -> None:
         self._group = group
         self._work = work
-        self._then = then
-        self._ending = threading.Lock()
+        self._complete = threads.Completion(
+            None if then is None else functools.partial(self._put, then)
+        )
         self._in_place: torch.cuda.Event | None = None  # what ``then`` has queued comes before it
         self.number = 0  # in its group, from 1
         self.launched_at = 0.0
@@ -457,17 +458,16 @@ class NcclWork:
             self._group._communicator = 0  # torch has freed it
             self._group._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
-        with (
-            self._ending
-        ):  # who waits in another thread must not return before the result is in place
-            if self._then is not None:
-                self._then()
-                self._then = None
-                if torch.cuda.is_initialized():
-                    self._in_place = torch.cuda.Event()
-                    self._in_place.record(torch.cuda.current_stream(self._group._device))
-            elif self._in_place is not None:  # its stream may be another one
-                torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
+        self._complete()
+        if self._in_place is not None:  # another thread, on another stream, may have put it there
+            torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
+
+    def _put(self, then: Callable[[], object]) -> None:
+        then()
+        if torch.cuda.is_initialized():
+            in_place = torch.cuda.Event()
+            in_place.record(torch.cuda.current_stream(self._group._device))
+            self._in_place = in_place
 
 
 def _options(timeout_s: float) -> Any:

@@ -63,3 +63,17 @@ def leave_if_ending() -> None:
     """For a thread that waits in slices: raises `Ending` once `finish` has waited for long."""
     if _leave_at is not None and time.monotonic() >= _leave_at:
         raise Ending
+
+
+class Completion:
+    """``then`` puts a collective's result in place: once, and no thread that waits for it is back before."""
+
+    def __init__(self, then: Callable[[], object] | None) -> None:
+        self._then = then
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            if self._then is not None:
+                self._then()
+                self._then = None

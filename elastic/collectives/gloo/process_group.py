@@ -401,8 +401,7 @@ class GlooWork:
     ) -> None:
         self._group = group
         self._work = work
-        self._then = then
-        self._ending = threading.Lock()
+        self._complete = threads.Completion(then)
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -420,12 +419,7 @@ class GlooWork:
             if turn % _LOOK_EVERY == 0:
                 self._group.look()
             self._group._raise_if_failed()
-        with (
-            self._ending
-        ):  # who waits in another thread must not return before the result is in place
-            if self._then is not None:
-                self._then()
-                self._then = None
+        self._complete()
 
     def _slice(self, timeout: timedelta) -> bool:
         try:

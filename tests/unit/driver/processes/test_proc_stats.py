@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -142,8 +143,9 @@ def test_a_device_is_open_while_any_thread_has_it_though_the_main_thread_has_end
         [sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        deadline = time.monotonic() + 30.0
         while os.listdir(f"/proc/{process.pid}/fd"):
-            pass  # its main thread has not ended yet
+            assert time.monotonic() < deadline, "its main thread does not end"
         assert not proc_stats.uses_devices(process.pid)
         monkeypatch.setattr(proc_stats, "_PLAIN", ("zero",))
         assert proc_stats.uses_devices(process.pid)
