@@ -72,6 +72,8 @@ def test_time_goes_on_without_events_until_the_job_has_ended():
     spent.note(TimePassed(), [EndJob(0, WHY)], 151.0)
     spent.note(WorkerExited(A, 0), [], 152.0)
     over = [spent.over]  # B may still write something
+    spent.go_on(152.5)
+    assert (sum(spent.stretches().values()), age(of(spent, B))) == (52.5, 52.5)
     spent.note(WorkerExited(B, 0), [], 153.0)
     spent.go_on(1000.0)
     assert [*over, spent.over] == [False, True]
