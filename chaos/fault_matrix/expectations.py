@@ -170,6 +170,9 @@ def fault_rules(
     picked, count = _picked(cell, members, newest)
     condition = f"worker={','.join(picked)}" if picked else others
     hit = " hit=2" if cell.phase == faults.BUCKET else ""
+    if count > 1 and cell.phase == faults.CHANGE:
+        # Who hears of a change a check earlier would wait for others there, and they for it in their next step.
+        place = "stop"
     if count > 1 and cell.phase in IN_A_STEP:
         # Without it, one victim could wait for others at this step, which hear of the rule at the next one.
         hit += f" step={step + -step % EVALUATE_EVERY}"

@@ -125,6 +125,8 @@ class CommitLog:
         if verdict in (Verdict.HOLD, Verdict.STOP):
             failpoint("hold")
             verdict = self._hold()
+            if verdict is Verdict.STOP:
+                failpoint("stop")
         if session.recovery.place.size == 1:
             session.resumed()
         match verdict:
