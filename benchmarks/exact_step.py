@@ -1,22 +1,30 @@
 """What does a step in shards cost? Beside an ordinary one of as many workers, and beside its computation alone.
 
     python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
+    python benchmarks/exact_step.py --memory [--models mlp] [--ranks 1 2 4 8] [--shards 8] [--rounds 3]
 
 Two questions, each answered by steps that take turns; the ratio of two steps of a round is what counts.
 
-W = S: every worker has one shard, as many samples as an ordinary step has, and the sum along the tree takes the place
-of the one in the order of ranks.
+Without --shards, W = S: every worker has one shard, as many samples as an ordinary step has, and the sum along the
+tree takes the place of the one in the order of ranks.
 
-S shards on W workers: beside a worker that computes as many shards as the one that has most, has the bytes of the
-partials added up by a plain allreduce, and steps its optimizer. An allreduce of n bytes on W ranks reads W n and writes
-W n; all partials together are read, and every rank gets a result. `alone` is the same without the allreduce: what the
-bytes cost shows between the two. Every rank computes in one thread, and they compete for the same cores. That losses
-and weights are the same bits everywhere is what the tests show; here the ranks' models are compared at the end.
+S shards on W workers: beside workers that compute as many shards, have the bytes of the partials added up by a plain
+allreduce, and step their optimizers. The slowest counts, so with a core for each that is the time of the most shards
+that one has; where workers share cores, both ways have the same work in all. An allreduce of n bytes on W ranks reads
+W n and writes W n; all partials together are read, and every rank gets a result. `alone` is the same without the
+allreduce: what the bytes cost shows between the two. Every rank computes in one thread. That losses and weights are the
+same bits everywhere is what the tests show; here the ranks' models are compared at the end.
+
+--memory: PSS (see memory.py) of the worker that has most, each time that backward has made a gradient, at its highest;
+beside that of an ordinary step, in processes of their own. Wanted: at most log2(S) + 1 gradients more.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +40,15 @@ from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.flat_buckets import zeros
 from figures import Mark, Spread, ratio, spread
+from memory import pss
 
 EVEN_MARK, MANY_MARK = 1.05, 1.08
 
 
 @dataclass(frozen=True)
 class ShardQuestion:
+    """``shards``: 0 for as many as workers, beside an ordinary step."""
+
     model: str
     shards: int
     rounds: int
@@ -48,6 +59,7 @@ class ShardAnswer:
     model: str
     shards: int
     ranks: int
+    mark: float
     ms: dict[str, Spread]
     ratio: Spread
 
@@ -66,21 +78,22 @@ class ShardSteps:
                 distributed.broadcast(each, 0)
         self._shards = Shards(count)
         ranks = distributed.get_world_size()
-        self._most = -(-count // ranks)
+        dealt = assign(count, ranks)
+        self._held = dealt[distributed.get_rank()]
         self.optimizer = training.optimizer()
         self._reduced = reduced
         if reduced:
             self.optimizer = DistributedOptimizer(self.optimizer, shards=self._shards)
         self._moved: torch.Tensor | None = None
         if moved and ranks > 1:
-            partials = sum(len(tree.schedule(held, count)[1]) for held in assign(count, ranks))
+            partials = sum(len(tree.schedule(held, count)[1]) for held in dealt)
             elements = models.parameters(self.model) * (partials + ranks) // (2 * ranks)
             self._moved = zeros(elements, torch.float32, groups.CPU)
             self._sum = groups.sum_with(groups.ours())
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
-        for shard in self._shards if self._reduced else range(self._most):
+        for shard in self._shards if self._reduced else self._held:
             inputs, targets = self._training.batches[shard % len(self._training.batches)]
             self._training.loss(self.model, inputs, targets).backward()
         if self._moved is not None:
@@ -90,27 +103,98 @@ class ShardSteps:
 
 def measure(question: ShardQuestion) -> ShardAnswer:
     ranks = distributed.get_world_size()
-    steps = ShardSteps(question.model, question.shards, reduced=True)
+    shards = question.shards or ranks
+    steps = ShardSteps(question.model, shards, reduced=True)
     ways: dict[str, Any] = {"shards": steps}
-    if ranks == question.shards:
+    if not question.shards:
         training = models.make(question.model, distributed.get_rank())
         optimizer = DistributedOptimizer(training.optimizer(), training.model.named_parameters())
         ways["beside"] = models.Steps(training, training.model, optimizer)
     else:
-        ways["beside"] = ShardSteps(question.model, question.shards, reduced=False, moved=True)
-        ways["alone"] = ShardSteps(question.model, question.shards, reduced=False)
+        ways["beside"] = ShardSteps(question.model, shards, reduced=False, moved=True)
+        ways["alone"] = ShardSteps(question.model, shards, reduced=False)
     times = groups.take_turns(ways, question.rounds)
     groups.same_everywhere("the model in shards", list(steps.model.parameters()))
     ms = {name: spread(each).times(1e3) for name, each in times.items()}
     even = ratio(times["shards"], times["beside"])
-    return ShardAnswer(question.model, question.shards, ranks, ms, even)
+    mark = MANY_MARK if question.shards else EVEN_MARK
+    return ShardAnswer(question.model, shards, ranks, mark, ms, even)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """In bytes."""
+
+    highest: float  # of a worker
+    gradient: int
+
+
+def measure_memory(question: ShardQuestion, in_shards: bool) -> Peak:
+    steps: ShardSteps | models.Steps
+    if in_shards:
+        steps = ShardSteps(question.model, question.shards, reduced=True)
+    else:
+        training = models.make(question.model, distributed.get_rank())
+        optimizer = DistributedOptimizer(training.optimizer(), training.model.named_parameters())
+        steps = models.Steps(training, training.model, optimizer)
+    highest = 0
+
+    def look(parameter: torch.Tensor) -> None:
+        nonlocal highest
+        highest = max(highest, pss(Path("/proc/self/smaps_rollup").read_text()))
+
+    for each in steps.model.parameters():
+        each.register_post_accumulate_grad_hook(look)
+    for _ in range(question.rounds):
+        steps()
+    most = torch.tensor([float(highest)], dtype=torch.float64)
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    return Peak(most.item(), 4 * models.parameters(steps.model))
+
+
+@dataclass(frozen=True)
+class MemoryAnswer:
+    model: str
+    shards: int
+    ranks: int
+    ordinary: Peak
+    in_shards: Peak
+
+    @property
+    def more(self) -> float:
+        """In gradients."""
+        return (self.in_shards.highest - self.ordinary.highest) / self.ordinary.gradient
+
+    def mark(self) -> Mark:
+        what = f"{self.model}, {self.shards} shards on {self.ranks} workers, more gradients"
+        return Mark(what, math.log2(self.shards) + 1, self.more)
+
+
+def say_memory(options: argparse.Namespace) -> None:
+    found = shown.table(
+        "memory of the largest worker (PSS) at its highest",
+        *("model", "shards", "workers", "ordinary, MB", "in shards, MB", "more, in gradients"),
+    )
+    answers = []
+    for name in options.models:
+        for ranks in options.ranks:
+            question = ShardQuestion(name, options.shards or ranks, options.rounds)
+            peaks = [groups.ask(measure_memory, ranks, question, way) for way in (False, True)]
+            answers.append(answer := MemoryAnswer(name, question.shards, ranks, *peaks))
+            megabytes = (f"{each.highest / (1 << 20):.0f}" for each in peaks)
+            found.add_row(name, str(question.shards), str(ranks), *megabytes, f"{answer.more:.2f}")
+    console = shown.console()
+    console.print(found)
+    marks = [answer.mark() for answer in answers]
+    shown.say_marks(console, marks)
+    shown.write_json(options.json, {"answers": answers}, marks)
 
 
 def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
     return [
         Mark(
             f"{each.model}, {each.shards} shards on {each.ranks} workers",
-            EVEN_MARK if each.ranks == each.shards else MANY_MARK,
+            each.mark,
             each.ratio.median,
         )
         for each in answers
@@ -135,9 +219,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--shards", type=int, default=0, help="of a step; 0: as many as workers")
     parser.add_argument("--rounds", type=int, default=30, help="steps of each way")
+    parser.add_argument("--memory", action="store_true", help="how much memory it takes instead")
     options = parser.parse_args()
+    if options.memory:
+        say_memory(options)
+        return
     answers = [
-        groups.ask(measure, ranks, ShardQuestion(name, options.shards or ranks, options.rounds))
+        groups.ask(measure, ranks, ShardQuestion(name, options.shards, options.rounds))
         for name in options.models
         for ranks in options.ranks
     ]
