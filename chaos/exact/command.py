@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 from elastic.chaos.exact import digests
+from elastic.chaos.harness.journal_tail import Story
 from elastic.chaos.inject import command as faults
 from elastic.chaos.inject.faulty_job import Job, say, under_fire
 from elastic.chaos.inject.plan import Chance, Plan
+from elastic.checkpoints.options import DIR
 from elastic.driver.journal import journal
 from elastic.errors import Invalid
 
@@ -63,11 +65,16 @@ def main(options: argparse.Namespace) -> int:
     plan = faults.plan_of(options)
     name = f"elastic-exact-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder = Path(tempfile.gettempdir(), name)
-    if "--journal" in options.command:
-        raise Invalid("there are two runs, each with a journal of its own: leave --journal out")
     disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
+    if disturbed.journal.parent != folder / "disturbed":
+        raise Invalid("there are two runs, each with a journal of its own: leave --journal out")
     faults.check_plan(plan, disturbed.settings, digests=True)
     if options.undisturbed is None:
+        if DIR in disturbed.settings.env:
+            raise Invalid(
+                "the job has a --checkpoint-dir, so the second run would go on where the first one ended: leave it out,"
+                " or run the job with --digests --journal FILE first, and give --undisturbed FILE and another folder"
+            )
         first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
         code = _run(first, Plan(), "undisturbed")
         if code:
@@ -78,12 +85,22 @@ def main(options: argparse.Namespace) -> int:
         before = first.journal
     else:
         before = options.undisturbed
+        if not before.exists():
+            raise Invalid(
+                f"there is no file {before}: give --undisturbed the journal of a run of before, which"
+                " elasticrun --digests --journal FILE has written"
+            )
     wanted = _held(before)
     if not wanted:
         raise Invalid(
             f"{before} has no digests of tensors: the job's state needs an elastic.Shards, and has to commit;"
             " a run of before needs elasticrun --digests"
         )
+    inside = digests.difference(wanted, wanted)
+    if inside is not None:
+        print(f"journal: {before}")
+        print(f"already undisturbed, workers do not agree: {inside.sentence()}")
+        return DIFFER
     _say_faults(plan)
     code = _run(disturbed, plan, "under faults")
     return _verdict(wanted, _held(disturbed.journal), code, disturbed.journal)
@@ -98,9 +115,19 @@ def _say_faults(plan: Plan) -> None:
 def _run(job: Job, plan: Plan, how: str) -> int:
     say(f"the job runs {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
-    done = under_fire(job, plan, digests=False, env=ASKED)
+    done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
     say(f"it ended with exit code {done.code}, after {len(done.injected)} faults")
     return done.code
+
+
+def _check_steps(story: Story, driver: int, now: float) -> None:
+    """Ends the job at its first commit, where nothing of it could be compared. Raises Invalid."""
+    if story.no_steps:
+        raise Invalid(
+            "the job's state has no elastic.Shards, so its steps are not counted and two runs of it can't be compared:"
+            " train in shards, and give them to the state, as in elastic.TorchState(model=model, optimizer=optimizer,"
+            " shards=shards, loader=loader); docs/exact.md shows what changes in a script"
+        )
 
 
 def _held(path: Path) -> list[digests.HeldCommit]:
@@ -113,10 +140,6 @@ def _verdict(
     wanted: list[digests.HeldCommit], found: list[digests.HeldCommit], code: int, where: Path
 ) -> int:
     print(f"journal: {where}")
-    inside = digests.difference(wanted, wanted)
-    if inside is not None:
-        print(f"already undisturbed, workers do not agree: {inside.sentence()}")
-        return DIFFER
     differs = digests.difference(wanted, found)
     if differs is not None:
         print(differs.sentence())

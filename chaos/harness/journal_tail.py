@@ -41,6 +41,7 @@ class Story:
     pids: dict[Worker, int] = field(default_factory=dict)  # connected and not gone, oldest first
     commits: int = 0  # reported by at least one worker, each counted once; none without digests
     ending: bool = False  # a worker has returned, or it is to stop, or the outcome is decided
+    no_steps: bool = False  # a worker has committed a state without shards: nobody counts its steps
     _newest: tuple[int, int] = (0, 0)
 
     def hear(self, entry: Json) -> None:
@@ -69,6 +70,8 @@ class Story:
             case "WorkerDigested":
                 # Number 0 is the state that a world began with, which nobody has committed in it.
                 commit = (event["commit"][0], event["commit"][1])
+                if commit[1] and event.get("step", -1) < 0:
+                    self.no_steps = True
                 if commit[1] and commit > self._newest:
                     self._newest = commit
                     self.commits += 1

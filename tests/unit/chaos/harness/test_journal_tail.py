@@ -102,6 +102,14 @@ def test_a_commit_counts_once_whoever_reports_it(tmp_path):
     assert commits(A, 3, 1) == 3
 
 
+def test_a_state_whose_steps_nobody_counts_is_known_from_its_first_commit(tmp_path):
+    written = Written(tmp_path)
+    written.begin()
+    assert not written.happens(WorkerDigested(A, 1, Commit(1, 0), 1)).no_steps  # as a world begins
+    assert not written.happens(WorkerDigested(A, 1, Commit(1, 1), 1, step=1)).no_steps
+    assert written.happens(WorkerDigested(B, 1, Commit(1, 1), 1)).no_steps
+
+
 def test_the_end_shows_before_it_is_there(tmp_path):
     for number, (event, actions) in enumerate(
         [

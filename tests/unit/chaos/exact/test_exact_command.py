@@ -1,0 +1,88 @@
+"""`python -m elastic.chaos exact`: what ends it before the job is run under faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.chaos.__main__ import main
+from elastic.chaos.exact import command
+from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.inject.faulty_job import FaultyJob, Job, under_fire
+from elastic.chaos.inject.plan import Plan
+from elastic.driver.events import Event, WorkerDigested
+from elastic.driver.journal.file import FileJournal
+from elastic.protocol.messages import Commit, Worker
+
+JOB = ["--", "elasticrun", "-np", "2", "--min-np", "1", "true"]
+Runs = Callable[[list[Event]], list[Plan]]
+
+
+def told(worker: int, step: int, value: int) -> WorkerDigested:
+    commit = Commit(1, abs(step))
+    return WorkerDigested(Worker("h", worker, 1), 1, commit, 9, step=step, tensors={"a": value})
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path) -> Runs:
+    """Every run of the job tells these events. Returns the plans that it was run under."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+
+    def as_told(events: list[Event]) -> list[Plan]:
+        plans: list[Plan] = []
+
+        def run(job: Job, plan: Plan, **how) -> FaultyJob:
+            plans.append(plan)
+            journal = FileJournal.begin(job.journal, job.settings)
+            for number, event in enumerate(events):
+                journal.record(float(number), event, [])
+            how["each_turn"](Follower(job.journal, Story()).look(), 1, 0.0)
+            return FaultyJob(job, 0, [], 0)
+
+        monkeypatch.setattr(command, "under_fire", create_autospec(under_fire, side_effect=run))
+        return plans
+
+    return as_told
+
+
+def test_a_job_without_shards_is_ended_at_its_first_commit(runs, capsys):
+    plans = runs([told(0, -1, 5)])
+    assert main(["exact", *JOB]) == 2
+    assert "the job's state has no elastic.Shards" in capsys.readouterr().err
+    assert plans == [Plan()]
+
+
+def test_a_journal_of_the_jobs_own_is_refused_and_one_of_the_scripts_is_not(runs, capsys):
+    runs([told(0, 1, 5)])
+    *words, script = JOB
+    assert main(["exact", *words, "--journal=x", script]) == 2
+    assert "leave --journal out" in capsys.readouterr().err
+    assert main(["exact", *JOB, "--journal", "x"]) == 0
+
+
+def test_the_second_run_must_not_go_on_where_the_first_one_ended(runs, capsys, tmp_path):
+    plans = runs([told(0, 1, 5)])
+    *words, script = JOB
+    assert main(["exact", *words, "--checkpoint-dir", str(tmp_path), script]) == 2
+    assert "give --undisturbed FILE and another folder" in capsys.readouterr().err
+    assert plans == []
+
+
+def test_workers_that_do_not_agree_undisturbed_are_named_before_any_fault(runs, capsys):
+    plans = runs([told(0, 1, 5), told(1, 1, 5), told(0, 2, 6), told(1, 2, 7)])
+    assert main(["exact", *JOB]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "already undisturbed, workers do not agree: step 1 made other bits: a of worker h:1#1"
+        in said
+    )
+    assert plans == [Plan()]
+
+
+def test_equal_runs_are_run_twice(runs, capsys):
+    plans = runs([told(0, 0, 4), told(0, 1, 5), told(1, 1, 5)])
+    assert main(["exact", *JOB]) == 0
+    assert "equal: 2 commits of 2 workers, up to step 1" in capsys.readouterr().out
+    assert [plan.chance is not None for plan in plans] == [False, True]
