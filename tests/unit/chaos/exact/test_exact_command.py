@@ -54,10 +54,10 @@ def test_a_job_without_shards_is_ended_at_its_first_commit(runs, capsys):
     assert plans == [Plan()]
 
 
-def test_a_journal_of_the_jobs_own_is_refused_and_one_of_the_scripts_is_not(runs, capsys):
+def test_a_journal_of_the_jobs_own_is_refused_and_one_of_the_scripts_is_not(runs, capsys, tmp_path):
     runs([told(0, 1, 5)])
     *words, script = JOB
-    assert main(["exact", *words, "--journal=x", script]) == 2
+    assert main(["exact", *words, f"--journal={tmp_path}/x", script]) == 2
     assert "leave --journal out" in capsys.readouterr().err
     assert main(["exact", *JOB, "--journal", "x"]) == 0
 
