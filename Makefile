@@ -95,11 +95,11 @@ train-keras: $(READY) $(FRAMEWORKS)
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/kill_workers.py --every 6 --workers 3 -- \
 	  $(BIN)/python examples/horovod/keras_elastic.py --epochs 20 --pause 0.05
 
-# Processes of pytest, each of which starts two to four more. With three on two cores some tests were too slow for
-# their deadlines now and then. A third that has only those that start nothing gives way to the others, which wait,
-# for a lease, an import or a signal, half of their time. make test FILLER=1 has it.
+# Processes of pytest, each of which starts two to four more that often wait, for a lease, an import or a signal. One
+# more fills the gaps, at a lower priority, with tests that start no jobs; make test FILLER= leaves it out. Three of
+# the first kind are too many for two cores: some tests were too slow for their deadlines now and then.
 TESTS_AT_ONCE ?= 2
-FILLER ?=
+FILLER ?= 1
 # A run of the tests ends, whatever becomes of its processes.
 ENDS := timeout --foreground --kill-after=60
 

@@ -51,8 +51,8 @@ TOGETHER = {
     "test_ray_journal": "Ray with Redis",
 }
 
-# They compute in one process, and wait for no other: the filler runs them, at a lower priority.
-LIGHT = ("tests/unit/", "tests/simulation/")
+# They compute, and no deadline of theirs is near: the filler runs them, at a lower priority.
+LIGHT = ("tests/unit/", "tests/simulation/", "tests/charts/")
 NICE = 5
 
 

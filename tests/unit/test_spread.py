@@ -31,6 +31,7 @@ def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collecte
 ):
     """Two that die at once: the first to take a place is ready, and the second is not."""
     monkeypatch.setattr(request.config.option, "tx", ["2*popen"], raising=False)
+    monkeypatch.setattr(request.config.option, "filler", False)
     scheduler = pytest_xdist_make_scheduler(request.config, Producer("scheduler"))
     tests = [f"test_{module}.py::test_{name}" for module in "abcdefgh" for name in NAMES]
 
@@ -64,7 +65,7 @@ def test_the_filler_has_what_is_light_and_the_others_have_it_when_nothing_else_i
     monkeypatch.setattr(request.config.option, "tx", ["3*popen"], raising=False)
     monkeypatch.setattr(request.config.option, "filler", True)
     scheduler = pytest_xdist_make_scheduler(request.config, Producer("scheduler"))
-    rooms = ["unit/a", "unit/b", "integration/c", "integration/d", "simulation/e", "charts/f"]
+    rooms = ["unit/a", "unit/b", "integration/c", "integration/d", "simulation/e", "cluster/f"]
     tests = [f"tests/{room}.py::test_{name}" for room in rooms for name in NAMES]
     nodes = [create_autospec(WorkerController, instance=True, shutting_down=False) for _ in "abc"]
     for number, node in zip((2, 0, 1), nodes, strict=True):  # who is ready first is the last
@@ -90,7 +91,7 @@ def test_the_filler_has_what_is_light_and_the_others_have_it_when_nothing_else_i
     for node in nodes:
         ends_one(node)
     assert has(filler) == ["unit/a", "unit/b"] and not filler.shutdown.called
-    assert [has(node)[1] for node in others] == ["charts/f", "simulation/e"]
+    assert [has(node)[1] for node in others] == ["cluster/f", "simulation/e"]
     ends_one(filler)
     assert len(has(filler)) == 2 and filler.shutdown.called
 
