@@ -177,13 +177,15 @@ class Store:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return self.exchange(key, rank, _FETCH, b"", limit_s)
 
-    def announce(self, key: str, rank: int) -> None:
-        """Whoever listens to this key, now or later, goes on. Raises CollectiveFailed."""
-        self.exchange(key, rank, _ANNOUNCE, b"")
+    def announce(self, key: str, rank: int, blob: bytes = b"") -> bytes:
+        """Whoever listens to this key, now or later, goes on, and is told ``blob``. Returns what was announced: that of
+        the first who did it. Raises CollectiveFailed.
+        """
+        return self.exchange(key, rank, _ANNOUNCE, blob)[0]
 
-    def listen_to(self, key: str, rank: int, timeout_s: float) -> None:
+    def listen_to(self, key: str, rank: int, timeout_s: float) -> bytes:
         """Blocks until a rank has announced this key. Raises CollectiveFailed, also on `abort`."""
-        self.exchange(key, rank, _LISTEN, b"", timeout_s)
+        return self.exchange(key, rank, _LISTEN, b"", timeout_s)[0]
 
     def abort(self) -> None:
         """Whoever waits in `exchange` here, now or later, fails. Any thread, any number of times, never blocks."""
@@ -305,7 +307,7 @@ class _Server:
             timeout_s, count_limit(_REQUEST_LIMIT, descriptors)
         )
         self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
-        self._announced: set[str] = set()
+        self._announced: dict[str, bytes] = {}
         self._listening: dict[str, set[socket.socket]] = {}
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -409,10 +411,10 @@ class _Server:
         listening = self._listening.setdefault(request.key, set())
         listening.add(sock)
         if request.size == _ANNOUNCE:
-            self._announced.add(request.key)
+            self._announced.setdefault(request.key, request.blob)
         if request.key in self._announced:
             for each in list(listening):
-                self._answer(each, request, [])
+                self._answer(each, request, [self._announced[request.key]])
 
     def _answer(self, sock: socket.socket, request: _Request, blobs: list[bytes]) -> None:
         reply = _Reply(self._generation, request.key, blobs)

@@ -62,6 +62,19 @@ def test_the_synthetic_benchmark(job):
     assert number(running, r"on 2 worker\(s\): ([\d.]+)")[0] > 0
 
 
+@pytest.mark.nightly
+@PATIENT
+def test_a_training_job_whose_data_another_job_prepares(job, tmp_path):
+    file = tmp_path / "compute.json"
+    service = ["python", "-m", "horovod.tensorflow.data.compute_worker", file, "--timeout", "300"]
+    compute = job("-np 2", service, env=ENV)
+    training = job("-np 2", [*command("tensorflow2_data_service.py"), file], env=ENV)
+    training.succeed(PATIENCE_S)
+    compute.succeed(START_S)
+    assert number(training, r"Epoch \d: (\d+) samples on 2 ranks") == [1797.0] * 3
+    assert not file.exists()
+
+
 @forked
 def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
     flags = "--steps 240 --pause 0.02"

@@ -29,6 +29,12 @@ def test_tensorflow(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_tensorflow", behaviour, timeout_s=FIRST_S)
 
 
+@pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
+@pytest.mark.parametrize("behaviour", behaviours.of("in_data_service"))
+def test_the_data_service(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_data_service", behaviour, timeout_s=FIRST_S)
+
+
 @worlds
 @pytest.mark.parametrize("behaviour", behaviours.of("in_keras"))
 def test_keras(world: World, behaviour: str) -> None:

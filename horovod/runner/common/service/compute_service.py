@@ -1,0 +1,162 @@
+"""What a compute job and the training jobs that use it tell each other: where dispatchers are, that workers serve, that
+the end has come. Sealed frames of `elastic.rendezvous.store`: only who has the key is heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from elastic import context
+from elastic.errors import CollectiveFailed, Invalid
+from elastic.protocol.messages import Address
+from elastic.rendezvous.store import Store, listen
+from horovod.runner.common.util.timeout import TimeoutException
+
+_SHAPE = "dispatchers, workers of each"
+_END = "end"
+_LEFT = "left"
+_SERVE_S = 60.0  # for a caller to say what it wants
+_LOOK_S = 30.0  # between two looks whether the service is still there
+
+_Told = TypeVar("_Told")
+
+
+class ComputeService:
+    """Serves on one rank of the compute job, from now until `shutdown`.
+
+    ``key``: who has it may call. ``host``: the numeric address to listen on; by default the one on which the workers of
+    this job listen for each other, which needs ``hvd.init()``. Raises Invalid, NotInitialized, OSError.
+    """
+
+    def __init__(
+        self, dispatchers: int, workers_per_dispatcher: int, key: bytes, host: str | None = None
+    ) -> None:
+        shape = (dispatchers, workers_per_dispatcher)
+        if min(shape) < 1:
+            raise Invalid(
+                "a compute service needs at least 1 dispatcher and 1 worker for each, not"
+                f" {dispatchers} and {workers_per_dispatcher}"
+            )
+        listener = listen(context.current().env.bind_host if host is None else host)
+        self._address = listener.address
+        self._store = Store(listener.address, listener, _SERVE_S, secret=key)
+        self._store.provide(_SHAPE, lambda: [str(count).encode() for count in shape])
+        self._store.open()
+
+    def addresses(self) -> dict[str, list[tuple[str, int]]]:
+        """Where it listens: host and port, by host."""
+        return {self._address.host: [(self._address.host, self._address.port)]}
+
+    def shutdown(self) -> None:
+        """Whoever waits for the end goes on; from now on nobody is served."""
+        self._store.announce(_END, 0)
+        self._store.close()
+
+
+class ComputeClient:
+    """Calls a service. Every method raises ConnectionError where the service is not there, or not any more, and those
+    that wait ``timeout`` seconds raise TimeoutException. ``verbose`` is accepted, and without a meaning here.
+    """
+
+    def __init__(
+        self,
+        compute_addresses: Mapping[str, Sequence[tuple[str, int]]],
+        key: bytes,
+        verbose: int = 1,
+        timeout: float = 60,
+    ) -> None:
+        (host, port), *_ = (each for listed in compute_addresses.values() for each in listed)
+        self._address = Address(host, port)
+        self._store = Store(self._address, None, timeout, secret=key)
+
+    def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
+        """``grpc://HOST:PORT``. Raises IndexError; ValueError where it is registered with another address already."""
+        self._known(dispatcher_id)
+        mine = dispatcher_address.encode()
+        first = self._call(lambda: self._store.announce(_dispatcher(dispatcher_id), 0, mine))
+        if first != mine:
+            raise Invalid(
+                f"dispatcher {dispatcher_id} is registered already, at {first.decode()}, and not at"
+                f" {dispatcher_address}: start the compute job again before another training starts dispatchers"
+            )
+
+    def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
+        """Its address: ``grpc://HOST:PORT``. Raises IndexError."""
+        self._known(dispatcher_id)
+        return self._hear(_dispatcher(dispatcher_id), timeout).decode()
+
+    def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
+        """``worker_id``: its rank in the compute job. Raises IndexError."""
+        self._known(dispatcher_id)
+        self._call(lambda: self._store.announce(_worker(dispatcher_id, worker_id), 0))
+
+    def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
+        """Until all of its workers serve. Where there is one dispatcher, it is meant. Raises IndexError."""
+        dispatchers, workers = self._shape()
+        if dispatchers == 1:
+            dispatcher_id = 0
+        self._known(dispatcher_id)
+        for worker_id in range(dispatcher_id * workers, (dispatcher_id + 1) * workers):
+            self._hear(_worker(dispatcher_id, worker_id), timeout)
+
+    def shutdown(self) -> None:
+        """Ends the compute job: no training needs it any more."""
+        self._call(lambda: self._store.announce(_END, 0))
+
+    def wait_for_shutdown(self) -> None:
+        """Without a deadline, as long as the service is there."""
+        while True:
+            try:
+                self._hear(_END, _LOOK_S)
+                return
+            except TimeoutException:
+                self._shape()  # is it?
+
+    def leave(self, worker_id: int) -> None:
+        """Until all workers of all dispatchers have called this, after the end: the service may go then."""
+        dispatchers, workers = self._shape()
+        count = dispatchers * workers
+        self._call(
+            lambda: self._store.exchange(_LEFT, worker_id, count, b""),
+            f"all {count} workers have stopped",
+        )
+
+    def _shape(self) -> tuple[int, int]:
+        dispatchers, workers = self._call(lambda: self._store.fetch(_SHAPE, 0))
+        return int(dispatchers), int(workers)
+
+    def _known(self, dispatcher_id: int) -> None:
+        dispatchers, _ = self._shape()
+        if not 0 <= dispatcher_id < dispatchers:
+            raise IndexError(
+                f"there is no dispatcher {dispatcher_id}: they are numbered from 0 to {dispatchers - 1}"
+            )
+
+    def _hear(self, what: str, timeout: float) -> bytes:
+        return self._call(lambda: self._store.listen_to(what, 0, timeout), f"{what} has registered")
+
+    def _call(self, call: Callable[[], _Told], awaited: str = "") -> _Told:
+        try:
+            return call()
+        except CollectiveFailed as error:
+            if awaited and isinstance(error.__cause__, TimeoutError):
+                raise TimeoutException(
+                    f"the compute service waited too long until {awaited}: look into the output of its job, or give"
+                    " horovod.tensorflow.data.compute_worker a longer --timeout"
+                ) from error
+            raise ConnectionError(
+                f"no compute service answers at {self._address} ({error.__cause__}): its job has ended, or can't be"
+                " reached from here; start horovod.tensorflow.data.compute_worker again"
+            ) from error
+
+
+def _dispatcher(dispatcher_id: int) -> str:
+    return f"dispatcher {dispatcher_id}"
+
+
+def _worker(dispatcher_id: int, worker_id: int) -> str:
+    return f"worker {worker_id} of dispatcher {dispatcher_id}"
+
+
+__all__ = ["ComputeClient", "ComputeService"]

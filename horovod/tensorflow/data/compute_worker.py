@@ -1,0 +1,95 @@
+"""A compute job, which prepares data for training jobs: every rank of it is a worker of TensorFlow's tf.data service.
+
+horovodrun -np 4 python -m horovod.tensorflow.data.compute_worker CONFIGFILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+from elastic.errors import Invalid
+from horovod.runner.common.service.compute_service import ComputeService
+from horovod.runner.common.util import secret
+from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, compute_worker_fn
+
+
+def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
+    """Serves until a training calls ``compute_client().shutdown()``. Every rank calls it.
+
+    Rank 0 writes ``configfile`` for training jobs, and removes it at the end. Raises Invalid; as `compute_worker_fn`.
+    """
+    hvd.init()
+    if dispatchers < 1 or hvd.size() % dispatchers:
+        raise Invalid(
+            f"{hvd.size()} ranks can't be shared out evenly to {dispatchers} dispatchers: start a multiple of them, as"
+            f" in -np {2 * max(dispatchers, 1)}"
+        )
+    service = config = None
+    try:
+        if hvd.rank() == 0:
+            key = secret.make_secret_key()
+            workers = hvd.size() // dispatchers
+            service = ComputeService(dispatchers, workers, key)
+            config = TfDataServiceConfig(
+                dispatchers, workers, dispatcher_side, service.addresses(), key, timeout
+            )
+            config.write(configfile)
+        compute_worker_fn(hvd.broadcast_object(config, name="TfDataServiceConfig"))
+    finally:
+        if service is not None:
+            service.shutdown()
+            if config is not None:
+                _remove(Path(configfile), config)
+
+
+def _remove(file: Path, config: TfDataServiceConfig) -> None:
+    """Unless another job has written its own there since."""
+    with contextlib.suppress(OSError, Invalid):
+        if TfDataServiceConfig.read(file) == config:
+            file.unlink()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; give a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}; give a number of seconds, more than 0")
+    return value
+
+
+def _command(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m horovod.tensorflow.data.compute_worker",
+        description="Every rank is a worker of TensorFlow's tf.data service: start it with horovodrun.",
+    )
+    parser.add_argument(
+        "configfile", help="written for training jobs, where they and this job can read it"
+    )
+    parser.add_argument(
+        "--dispatchers", type=_count, default=1, help="1 for all training ranks, or one for each"
+    )
+    parser.add_argument(
+        "--dispatcher-side", choices=SIDES, default="compute", help="in which job they run"
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, default=60.0, help="seconds for all of both jobs to be up"
+    )
+    given = parser.parse_args(words)
+    main(given.dispatchers, given.dispatcher_side, given.configfile, given.timeout)
+
+
+if __name__ == "__main__":
+    _command()

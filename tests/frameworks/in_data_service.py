@@ -1,0 +1,131 @@
+"""`horovod.tensorflow.data`: in each rank a thread belongs to the compute job, and the main thread trains."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+import horovod.tensorflow as hvd
+from horovod.runner.common.util.timeout import TimeoutException
+from horovod.tensorflow.data import compute_worker
+from horovod.tensorflow.data.compute_service import (
+    TfDataServiceConfig,
+    compute_worker_fn,
+    send_to_data_service,
+    tf_data_service,
+)
+
+CONFIG = TfDataServiceConfig(1, 2, "compute", {"10.0.0.1": [("10.0.0.1", 5000)]}, b"\x00key", 30)
+SAMPLES = 64
+END_S = 30.0
+
+
+@contextlib.contextmanager
+def computing(rank, dispatchers, side):
+    """The config of a compute job, which the end of the block ends."""
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
+    file = Path(folder, "compute.json")
+    failed = []
+
+    def compute():
+        try:
+            compute_worker.main(dispatchers, side, str(file), END_S)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    yield TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=END_S)
+    hvd.allgather_object(None)  # all have what they wanted
+    if rank == 0:
+        config = TfDataServiceConfig.read(file)
+        assert file.stat().st_mode & 0o077 == 0
+        config.compute_client(verbose=2).shutdown()
+    thread.join(END_S)
+    assert not thread.is_alive() and not failed, failed
+    hvd.allgather_object(None)
+    assert not file.exists()
+
+
+def test_each_sample_comes_to_one_rank_in_every_epoch(rank, size):
+    with computing(rank, 1, "compute") as config:
+        assert (config.dispatchers, config.workers_per_dispatcher) == (1, size)
+        dataset = tf.data.Dataset.range(SAMPLES).map(lambda x: x + 1).batch(4)
+        dataset = dataset.send_to_data_service(config, rank, size, reuse_dataset=True)
+        for _ in range(2):
+            mine = [int(x) for batch in dataset for x in batch]
+            every = hvd.allgather_object(mine)
+            assert sorted(x for mine in every for x in mine) == list(range(1, SAMPLES + 1))
+
+
+def test_without_sharing_each_rank_gets_all(rank, size):
+    with computing(rank, 1, "compute") as config:
+        dataset = send_to_data_service(tf.data.Dataset.range(SAMPLES), config, rank, size)
+        assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
+
+
+def test_a_dispatcher_for_each_rank_in_the_training_job(rank, size):
+    with computing(rank, size, "training") as config:
+        with pytest.raises(ValueError, match=r"with tf_data_service\(\.\.\.\) as address"):
+            send_to_data_service(tf.data.Dataset.range(3), config, rank)
+        with pytest.raises(ValueError, match=f"rank {size} has no dispatcher"):
+            tf_data_service(config, size).__enter__()
+        with tf_data_service(config, rank) as address:
+            assert len(set(hvd.allgather_object(address))) == size
+            service = tf.data.experimental.service
+            dataset = tf.data.Dataset.range(SAMPLES)
+            dataset = dataset.apply(service.distribute("distributed_epoch", address))
+            assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
+
+
+def test_a_config_is_written_and_read(rank, size):
+    assert TfDataServiceConfig.from_dict(CONFIG.to_dict()) == CONFIG
+    assert CONFIG.to_dict()["key"] == "006b6579" and "key" not in repr(CONFIG)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "compute.json")
+        CONFIG.write(file)
+        assert list(Path(folder).iterdir()) == [file]
+        assert TfDataServiceConfig.read(file) == CONFIG
+        assert TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0) == CONFIG
+        for damaged in ("", "[]", "{}", json.dumps({**CONFIG.to_dict(), "key": "xyz"})):
+            file.write_text(damaged)
+            with pytest.raises(ValueError, match=r"no config of a tf\.data service"):
+                TfDataServiceConfig.read(file)
+        with pytest.raises(ValueError, match="can't be written: No such file"):
+            CONFIG.write(Path(folder, "nowhere", "compute.json"))
+        file.unlink()
+        with pytest.raises(TimeoutException, match=r"was not there after 0 seconds: start python"):
+            TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
+
+
+def test_what_a_config_can_not_be_is_refused(rank, size):
+    for wrong, said in (
+        ({"dispatchers": 0}, "dispatchers is 0; give 1 or more"),
+        ({"dispatcher_side": "both"}, "give compute or training"),
+        ({"timeout": 0}, "more than 0"),
+        ({"addresses": {}}, "has none in it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(CONFIG, **wrong)
+        with pytest.raises(ValueError, match=said):
+            TfDataServiceConfig.from_dict({**CONFIG.to_dict(), **wrong})
+    with pytest.raises(ValueError, match="Expected `int`"):
+        TfDataServiceConfig.from_dict({**CONFIG.to_dict(), "dispatchers": "2"})
+    with pytest.raises(ValueError, match=f"and this job has {size}"):
+        compute_worker_fn(dataclasses.replace(CONFIG, dispatchers=7))
+    with pytest.raises(ValueError, match="can't be shared out evenly"):
+        compute_worker.main(size + 1, "compute", "nowhere", 1.0)
+    with pytest.raises(ValueError, match="needs the size"):
+        send_to_data_service(
+            tf.data.Dataset.range(3), CONFIG, rank, reuse_dataset=True, round_robin=True
+        )
+    for words in (["--dispatchers", "0"], ["--timeout", "nan"], ["--dispatcher-side", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            compute_worker._command(["nowhere", *words])

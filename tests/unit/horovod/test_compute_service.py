@@ -1,0 +1,85 @@
+"""What a compute job and training jobs tell each other, over real sockets of this machine."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from horovod.runner.common.service.compute_service import ComputeClient, ComputeService
+from horovod.runner.common.util.timeout import TimeoutException
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def service():
+    made = ComputeService(2, 2, KEY, host="127.0.0.1")
+    yield made
+    made.shutdown()
+
+
+def test_who_waits_learns_where_a_dispatcher_is_and_that_its_workers_serve(service):
+    compute, training = (ComputeClient(service.addresses(), KEY) for _ in range(2))
+    found: list[str] = []
+
+    def train() -> None:
+        found.append(training.wait_for_dispatcher_registration(1, 10))
+        training.wait_for_dispatcher_worker_registration(1, 10)
+        training.shutdown()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    compute.register_dispatcher(1, "grpc://a:1")
+    compute.register_dispatcher(1, "grpc://a:1")  # said twice
+    for worker in (2, 3):
+        compute.register_worker_for_dispatcher(1, worker)
+    compute.wait_for_shutdown()
+    thread.join(10)
+    assert found == ["grpc://a:1"]
+
+
+def test_what_is_missing_is_named(service):
+    client = ComputeClient(service.addresses(), KEY)
+    client.register_dispatcher(0, "grpc://a:1")
+    client.register_worker_for_dispatcher(0, 0)
+    with pytest.raises(TimeoutException, match="worker 1 of dispatcher 0"):
+        client.wait_for_dispatcher_worker_registration(0, 0.01)
+    with pytest.raises(TimeoutException, match="dispatcher 1 has"):
+        client.wait_for_dispatcher_registration(1, 0.01)
+    with pytest.raises(ValueError, match="dispatcher 0 is registered already, at grpc://a:1"):
+        client.register_dispatcher(0, "grpc://b:1")
+    with pytest.raises(IndexError, match="no dispatcher 2: they are numbered from 0 to 1"):
+        client.register_dispatcher(2, "grpc://a:1")
+
+
+def test_only_who_has_the_key_is_heard(service):
+    with pytest.raises(ConnectionError, match="no compute service answers at 127"):
+        ComputeClient(service.addresses(), b"another").shutdown()
+
+
+def test_who_waits_for_the_end_notices_that_the_service_is_gone_without_one():
+    made = ComputeService(1, 1, KEY, host="127.0.0.1")
+    client = ComputeClient(made.addresses(), KEY, timeout=0.05)
+    waiting = threading.Event()
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            client.wait_for_shutdown()
+        except ConnectionError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait(10)
+    made._store.close()  # as its process's end does
+    thread.join(10)
+    assert len(ended) == 1
+
+
+def test_a_service_of_nothing_is_refused():
+    for dispatchers, workers in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1 dispatcher"):
+            ComputeService(dispatchers, workers, KEY, host="127.0.0.1")
