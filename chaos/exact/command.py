@@ -27,11 +27,13 @@ Compares the digests of every tensor at every commit, and names the step and the
 EXAMPLES = """\
 examples:
   python -m elastic.chaos exact -- elasticrun -np 3 --min-np 1 python train.py
+  python -m elastic.chaos exact --mean-time-between-faults 1 -- elasticrun -np 3 --min-np 1 python train.py
+      where training takes seconds
   python -m elastic.chaos exact --undisturbed first/journal.jsonl -- elasticrun -np 2 --min-np 1 python train.py
       compares with a run of before, of elasticrun --digests --journal: of another size, on another machine
 
-The exit code is 0 where all commits are equal, 1 where some differ, 2 where there was nothing to compare. Set
-OMP_NUM_THREADS where the two have other numbers of workers. docs/exact.md says what is needed."""
+The exit code is 0 where all commits are equal, 1 where some differ, 2 where there was nothing to compare
+or no fault came. Set OMP_NUM_THREADS where the two have other numbers of workers. docs/exact.md says what is needed."""
 
 MEAN_S = 5.0
 EQUAL, DIFFER, NOTHING = 0, 1, 2
@@ -76,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
                 " or run the job with --digests --journal FILE first, and give --undisturbed FILE and another folder"
             )
         first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
-        code = _run(first, Plan(), "undisturbed")
+        code, _ = _run(first, Plan(), "undisturbed")
         if code:
             print(
                 f"the undisturbed run ended with exit code {code}: there is nothing to compare with"
@@ -102,8 +104,15 @@ def main(options: argparse.Namespace) -> int:
         print(f"already undisturbed, workers do not agree: {inside.sentence()}")
         return DIFFER
     _say_faults(plan)
-    code = _run(disturbed, plan, "under faults")
-    return _verdict(wanted, _held(disturbed.journal), code, disturbed.journal)
+    code, count = _run(disturbed, plan, "under faults")
+    verdict = _verdict(wanted, _held(disturbed.journal), code, disturbed.journal)
+    if verdict == EQUAL and not count and options.undisturbed is None:
+        print(
+            "but no fault came, so nothing was shown: train for longer, or give a shorter --mean-time-between-faults,"
+            f" which is {options.mean_time_between_faults:g} s"
+        )
+        return NOTHING
+    return verdict
 
 
 def _say_faults(plan: Plan) -> None:
@@ -112,12 +121,13 @@ def _say_faults(plan: Plan) -> None:
     say(f"faults are drawn with --seed {chance.seed}")
 
 
-def _run(job: Job, plan: Plan, how: str) -> int:
+def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
+    """The exit code, and the number of faults."""
     say(f"the job runs {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
     say(f"it ended with exit code {done.code}, after {len(done.injected)} faults")
-    return done.code
+    return done.code, len(done.injected)
 
 
 def _check_steps(story: Story, driver: int, now: float) -> None:

@@ -29,10 +29,11 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
             " again. Give elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards) the dataset, or"
             " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) the loader"
         )
-    if isinstance(batches, torch.Tensor | Mapping):
+    if isinstance(batches, torch.Tensor | Mapping) or _inputs_and_targets(batches):
         raise Invalid(
-            f"over() was given a {type(batches).__name__}, which is one batch; give a micro-batch for each of this"
-            f" rank's shards, here {len(held)}, or a step of elastic.data.DataLoader(..., shards=shards)"
+            f"over() was given a {type(batches).__name__} that is one batch; give a micro-batch for each of this rank's"
+            f" shards, here {len(held)}, or a step of elastic.data.DataLoader(..., shards=shards), which"
+            " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) makes of torch's"
         )
     if isinstance(batches, Sized) and len(batches) != len(held):
         raise Invalid(
@@ -51,3 +52,11 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
             "the loader is in no state, so a commit does not have its position, and after a failure other samples"
             " would be trained on: add it, as in TorchState(..., shards=shards, loader=loader)"
         )
+
+
+def _inputs_and_targets(batches: object) -> bool:
+    """Whether it is what a loader of torch gives for one step: micro-batches are all of one kind."""
+    if not isinstance(batches, list | tuple):
+        return False
+    tensors = [each for each in batches if isinstance(each, torch.Tensor)]
+    return len({(each.dtype, each.ndim) for each in tensors}) > 1

@@ -11,13 +11,13 @@ from elastic.chaos.__main__ import main
 from elastic.chaos.exact import command
 from elastic.chaos.harness.journal_tail import Follower, Story
 from elastic.chaos.inject.faulty_job import FaultyJob, Job, under_fire
-from elastic.chaos.inject.plan import Plan
+from elastic.chaos.inject.plan import Injected, Plan
 from elastic.driver.events import Event, WorkerDigested
 from elastic.driver.journal.file import FileJournal
 from elastic.protocol.messages import Commit, Worker
 
 JOB = ["--", "elasticrun", "-np", "2", "--min-np", "1", "true"]
-Runs = Callable[[list[Event]], list[Plan]]
+Runs = Callable[..., list[Plan]]
 
 
 def told(worker: int, step: int, value: int) -> WorkerDigested:
@@ -27,10 +27,10 @@ def told(worker: int, step: int, value: int) -> WorkerDigested:
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path) -> Runs:
-    """Every run of the job tells these events. Returns the plans that it was run under."""
+    """``runs(events, faults=True)``: every run of the job tells these. Returns the plans that it was run under."""
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
 
-    def as_told(events: list[Event]) -> list[Plan]:
+    def as_told(events: list[Event], faults: bool = True) -> list[Plan]:
         plans: list[Plan] = []
 
         def run(job: Job, plan: Plan, **how) -> FaultyJob:
@@ -39,7 +39,8 @@ def runs(monkeypatch, tmp_path) -> Runs:
             for number, event in enumerate(events):
                 journal.record(float(number), event, [])
             how["each_turn"](Follower(job.journal, Story()).look(), 1, 0.0)
-            return FaultyJob(job, 0, [], 0)
+            kill = Injected(1, "kill", Worker("h", 0, 1), 0, 2, 0.0, "kill")
+            return FaultyJob(job, 0, [kill] if plan.chance is not None and faults else [], 0)
 
         monkeypatch.setattr(command, "under_fire", create_autospec(under_fire, side_effect=run))
         return plans
@@ -86,3 +87,9 @@ def test_equal_runs_are_run_twice(runs, capsys):
     assert main(["exact", *JOB]) == 0
     assert "equal: 2 commits of 2 workers, up to step 1" in capsys.readouterr().out
     assert [plan.chance is not None for plan in plans] == [False, True]
+
+
+def test_equal_runs_show_nothing_where_no_fault_came(runs, capsys):
+    runs([told(0, 1, 5)], faults=False)
+    assert main(["exact", "--mean-time-between-faults", "9", *JOB]) == 2
+    assert "no fault came, so nothing was shown" in capsys.readouterr().out

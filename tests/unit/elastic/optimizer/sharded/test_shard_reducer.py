@@ -606,8 +606,9 @@ def loader_of(**options: Any) -> DataLoader:
             lambda shards: torch.ones(5, 2).unbind(),
             r"5 micro-batches, and this rank has \d of the 5",
         ),
-        (lambda shards: torch.ones(4, 3), "given a Tensor, which is one batch"),
-        (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict, which is one batch"),
+        (lambda shards: torch.ones(4, 3), "given a Tensor that is one batch"),
+        (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict that is one batch"),
+        (lambda shards: [torch.ones(4, 3), torch.ones(4).long()], "given a list that is one batch"),
         (lambda shards: next(iter(loader_of(shards=4))), "give DataLoader"),
     ],
 )
