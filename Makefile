@@ -180,7 +180,7 @@ check: $(READY)
 check-types:
 	$(BIN)/mypy $(TYPED)
 
-QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -m "not slow"
+QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 -m "not slow"
 
 WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos) $(wildcard tests/unit/test_*.py)
 

@@ -45,13 +45,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-EXAMPLES, NIGHTLY_EXAMPLES = 40, 400  # that Hypothesis draws for a test
+# That Hypothesis draws for a test: for make check, make test and make nightly.
+QUICK_EXAMPLES, EXAMPLES, NIGHTLY_EXAMPLES = 15, 40, 400
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A shell without job control starts ``make test &`` with SIGINT ignored, and so would all that tests start."""
     nightly = config.getoption("--nightly")
-    examples = NIGHTLY_EXAMPLES if nightly else EXAMPLES
+    quick = config.option.markexpr == "not slow"
+    examples = NIGHTLY_EXAMPLES if nightly else QUICK_EXAMPLES if quick else EXAMPLES
     too_slow = [HealthCheck.too_slow]  # it times what a busy machine draws, as deadlines do
     settings.register_profile(
         "ours", max_examples=examples, deadline=None, suppress_health_check=too_slow

@@ -50,6 +50,7 @@ def test_in_many_more_jobs(monkeypatch, first):
         run(seed, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("seed", [3, 8])
 def test_with_loader_workers(monkeypatch, seed):

@@ -29,10 +29,20 @@ from elastic.state.held import Held
 from elastic.state.torch_state import TorchState
 
 SIZE = 6
-SEEDS, ALL_SEEDS = 8, 400  # of make test, and of make nightly
+QUICK, SEEDS, ALL_SEEDS = 2, 8, 400  # of make check, of make test, and of make nightly
 FOR_EACH_BUG = 20
 STEPS = 60
 PLACES = ("durable-file", "durable-share", "durable-manifest", "durable-sealed")
+
+
+def some() -> list[Any]:
+    """Seeds, each marked for the runs that have it."""
+    quick, night = range(QUICK), range(SEEDS, ALL_SEEDS)
+    return [
+        *quick,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, SEEDS)),
+        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in night),
+    ]
 
 
 class Dies(BaseException):
@@ -258,10 +268,7 @@ class Job:
         raise AssertionError("no checkpoint is made any more")
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SEEDS, ALL_SEEDS))],
-)
+@pytest.mark.parametrize("seed", some())
 def test_whatever_has_a_manifest_is_one_whole_commit_and_none_is_lost(seed, monkeypatch):
     job = Job(seed, monkeypatch)
     job.run()
@@ -335,10 +342,7 @@ class SpoiltJob(Job):
             self.settle()
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SEEDS, ALL_SEEDS))],
-)
+@pytest.mark.parametrize("seed", some())
 def test_whose_gradients_have_spoilt_all_is_told_whatever_becomes_of_the_world(seed, monkeypatch):
     job = SpoiltJob(seed, monkeypatch)
     job.world(job.drawn.randint(3, 4))

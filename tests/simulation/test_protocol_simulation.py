@@ -69,7 +69,9 @@ def simulate(seed: int) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("seed", range(QUICK))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, QUICK))]
+)
 def test_nothing_false_is_trained_and_the_job_ends(seed):
     simulate(seed)
 
@@ -153,6 +155,7 @@ STRIKES = [  # each place, and each way three times, in every run; each way at e
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "frozen_s"), STRIKES)
 def test_a_worker_is_struck_wherever_it_gives_up_control(place, frozen_s):
     """Killed, stopped for less than a lease, or fenced and woken later."""
@@ -358,6 +361,7 @@ def test_machines_that_stand_still_never_cost_the_job(first):
     succeed_under(FROZEN, first)
 
 
+@pytest.mark.slow
 def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
     sim = Simulation(3, workers=4, steps=1500, faults=0, mild=True, weather=Weather())
     for at, event in (
@@ -466,6 +470,7 @@ def test_a_zombie_that_no_kill_can_reach_changes_nothing_when_it_wakes():
     assert outcome.generation >= 3 and not any(zombie.alive for zombie in zombies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", some(range(0, 12, 6), 1))
 def test_words_of_lost_connections_that_come_late_change_nothing(first):
     """Every piece of every lost connection turns up after all, long after its time."""

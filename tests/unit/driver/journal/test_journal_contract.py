@@ -16,7 +16,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
-from harness.journal_contract import PLACES, InEtcd
+from harness.journal_contract import PLACES, InEtcd, InRay
 
 FIRST = Writer(1, "10.0.0.1:4000", "2026-01-01T00:00:00+0000", 100, 0.0, 0.0, 1000.0, "a")
 SECOND = Writer(2, "10.0.0.2:4000", "2026-01-01T01:00:00+0000", 200, 50.0, 0.0, 4600.0, "b")
@@ -36,7 +36,12 @@ def is_end(action: object) -> bool:
     return isinstance(action, EndJob)
 
 
-@pytest.fixture(params=PLACES, ids=lambda place: place.__name__)
+@pytest.fixture(
+    params=[
+        pytest.param(place, id=place.__name__, marks=pytest.mark.slow if place is InRay else [])
+        for place in PLACES
+    ]
+)
 def place(request, tmp_path):
     return request.param(tmp_path)
 

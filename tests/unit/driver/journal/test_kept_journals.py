@@ -61,6 +61,7 @@ def test_the_invariants_hold_in_it(path):
     assert check_journal(path, ended=False).worlds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conversations", "digests", "snapshots"])
 def test_one_journal_may_have_lines_of_both(name, tmp_path):
     """A newer driver has gone on with the job in the middle, and yet another goes on after it."""

@@ -97,6 +97,7 @@ def child_starter(folder: Path, log: Log, **rest: Any) -> ChildStarter:
     )
 
 
+@pytest.mark.slow
 class TestChild(StarterContract):
     rest: dict[str, Any] = {}  # noqa: RUF012
 
@@ -230,6 +231,7 @@ class TestChild(StarterContract):
             assert not bench.runs("alpha")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["child", "ssh"])
 def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path, monkeypatch):
     (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
@@ -318,6 +320,7 @@ async def test_the_command_asks_nobody_leaves_nothing_behind_and_keeps_to_the_us
 SHELLS = [shell for shell in ("sh", "bash", "dash", "csh", "tcsh", "fish", "zsh") if which(shell)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
     folder = tmp_path / 'it\'s a "folder" of $HOME; \\ !x'

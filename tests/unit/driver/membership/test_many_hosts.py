@@ -327,7 +327,7 @@ class Drivers:
         return [entry for _, entry in recording(self.joined).entries]
 
 
-@pytest.mark.parametrize("more", [0, 7])
+@pytest.mark.parametrize("more", [0, pytest.param(7, marks=pytest.mark.slow)])
 def test_copies_of_two_drivers_make_one_journal_without_what_was_never_acted_upon(tmp_path, more):
     drivers = Drivers(tmp_path)
     drivers.first(more=more)

@@ -66,18 +66,21 @@ def test_every_kind_of_message_is_drawn_and_fits():
     assert drawn == {struct.__name__ for struct in agent_protocol.FromAgent.__args__}
 
 
+@pytest.mark.slow
 def test_a_seal_without_a_number_is_found(monkeypatch):
     sealed = framing._tag
     monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(key, 0, body))
     _found(Streams, lambda streams: streams.tally, "a frame repeated")
 
 
+@pytest.mark.slow
 def test_one_key_for_all_connections_is_found(monkeypatch):
     sealed = framing._tag
     monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(b"k", number, body))
     _found(Streams, lambda streams: streams.tally, "a frame of another connection")
 
 
+@pytest.mark.slow
 def test_an_exception_that_is_no_refusal_is_found(monkeypatch):
     def bare(self, data):
         self.feed(data)
@@ -90,6 +93,7 @@ def test_an_exception_that_is_no_refusal_is_found(monkeypatch):
     _found(Decoders, lambda decoders: decoders.tally, "UnicodeDecodeError")
 
 
+@pytest.mark.slow
 def test_a_server_that_lets_anybody_in_is_found(monkeypatch):
     anybody = SimpleNamespace(compare_digest=lambda a, b: True)
     monkeypatch.setattr(server_module, "hmac", anybody)
@@ -226,6 +230,7 @@ def test_a_message_of_an_old_generation_changes_nothing():
     assert talk.tell(failed("h:0", now)) != []  # of the present one it is heard
 
 
+@pytest.mark.slow
 def test_whatever_an_authenticated_worker_says_the_driver_goes_on_deciding():
     inputs = Inputs(messages.FromWorker, 9)
     told = 0
@@ -376,6 +381,7 @@ def test_a_link_that_waits_for_a_new_timeline_is_not_followed(tmp_path):
 # ---- TLS ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
     files = new_authority(tmp_path).sign("host")

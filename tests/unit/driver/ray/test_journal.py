@@ -278,8 +278,7 @@ class Storm:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(40),
-        *(pytest.param(range(at, at + 40), marks=pytest.mark.slow) for at in range(40, 200, 40)),
+        *(pytest.param(range(at, at + 40), marks=pytest.mark.slow) for at in range(0, 200, 40)),
         [2508],  # deposed while it removes what is obsolete
     ],
     ids=str,

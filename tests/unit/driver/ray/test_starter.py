@@ -181,6 +181,7 @@ def short_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield Path(folder)
 
 
+@pytest.mark.slow
 class TestRay(StarterContract):
     @contextlib.asynccontextmanager
     async def open(self, folder: Path) -> AsyncIterator[Bench]:
@@ -428,6 +429,7 @@ async def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(tmp_
         worker.writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"rank": -1}\n', b"[]\n", b"x" * 70_000, b""])
 async def test_who_does_not_say_its_rank_is_hung_up_on(tmp_path, said):
     async with bench_in(tmp_path) as bench:

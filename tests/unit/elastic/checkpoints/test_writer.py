@@ -332,7 +332,9 @@ def test_parameters_that_were_infinite_from_the_start_are_let_be(job):
     ranks.has(10)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 20))]
+)
 def test_a_bit_that_flips_in_one_replica_is_found_before_the_next_checkpoint(job, seed):
     drawn = random.Random(seed)
     ranks = job()

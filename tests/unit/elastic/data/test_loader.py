@@ -157,6 +157,7 @@ def test_a_change_of_the_world_deals_the_rest_anew(monkeypatch):
     assert lists(passing) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
+@pytest.mark.slow
 def test_what_loader_workers_have_fetched_is_not_consumed():
     loader = DataLoader(range(40), batch_size=2, num_workers=2, prefetch_factor=4)
     state = TorchState(loader=loader)
@@ -169,6 +170,7 @@ def test_what_loader_workers_have_fetched_is_not_consumed():
         break
 
 
+@pytest.mark.slow
 def test_another_number_of_loader_workers_or_another_batch_size_goes_on_at_the_same_sample():
     first = DataLoader(range(10), batch_size=3)
     TorchState(loader=first)
@@ -209,6 +211,7 @@ def test_a_commit_half_way_through_an_accumulation_deals_its_batches_again():
     assert weight.tolist() == [-1.0, -1.0] + [0.0] * 6
 
 
+@pytest.mark.slow
 def test_seeds_belong_to_the_sample_whatever_process_loads_it():
     before = torch.get_rng_state()
     (alone,) = DataLoader(Augmented(), batch_size=6, sample_seeds=True)

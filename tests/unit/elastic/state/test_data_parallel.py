@@ -104,6 +104,7 @@ def test_a_hook_of_c_plus_plus_has_a_twin_afterwards():
         model._register_builtin_comm_hook(distributed.BuiltinCommHookType.ALLREDUCE)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own import
 def test_an_optimizer_whose_state_is_spread_over_the_ranks_is_refused():
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -196,6 +196,7 @@ def test_work_begins_the_thirty_seconds_anew():
     assert has(DumpStacks, talk.wait(10))
 
 
+@pytest.mark.slow
 def test_without_an_answer_nothing_is_done():
     talk = waiting()
     assert not has(KillWorker, talk.wait(10_000))
@@ -269,6 +270,7 @@ def test_reading_data_is_being_busy():
     assert not has(KillWorker, talk.wait(500))
 
 
+@pytest.mark.slow
 def test_turned_off_a_busy_one_is_never_fenced():
     talk = waiting(busy_s=0.0, busy_warning_s=0.0)
     talk.works("h:2", cpu=1.0)

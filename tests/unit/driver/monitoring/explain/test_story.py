@@ -251,6 +251,7 @@ def test_actions_that_an_archive_left_out_are_found_again(tmp_path):
     assert worlds > 5
 
 
+@pytest.mark.slow
 def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
     whole = gzip.decompress((JOURNALS / "data" / "format-1" / "snapshots.jsonl.gz").read_bytes())
     known = 0

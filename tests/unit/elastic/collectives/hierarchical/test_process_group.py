@@ -163,10 +163,10 @@ class Contract(CollectivesContract):
                 assert torch.equal(result, torch.stack(inputs).sum(0)), dtype
 
 
+@pytest.mark.slow
 class TestTwoHostsOfTwo(Contract):
     hosts = ((0, 1), (2, 3))
 
-    @pytest.mark.slow
     def test_a_thousand_chunks(self, world):
         self.is_exact(world, torch.float64, Op.SUM, (LONGEST,))
 

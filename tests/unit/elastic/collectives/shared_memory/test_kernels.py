@@ -258,6 +258,7 @@ def test_what_is_no_dtype_no_operation_and_no_set_is_refused():
     assert call("abacus", DType.INT8, Op.SUM, [0], [0], 0, 1.0) == -2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wished", [*KINDS, "abacus", None])
 def test_the_environment_names_a_narrower_set(wished):
     environment = {name: value for name, value in os.environ.items() if name != "ELASTIC_KERNELS"}

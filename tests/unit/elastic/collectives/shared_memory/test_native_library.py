@@ -108,6 +108,7 @@ def damaged_copies():
     return [cut, first_page, zeros, a_page_of_zeros, one_bit, no_checksum, empty]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", damaged_copies(), ids=lambda damage: damage.__name__)
 def test_a_damaged_library_is_a_line_and_no_crash(copy, damage):
     copy.write_bytes(damage(copy.read_bytes()))

@@ -132,8 +132,9 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("count", "dtype"),
     [
-        *((count, torch.float32) for count in SHARDS),
-        (5, torch.bfloat16),
+        (3, torch.float32),
+        *(pytest.param(n, torch.float32, marks=pytest.mark.slow) for n in SHARDS if n != 3),
+        pytest.param(5, torch.bfloat16, marks=pytest.mark.slow),
         *(pytest.param(n, torch.bfloat16, marks=pytest.mark.nightly) for n in SHARDS if n != 5),
     ],
     ids=str,
@@ -145,6 +146,7 @@ def test_every_world_has_the_same_bits(ranks, count, dtype):
             assert same(alone, found), size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16])
 def test_what_is_compressed_has_the_same_bits_in_every_world(ranks, compression):
     (alone,) = ranks(1, lambda rank: train(5, compression=compression))
@@ -361,6 +363,7 @@ def an_ulp_in_one_gradient_of_one_rank(monkeypatch):
     monkeypatch.setattr(ShardBucket, "take", take)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
     [
