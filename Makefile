@@ -135,6 +135,7 @@ mxnet: $(MXNET)/.installed
 
 # Marked nightly: the rest of what make test runs a part of.
 nightly: $(READY) $(FRAMEWORKS) sanitize
+	@tests/needs.sh slurmctld:slurm-wlm munged:munge
 	$(ENDS) 21600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
 
 # See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.

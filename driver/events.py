@@ -286,10 +286,13 @@ class DriverRestarted(Event):
 
 
 class StopRequested(Event):
-    """Ctrl-C or SIGTERM at the driver, or a caller's request. ``code``: the exit code that this asks for."""
+    """Ctrl-C or SIGTERM at the driver, or a caller's request. ``code``: the exit code that this asks for.
+    ``checkpoint_s``: so long may a last checkpoint take, where there are any.
+    """
 
     reason: str
     code: int | None = None
+    checkpoint_s: float = 0.0
 
 
 class ScaleRequested(Event):

@@ -116,6 +116,7 @@ class Why(enum.Enum):
     RESET_LIMIT = "reset limit"
     RESTARTS_SPENT = "restarts spent"
     MACHINE_LEAVES = "machine leaves"
+    STOPPED = "stopped"
     STUCK_AGAIN = "stuck again"
     IN_CIRCLES = "in circles"
     # ... or somebody is to blame.
@@ -291,6 +292,13 @@ def _machine_leaves(facts: Mapping[str, Any]) -> str:
     return f"{said}; with --checkpoint-dir the same command could go on from its last commit"
 
 
+def _stopped(facts: Mapping[str, Any]) -> str:
+    """An operator, or a batch system, ends the job."""
+    if facts["newest"]:
+        return f"{facts['why']}; commit {facts['newest']} is durable, and the same command goes on from it"
+    return f"{facts['why']}; no commit of this run became durable in time"
+
+
 SENTENCES: dict[Why, Sentence] = {
     Why.TOLD: "{text}",
     Why.UNKNOWN: "{text}",
@@ -395,6 +403,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.NO_RESUME: "training can't go on from the checkpoint: {text}",
     Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached, with no new checkpoint between",
     Why.MACHINE_LEAVES: _machine_leaves,
+    Why.STOPPED: _stopped,
     Why.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
     Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
     Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",

@@ -96,7 +96,7 @@ class JobDecisions:
         if self.ending is not None:
             if begun:
                 actions += self.ending.heard(event, now)
-            if isinstance(event, StopRequested) and stopped and begun:
+            if isinstance(event, StopRequested) and stopped and (begun or again):
                 actions += self._stopped(event, again=again, now=now)
             actions += self.ending.lost(unseen, now)
             actions += self.ending.overdue(now)

@@ -190,7 +190,8 @@ class Membership:
                 self.worlds.give_up.checkpoint_made()
                 self.notices.checkpoint_made(event)
             case StopRequested():
-                self.worlds.end(1, in_words(event.reason))
+                if not self.notices.stops(event):
+                    self.worlds.end(1, in_words(event.reason))
             case ScaleRequested() | DrainRequested() | RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
             case TimePassed() | WorkerSpent():

@@ -6,7 +6,8 @@
 
 Where all members are on such machines, nobody could go on: they train on, and a checkpoint is asked for at once and
 again shortly before the end. Where the driver's own machine goes, and with it everybody, the job ends once that is
-made: the same command goes on from it.
+made: the same command goes on from it. A request to stop that leaves time for it has the same, and a second such
+request ends the job at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from elastic.driver.events import (
     HostReported,
     HostStaying,
     Notice,
+    StopRequested,
 )
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -64,6 +66,7 @@ class Notices(Part):
         self._asked_in: int | None = None  # the generation; until there is an answer
         self._newest: Commit | None = None  # that is durable
         self._end_at: float | None = None
+        self._stopping: str | None = None  # why, where a request to stop waits for the last one
         self._looked_at: tuple[int, int, int] | None = None  # what members were looked at for
 
     def handle(self, event: Event) -> bool:
@@ -98,6 +101,18 @@ class Notices(Part):
         if self._last_asked and self._end_at is not None:
             self._end()
 
+    def stops(self, event: StopRequested) -> bool:
+        """A request to stop: whether a last checkpoint is made first."""
+        durable = event.checkpoint_s > 0 and self.settings.restarts is not None
+        if not durable or self._stopping is not None or self.worlds.phase is not Phase.TRAINING:
+            return False
+        text = "a last checkpoint is made first; a second request to stop does not wait for it"
+        self.actions.log("info", f"{text} ({event.reason}, {event.checkpoint_s:g} s at most)")
+        self._stopping = event.reason
+        self._ask_at = [self.actions.now]
+        self._end_at = self.actions.now + event.checkpoint_s
+        return True
+
     # ---- one machine -----------------------------------------------------------------------------------------------
 
     def _leaves(self, host: str, notice: Notice, *, alone: bool) -> None:
@@ -114,11 +129,11 @@ class Notices(Part):
         self._looked_at = None
         if alone:
             self._end_at = one.before(LAST_S, now)
-        if not self.settings.elastic:
-            return
+        if alone or not self.settings.elastic:
+            return  # there is nobody else who could go on, and until then it trains
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
         hurry_at = one.before(HURRY_S, now)
-        if hurry_at is not None and not alone:
+        if hurry_at is not None:
             self._hurry_at[host] = hurry_at
         for record in [*self.roster.hosts.get(host, {}).values()]:
             if not record.leaving and record.in_plans:
@@ -155,7 +170,9 @@ class Notices(Part):
         basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
         if basis != self._looked_at:
             self._looked_at = basis
-            self._look_at_all()
+            if self._stopping is None:
+                self._look_at_all()
+            self._ask_again()
         self._ask()
 
     def _look_at_all(self) -> None:
@@ -166,10 +183,13 @@ class Notices(Part):
             self._everybody_goes([each for each in going if each is not None])
         elif not everybody:
             self._ask_at, self._last_asked, self._asked_in = [], False, None
-        elif self._asked_in not in (None, self.worlds.generation):
-            self._ask_at.insert(0, self.actions.now)  # the world that was asked is over
-            self._asked_in = None
         self._all_go = everybody
+
+    def _ask_again(self) -> None:
+        """The world that was asked is over."""
+        if self._asked_in not in (None, self.worlds.generation):
+            self._ask_at.insert(0, self.actions.now)
+            self._asked_in = None
 
     def _everybody_goes(self, going: list[Departure]) -> None:
         now = self.actions.now
@@ -189,6 +209,8 @@ class Notices(Part):
         notice = "; ".join(each.text for each in self.announced.values() if each.alone)
         newest = None if self._newest is None else str(self._newest)
         durable = self.settings.restarts is not None
+        if self._stopping is not None:
+            self.worlds.end(1, because(Why.STOPPED, why=self._stopping, newest=newest))
         self.worlds.end(
             STOPPED, because(Why.MACHINE_LEAVES, notice=notice, newest=newest, durable=durable)
         )

@@ -378,6 +378,7 @@ class _Making:
 # Fields that older snapshots lack, and what they mean without them.
 ADDED: dict[str, dict[str, Any]] = {
     "GiveUpRules": {"_restarts": 0},
+    "Notices": {"_stopping": None},
     "Gathering": {"anew": False, "whole": False},
     "WorkerRaised": {"final": False},
     "WorkerSpent": {"commit": None},

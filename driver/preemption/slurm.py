@@ -1,11 +1,14 @@
 """Slurm: the end of the allocation, and the signal that `sbatch --signal` asks for.
 
-slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME, seconds since 1970, since Slurm 22.05; --signal=B:USR1@120 sends
-SIGUSR1 to the batch script, which must `exec elasticrun` for it to arrive.
+slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME, seconds since 1970, which Slurm 22.05 does not set yet;
+--signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` for it to arrive. Whether the time
+limit was raised meanwhile only `squeue` knows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import time
 from collections.abc import Mapping
 
@@ -14,6 +17,8 @@ from elastic.driver.preemption.source import Ends
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 LEAD_S = 120.0  # before the end
 SIGNALLED_S = 60.0  # from the signal to the end where nothing else says when that is
+ASK_S = 30.0  # between two questions to the controller, which serves a whole cluster
+ANSWER_S = 10.0
 
 
 class Slurm:
@@ -21,17 +26,22 @@ class Slurm:
     pause_s = 1.0
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = {**environ, "SLURM_TIME_FORMAT": "%s"}  # seconds since 1970
         self._job = environ.get(JOB, "")
-        end = environ.get(END, "")
-        self._end_at = float(end) if end.isdecimal() else None
+        self._end_at = _seconds(environ.get(END, ""))
+        self._ask_at = 0.0
         self._signalled: Ends | None = None
 
     def here(self) -> bool:
         return bool(self._job)
 
     def look(self) -> Ends | None:
+        """The controller is asked while the end is not known, and once it is near, as it may have been put off."""
         now = time.time()
-        if self._end_at is not None and now >= self._end_at - LEAD_S:
+        if now >= self._ask_at and self._near(now):
+            self._ask_at = now + ASK_S
+            self._end_at = self._asked() or self._end_at
+        if self._end_at is not None and self._near(now):
             return Ends(f"Slurm ends job {self._job}", self._end_at)
         return self._signalled
 
@@ -45,3 +55,27 @@ class Slurm:
 
     def hint(self) -> str:
         return ""
+
+    def _near(self, now: float) -> bool:
+        return self._end_at is None or now >= self._end_at - LEAD_S
+
+    def _asked(self) -> float | None:
+        """None where there is no limit, or nobody to ask."""
+        command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%e"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=ANSWER_S,
+                check=False,
+            )
+            return _seconds(done.stdout.strip()) if done.returncode == 0 else None
+        return None
+
+
+def _seconds(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None

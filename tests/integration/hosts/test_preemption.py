@@ -7,9 +7,11 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import create_autospec
 
 import psutil
 import pytest
@@ -190,15 +192,43 @@ def test_amazons_own_switch_turns_it_off():
 def test_slurm_says_when_the_allocation_ends():
     def of(ends_in_s: float) -> slurm.Slurm:
         end = str(int(time.time() + ends_in_s))
-        return slurm.Slurm({"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": end})
+        return slurm.Slurm({"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": end, "PATH": ""})
 
     assert not slurm.Slurm({}).here()
     assert of(600).here()
     assert of(600).look() is None
     assert 90 < left_s(of(100).look()) <= 100
-    signalled = slurm.Slurm({"SLURM_JOB_ID": "77"})
+    signalled = slurm.Slurm({"SLURM_JOB_ID": "77", "PATH": ""})
     signalled.signalled()
     assert 55 < left_s(signalled.look()) <= 60
+
+
+@pytest.mark.parametrize("said", ["", "SLURM_JOB_END_TIME"])
+def test_slurms_controller_is_asked_where_nothing_else_says_it_and_once_the_end_is_near(
+    said: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As squeue prints it: seconds, as SLURM_TIME_FORMAT asks, or that there is none."""
+    run = create_autospec(subprocess.run)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(slurm, "ASK_S", 0.0)
+
+    def answers(text: str, code: int = 0) -> None:
+        run.return_value = subprocess.CompletedProcess([], code, text + "\n", "")
+
+    environ = {"SLURM_JOB_ID": "77", **({said: str(int(time.time() + 100))} if said else {})}
+    source = slurm.Slurm(environ)
+    answers("NONE")
+    assert (source.look() is None) == (not said)
+    assert run.call_args.kwargs["env"]["SLURM_TIME_FORMAT"] == "%s"
+    answers(str(int(time.time() + 110)))
+    assert 100 < left_s(source.look()) <= 110
+    answers(str(int(time.time() + 9000)))  # scontrol update JobId=77 TimeLimit=...
+    assert source.look() is None
+    asked = run.call_count
+    assert source.look() is None and run.call_count == asked, "it is far away"
+    answers("slurm_load_jobs error: Unable to contact slurm controller", 1)
+    monkeypatch.setattr(slurm, "LEAD_S", 99_000.0)
+    assert left_s(source.look()) > 8000, "what was known stands"
 
 
 def test_a_command_says_whether_and_when(tmp_path):
@@ -350,7 +380,13 @@ async def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeyp
 TRAINING = ["python", str(SCRIPTS / "durable.py")]
 
 
-def test_the_only_machine_goes_and_the_same_command_goes_on(job, tmp_path):
+def ended_by(training) -> str:
+    told = [(r.get("event"), a) for r in training.records() for a in r.get("actions") or []]
+    [ended] = [event for event, action in told if action["type"] == "EndJob"]
+    return str(ended["type"])
+
+
+def test_the_only_machine_goes_and_the_same_command_goes_on_until_it_is_told_to_end(job, tmp_path):
     folder = tmp_path / "checkpoints"
     flags = f"-np 2 --min-np 1 --checkpoint-every 1h --checkpoint-dir {folder}"
     with served(AwsCloud()) as cloud:
@@ -364,14 +400,14 @@ def test_the_only_machine_goes_and_the_same_command_goes_on(job, tmp_path):
             r"this machine goes away .*; commit (\S+) is durable, and the same"
         )
         assert training.wait(30) == 143
-    told = [(r.get("event"), a) for r in training.records() for a in r.get("actions") or []]
-    [ended] = [event for event, action in told if action["type"] == "EndJob"]
-    assert ended["type"] == "CheckpointMade", "it was asked for, and waited for"
+    assert ended_by(training) == "CheckpointMade", "it was asked for, and waited for"
     again = job(flags, TRAINING)
     again.wait_for(rf"training goes on from commit {re.escape(said[1])}")
     again.wait_for("the same bits")
-    (folder / "enough").touch()
-    assert again.wait(60) == 0
+    again.driver.send_signal(signal.SIGTERM)
+    again.wait_for(r"SIGTERM at the driver; commit (\S+) is durable, and the same command")
+    assert again.wait(30) == 143
+    assert ended_by(again) == "CheckpointMade"
 
 
 TWO = ["-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--resume"]

@@ -135,6 +135,13 @@ def test_a_stop_sets_the_exit_code_and_the_second_one_ends_the_grace():
     assert talk.code == 130, "the first counts"
 
 
+def test_a_second_stop_ends_the_grace_where_the_first_has_waited_for_a_checkpoint():
+    talk = Talk().trains()
+    assert talk.hear(StopRequested("SIGTERM", 143, 8.0)) == []
+    said = talk.hear(StopRequested("SIGTERM", 143), EndJob(1, WHY))
+    assert said[0] == EndJob(143, WHY) and killed(said) == [A, B, SPARE]
+
+
 def test_a_stop_after_success_is_told_to_those_that_still_run():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
