@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 FRAMEWORKS := $(VENV)/.frameworks
+COMPILED := $(VENV)/.compiled
 SITE   := $(VENV)/.site
 READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
@@ -71,6 +72,10 @@ $(FRAMEWORKS): $(STAMP)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
 
+# What the tests import, once: else each process of pytest would compile all of it at its start.
+$(COMPILED): $(STAMP)
+	@$(BIN)/python -m pytest --collect-only --quiet > /dev/null 2>&1; touch $@
+
 STRICT ?= ON
 
 # Moved into place in one go: a running job has the old file mapped. What CMake found out is forgotten where it failed:
@@ -105,7 +110,7 @@ ENDS := timeout --foreground --kill-after=60
 
 # What is installed and built does not depend on each other, once there is an environment.
 test:
-	@$(MAKE) --no-print-directory -j3 needs $(READY) $(FRAMEWORKS)
+	@$(MAKE) --no-print-directory -j4 needs $(READY) $(FRAMEWORKS) $(COMPILED)
 	$(ENDS) 3600 $(BIN)/python -m pytest $(if $(FILLER),-n $$(( $(TESTS_AT_ONCE) + 1 )) --filler,-n $(TESTS_AT_ONCE)) --budgets
 
 needs:

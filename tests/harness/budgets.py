@@ -27,9 +27,9 @@ from harness.spread import light
 BUDGETS_S = {
     "tests/charts": 25.0,
     "tests/cluster": 30.0,
-    "tests/conformance": 30.0,
+    "tests/conformance": 50.0,
     "tests/frameworks": 130.0,
-    "tests/integration/collectives": 125.0,
+    "tests/integration/collectives": 130.0,
     "tests/integration/etcd": 35.0,
     "tests/integration/hosts": 115.0,
     "tests/integration/jobs": 270.0,
@@ -107,10 +107,12 @@ class Costs:
 
     def lines(self) -> Iterator[str]:
         for folder, cost in sorted(self.costs_s.items()):
-            budget = f" of {BUDGETS_S[folder]:4.0f} s" if folder in BUDGETS_S else ""
+            budget = (
+                f" of {BUDGETS_S[folder]:4.0f} s" if self.enforced and folder in BUDGETS_S else ""
+            )
             yield f"{cost:7.1f} s{budget}  {folder}"
         for kind, slower in self.slower.items():
-            if slower > 1.0:
+            if self.enforced and slower > 1.0:
                 yield f"budgets are scaled by {slower:.1f}: most folders {kind}took that much longer"
         if self.enforced and self.busy > IDLE:
             yield f"budgets are not enforced: {self.busy:.1f} others per core wanted to run at first"

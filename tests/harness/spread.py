@@ -1,8 +1,8 @@
 """How tests are spread over the processes of pytest-xdist (``-n 2``), and what becomes of those of one that died.
 
-With ``--filler`` the last of these processes (``-n 3``: of two and one more) has the tests that start no jobs, and
-gives way to the others: tests of real jobs often wait, for a lease, an import or a signal, and the processors with
-them.
+With ``--filler`` the last of these processes (``-n 3``: of two and one more) has the tests that start no jobs, those of
+worlds that stay among them, and gives way to the others: tests of real jobs often wait, for a lease, an import or a
+signal, and the processors with them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,18 @@ TOGETHER = {
     "test_ray_journal": "Ray with Redis",
 }
 
-# They compute, and no deadline of theirs is near: the filler runs them, at a lower priority.
-LIGHT = ("tests/unit/", "tests/simulation/", "tests/charts/")
+# They compute, and have many times as long for it as they need: the filler runs them, at a lower priority.
+LIGHT = (
+    "tests/unit/",
+    "tests/simulation/",
+    "tests/charts/",
+    "conformance",
+    "tests/conformance/",
+    *(
+        f"tests/integration/collectives/test_{name}.py"
+        for name in ("batch_norm", "ops", "process_sets", "state_transfer", "trees")
+    ),
+)
 NICE = 5
 
 
