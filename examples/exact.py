@@ -2,7 +2,7 @@ r"""Training whose every bit is the same, whatever joins or dies: the last line 
 
     OMP_NUM_THREADS=1 python examples/exact.py
     OMP_NUM_THREADS=1 elasticrun -np 3 --min-np 1 python examples/exact.py          # kill any of its processes
-    OMP_NUM_THREADS=1 python -m elastic.chaos exact --mean-time-between-faults 1 -- \
+    OMP_NUM_THREADS=1 python -m elastic.chaos exact --mean-time-between-faults 2 -- \
       elasticrun -np 3 --min-np 1 python examples/exact.py
 
 A step is 8 micro-batches, whoever computes them. BatchNorm, dropout and augmentation are there to show that they

@@ -27,7 +27,7 @@ Compares the digests of every tensor at every commit, and names the step and the
 EXAMPLES = """\
 examples:
   python -m elastic.chaos exact -- elasticrun -np 3 --min-np 1 python train.py
-  python -m elastic.chaos exact --mean-time-between-faults 1 -- elasticrun -np 3 --min-np 1 python train.py
+  python -m elastic.chaos exact --mean-time-between-faults 2 -- elasticrun -np 3 --min-np 1 python train.py
       where training takes seconds
   python -m elastic.chaos exact --undisturbed first/journal.jsonl -- elasticrun -np 2 --min-np 1 python train.py
       compares with a run of before, of elasticrun --digests --journal: of another size, on another machine
