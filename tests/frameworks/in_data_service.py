@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
+from elastic import context
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.tensorflow.data import compute_worker
 from horovod.tensorflow.data.compute_service import (
@@ -57,12 +58,22 @@ def computing(rank, dispatchers, side):
 def test_each_sample_comes_to_one_rank_in_every_epoch(rank, size):
     with computing(rank, 1, "compute") as config:
         assert (config.dispatchers, config.workers_per_dispatcher) == (1, size)
-        dataset = tf.data.Dataset.range(SAMPLES).map(lambda x: x + 1).batch(4)
-        dataset = dataset.send_to_data_service(config, rank, size, reuse_dataset=True)
-        for _ in range(2):
+        made = tf.data.Dataset.range(SAMPLES).map(lambda x: x + 1).batch(4)
+
+        def epoch(dataset):
             mine = [int(x) for batch in dataset for x in batch]
             every = hvd.allgather_object(mine)
-            assert sorted(x for mine in every for x in mine) == list(range(1, SAMPLES + 1))
+            return sorted(x for mine in every for x in mine)
+
+        dataset = made.send_to_data_service(config, rank, size, reuse_dataset=True)
+        assert epoch(dataset) == epoch(dataset) == list(range(1, SAMPLES + 1))
+        # A training that begins when this one is over; in this one the pass is.
+        with pytest.MonkeyPatch.context() as patch:
+            again = dataclasses.replace(context.current().env, secret=b"of another job")
+            patch.setattr(context.current(), "env", again)
+            other = made.send_to_data_service(config, rank, size, reuse_dataset=True)
+        late = made.send_to_data_service(config, rank, size, reuse_dataset=True)
+        assert epoch(other) == list(range(1, SAMPLES + 1)) and epoch(late) == []
 
 
 def test_without_sharing_each_rank_gets_all(rank, size):

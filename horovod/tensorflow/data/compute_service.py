@@ -7,6 +7,7 @@ import dataclasses
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import tensorflow as tf
 import horovod.tensorflow as hvd
 from elastic import context
 from elastic.errors import Invalid
+from elastic.protocol.framing import derived
 from horovod.runner.common.service.compute_service import ComputeClient
 from horovod.runner.common.util.timeout import Timeout
 
@@ -148,6 +150,7 @@ def send_to_data_service(
 
     Raises:
         Invalid: where dispatchers run in the training job, which takes `tf_data_service` instead; also as that does.
+        NotInitialized: with ``reuse_dataset`` before ``hvd.init()``.
     """
     if compute_config.dispatcher_side == "training":
         raise Invalid(
@@ -162,7 +165,7 @@ def send_to_data_service(
             tf.data.experimental.service.distribute(
                 processing_mode=processing_mode,
                 service=address,
-                job_name="job" if reuse_dataset else None,
+                job_name=_pass() if reuse_dataset else None,
                 consumer_index=rank if turns else None,
                 num_consumers=size if turns else None,
             )
@@ -220,6 +223,16 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
     finally:
         server.stop()
         server.join()
+
+
+def _pass() -> str:
+    """What the service calls a pass that all ranks share: the same in this job for ever, and another in any other job,
+    which would find the pass over.
+    """
+    secret = context.current().env.secret
+    if not secret and hvd.size() == 1:
+        return uuid.uuid4().hex
+    return f"job {derived(secret, 'tf.data', 0).hex()[:16]}"
 
 
 def _host() -> str:
