@@ -328,9 +328,10 @@ elastic_group* elastic_open(const elastic_options* options) {
   return group;
 }
 
-uint64_t elastic_allreduce(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) {
+uint64_t elastic_allreduce(elastic_group* group, const void* source, void* data, uint64_t count, int32_t dtype,
+                           int32_t op, double scale) {
   if (!known(dtype, op)) return 0;
-  return group->submit(group->rounds.reduction(Kind::kReduce, data, count, dtype, op, scale));
+  return group->submit(group->rounds.allreduce(source, data, count, dtype, op, scale));
 }
 
 uint64_t elastic_reduce_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op,

@@ -40,9 +40,11 @@ elastic_group* elastic_open(const elastic_options* options);
 // Starts a collective; it runs after those before it. Returns its ticket (1, 2, ...), or 0 where the arguments make no
 // sense. A group that has failed still gives tickets; waiting for them fails.
 //
-// allreduce: in place. A buffer that lies in this rank's arena on every rank is reduced where it is, any other through
-// staging; the ranks need not agree on where theirs lie. `scale` multiplies the result of floating point numbers.
-uint64_t elastic_allreduce(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op, double scale);
+// allreduce: of `source` into `data`, which may be the same; else `source` is only read. In place, a buffer that lies in this
+// rank's arena is reduced where it is; all else goes through staging. The ranks need not agree on where theirs lie. `scale`
+// multiplies the result of floating point numbers.
+uint64_t elastic_allreduce(elastic_group* group, const void* source, void* data, uint64_t count, int32_t dtype,
+                           int32_t op, double scale);
 // The two halves of an allreduce: rank r owns the r-th of `size` shares (of `count` elements, see elastic_share).
 // After the first each rank's own share holds the reduction, and the other shares are as they were; the second copies every
 // owner's share to all others. Only for buffers that lie in the arena on every rank.

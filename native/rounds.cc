@@ -65,11 +65,19 @@ Collective Rounds::reduction(Kind kind, void* data, uint64_t count, int32_t dtyp
   made.dtype = static_cast<DType>(dtype);
   made.bytes = count * element_bytes(made.dtype);
   made.windows = windows_of(made.bytes);
-  made.data = static_cast<uint8_t*>(data);
+  made.source = made.data = static_cast<uint8_t*>(data);
   made.in_place = owns(data, made.bytes);
   made.reduce = kernels().reduce(made.dtype, static_cast<Op>(op));
   made.scale = scale;
   made.signature = signature_of(kind, made.bytes, static_cast<uint64_t>(dtype), static_cast<uint64_t>(op), scale);
+  return made;
+}
+
+Collective Rounds::allreduce(const void* source, void* data, uint64_t count, int32_t dtype, int32_t op,
+                             double scale) const {
+  Collective made = reduction(Kind::kReduce, data, count, dtype, op, scale);
+  made.source = static_cast<const uint8_t*>(source);
+  made.in_place = made.in_place && source == data;
   return made;
 }
 
@@ -213,7 +221,7 @@ void Rounds::offer_window(Collective& collective) {
       if (collective.in_place) {
         offset = static_cast<uint64_t>(collective.data - arenas_[rank_]) + at;
       } else {
-        copy(slot, collective.data + at, bytes);
+        copy(slot, collective.source + at, bytes);
       }
       break;
     case Kind::kBroadcast:

@@ -29,7 +29,7 @@ struct Collective {
   uint64_t taken = 0;
   bool in_place = false;
   // reductions
-  uint8_t* data = nullptr;  // also where a broadcast comes from and goes to
+  uint8_t* data = nullptr;  // the result; also where a broadcast comes from and goes to
   DType dtype = DType::kUint8;
   Reduce reduce = nullptr;
   double scale = 1.0;
@@ -38,7 +38,7 @@ struct Collective {
   std::vector<uint64_t> reach;  // bytes of each rank from where its buffer begins to the place of its last one
   // moves
   int root = 0;
-  const uint8_t* source = nullptr;
+  const uint8_t* source = nullptr;  // also of an allreduce: where it reads
   uint8_t* output = nullptr;
   std::vector<uint8_t*> outputs;
   std::vector<uint64_t> received, sent;
@@ -59,6 +59,7 @@ class Rounds {
 
   // What a call asks for. Signatures leave out what ranks may differ in: where their buffers lie.
   Collective reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const;
+  Collective allreduce(const void* source, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const;
   // False in `sense` where the program makes none, or the buffers do not lie in the arena.
   Collective tree(void* data, uint64_t count, uint64_t stride, int32_t dtype, const int32_t* program, uint64_t length,
                   double scale, bool* sense) const;

@@ -103,6 +103,16 @@ class Collectives(Protocol):
         """
 
 
+@runtime_checkable
+class ReducesInto(Protocol):
+    """A group that can leave a reduction in other memory at no cost: nobody has to copy the tensor first."""
+
+    def allreduce_into(
+        self, result: torch.Tensor, tensor: torch.Tensor, op: Op, scale: float = 1.0
+    ) -> Work:
+        """As `Collectives.allreduce` of ``tensor``, which is only read. ``result`` is like it; they share no memory."""
+
+
 class MessageWork(Work, Protocol):
     """One under way."""
 

@@ -105,13 +105,35 @@ void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the
     for (int call = 0; call < 3; ++call) {
       for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, call);
       data[count] = -7;  // nobody's
-      finish(group, elastic_allreduce(group, data, count, kInt32, kSum, 1.0));
+      finish(group, elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0));
       for (uint64_t i = 0; i < count; ++i) {
         uint32_t expected = 0;
         for (int other = 0; other < world.size; ++other) expected += static_cast<uint32_t>(element(other, i, call));
         CHECK(data[i] == static_cast<int32_t>(expected));
       }
       CHECK(data[count] == -7);
+    }
+  });
+}
+
+// From memory that is only read into other memory, each of them in the arena or outside, as the rank and the call say.
+void reduces_into_other_memory(World& world, uint64_t count) {
+  world.each([&](int rank, elastic_group* group) {
+    std::vector<int32_t> source_outside(count), result_outside(count + 1);
+    auto* arena = reinterpret_cast<int32_t*>(world.arenas[rank]);
+    for (int call = 0; call < 4; ++call) {
+      int32_t* source = (call + rank) % 2 == 0 ? source_outside.data() : arena + 1024;
+      int32_t* result = (call / 2 + rank) % 2 == 0 ? arena + 2048 + count : result_outside.data();
+      for (uint64_t i = 0; i < count; ++i) source[i] = element(rank, i, call), result[i] = -3;
+      result[count] = -7;  // nobody's
+      finish(group, elastic_allreduce(group, source, result, count, kInt32, kSum, 1.0));
+      for (uint64_t i = 0; i < count; ++i) {
+        uint32_t expected = 0;
+        for (int other = 0; other < world.size; ++other) expected += static_cast<uint32_t>(element(other, i, call));
+        CHECK(result[i] == static_cast<int32_t>(expected));
+        CHECK(source[i] == element(rank, i, call));
+      }
+      CHECK(result[count] == -7);
     }
   });
 }
@@ -155,7 +177,7 @@ void many_at_once(World& world) {
     for (int call = 0; call < kCalls; ++call) {
       float* data = call % 3 == 2 ? outside.data() + call * kCount : arena + call * kCount;
       for (uint64_t i = 0; i < kCount; ++i) data[i] = static_cast<float>(rank + call);
-      tickets.push_back(elastic_allreduce(group, data, kCount, kFloat32, kSum, 0.5));
+      tickets.push_back(elastic_allreduce(group, data, data, kCount, kFloat32, kSum, 0.5));
     }
     for (int call = kCalls - 1; call >= 0; --call) finish(group, tickets[call]);
     const float ranks = static_cast<float>(world.size);
@@ -236,7 +258,7 @@ void an_abort_ends_all_waits() {
   World world(3);
   world.each([&](int rank, elastic_group* group) {
     std::vector<float> data(1 << 20);
-    const uint64_t ticket = elastic_allreduce(group, data.data(), data.size(), kFloat32, kSum, 1.0);
+    const uint64_t ticket = elastic_allreduce(group, data.data(), data.data(), data.size(), kFloat32, kSum, 1.0);
     if (rank == 2) {
       elastic_abort(group);
       elastic_abort(group);
@@ -268,7 +290,7 @@ void what_does_not_fit_is_noticed(bool sizes_of_alltoall) {
       const uint64_t sent[] = {16, 16}, received[] = {16, rank == 0 ? 32u : 16u};
       ticket = elastic_alltoall(group, output.data(), data.data(), received, sent);
     } else {
-      ticket = elastic_allreduce(group, data.data(), 10 + rank, kInt32, kSum, 1.0);
+      ticket = elastic_allreduce(group, data.data(), data.data(), 10 + rank, kInt32, kSum, 1.0);
     }
     const int32_t verdict = elastic_wait(group, ticket, 60.0);
     CHECK(verdict == -1 || (sizes_of_alltoall && rank == 1));
@@ -280,7 +302,7 @@ void the_odd_one_is_named(int odd) {
   World world(3);
   world.each([&](int rank, elastic_group* group) {
     std::vector<uint8_t> data(4096);
-    const uint64_t ticket = elastic_allreduce(group, data.data(), rank == odd ? 11 : 10, kInt32, kSum, 1.0);
+    const uint64_t ticket = elastic_allreduce(group, data.data(), data.data(), rank == odd ? 11 : 10, kInt32, kSum, 1.0);
     CHECK(elastic_wait(group, ticket, 60.0) == -1);
     CHECK(elastic_status(group) == (elastic::kOther << 8 | static_cast<uint64_t>(odd)));
   });
@@ -302,7 +324,7 @@ void what_was_complete_outlives_an_abort(uint64_t count, bool inside) {
     std::vector<int32_t> outside(count + 1);
     int32_t* data = inside ? reinterpret_cast<int32_t*>(world.arenas[rank]) : outside.data();
     for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, 1);
-    const uint64_t ticket = elastic_allreduce(group, data, count, kInt32, kSum, 1.0);
+    const uint64_t ticket = elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0);
     finish(group, ticket);
     elastic_abort(group);
     for (uint64_t i = 0; i < count; ++i) {
@@ -339,7 +361,7 @@ void nothing_is_written_after_a_drain(int size, int seed) {
     }
     finish(group, elastic_barrier(group));  // all have filled theirs
     for (int call = 0; call < kCalls; ++call) {
-      tickets[call] = elastic_allreduce(group, buffers[call], kCount, kInt32, kSum, 1.0);
+      tickets[call] = elastic_allreduce(group, buffers[call], buffers[call], kCount, kInt32, kSum, 1.0);
     }
     const auto everywhere = [&](int call, int32_t expected) {
       for (uint64_t i = 0; i < kCount; ++i) CHECK(buffers[call][i] == expected);
@@ -393,7 +415,7 @@ void any_thread_may_start_and_wait(World& world) {
       int32_t* data = thread == 0 ? reinterpret_cast<int32_t*>(world.arenas[rank]) : outside[rank].data();
       for (int call = 0; call < kCalls; ++call) {
         for (uint64_t i = 0; i < kCount; ++i) data[i] = 1;
-        const uint64_t ticket = elastic_allreduce(group, data, kCount, kInt32, kSum, 1.0);
+        const uint64_t ticket = elastic_allreduce(group, data, data, kCount, kInt32, kSum, 1.0);
         newest[rank] = ticket;
         finish(group, ticket);
         for (uint64_t i = 0; i < kCount; ++i) CHECK(data[i] == world.size);
@@ -434,7 +456,7 @@ void ranks_run_far_apart(World& world, int seed) {
       for (uint64_t i = 0; i < count; ++i) buffer[i] = element(rank, i, n);
       if (own() % 40 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 2000));
       if (kind < 3) {
-        tickets.push_back(elastic_allreduce(group, buffer, count, kInt32, kSum, 1.0));
+        tickets.push_back(elastic_allreduce(group, buffer, buffer, count, kInt32, kSum, 1.0));
       } else if (kind == 3) {
         tickets.push_back(elastic_broadcast(group, buffer, count * 4, root));
       } else {
@@ -595,7 +617,7 @@ void who_is_detached_touches_nothing_that_is_shared(int seed) {
       std::vector<int32_t> data(20'000);
       while (!over.load()) {
         const uint64_t ticket =
-            i < 2 ? elastic_allreduce(group, data.data(), data.size(), kInt32, kSum, 1.0) : elastic_barrier(group);
+            i < 2 ? elastic_allreduce(group, data.data(), data.data(), data.size(), kInt32, kSum, 1.0) : elastic_barrier(group);
         CHECK(ticket != 0);
         elastic_wait(group, ticket, 0.001);
         elastic_done(group, ticket);
@@ -641,8 +663,8 @@ void a_call_under_way_is_waited_for() {
 void nonsense_is_refused() {
   World world(2);
   uint8_t byte = 0;
-  CHECK(elastic_allreduce(world.ranks[0], &byte, 1, 77, kSum, 1.0) == 0);
-  CHECK(elastic_allreduce(world.ranks[0], &byte, 1, kInt32, 2, 1.0) == 0);
+  CHECK(elastic_allreduce(world.ranks[0], &byte, &byte, 1, 77, kSum, 1.0) == 0);
+  CHECK(elastic_allreduce(world.ranks[0], &byte, &byte, 1, kInt32, 2, 1.0) == 0);
   CHECK(elastic_reduce_shares(world.ranks[0], world.arenas[0], 1, kInt32, 0, 1.0) == 0);
   CHECK(elastic_spread_shares(world.ranks[0], world.arenas[0], 1, -1) == 0);
   CHECK(elastic_broadcast(world.ranks[0], &byte, 1, 2) == 0);
@@ -665,6 +687,7 @@ int main() {
     World world(size);
     for (const uint64_t count : {0, 1, 5, 16'384, 16'385, 131'072, 131'073, 400'000}) {
       for (const int where : {0, 1, 2}) reduces_everywhere(world, count, where);
+      reduces_into_other_memory(world, count);
       halves(world, count);
       trees(world, count);
     }

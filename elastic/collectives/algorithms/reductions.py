@@ -6,6 +6,7 @@ arguments before it sends anything.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.dtypes_and_ops import DTYPES
-from elastic.collectives.interface import ALONE_BYTES, Collectives, Op, Work
+from elastic.collectives.interface import ALONE_BYTES, Collectives, Op, ReducesInto, Work
 from elastic.errors import UnsupportedType
 
 Started = tuple[list[Work], Callable[[], Any]]
@@ -54,6 +55,7 @@ def allreduce(
     """
     if op is Op.ADASUM:
         return _adasum(group, tensors, prescale, postscale, in_place)
+    elsewhere = group if isinstance(group, ReducesInto) and prescale == 1.0 else None
     together = _batches(tensors)
     buffers: list[tuple[torch.Tensor, int, float]] = []
     works = []
@@ -62,15 +64,22 @@ def allreduce(
         dtype = tensors[indices[0]].dtype
         widened = op is Op.AVERAGE and dtype in _SMALL
         own = not widened and all(in_place[index] for index in indices)
-        flat = _flat([tensors[index] for index in indices], own)
-        if widened:
-            flat = flat.to(torch.int32)
-        scale_(flat, prescale)
+        begin: Callable[..., Work]
+        if elsewhere is not None and len(indices) == 1 and not own and not widened:
+            source = tensors[indices[0]].detach().resolve_neg().reshape(-1)
+            flat = torch.empty_like(source, memory_format=torch.contiguous_format)
+            begin = functools.partial(elsewhere.allreduce_into, flat, source)
+        else:
+            flat = _flat([tensors[index] for index in indices], own)
+            if widened:
+                flat = flat.to(torch.int32)
+            scale_(flat, prescale)
+            begin = functools.partial(group.allreduce, flat)
         if group.scales_inside and flat.is_floating_point():
-            works.append(group.allreduce(flat, sent, postscale / divisor))
+            works.append(begin(sent, postscale / divisor))
             buffers.append((flat, 1, 1.0))
         else:
-            works.append(group.allreduce(flat, sent))
+            works.append(begin(sent))
             buffers.append((flat, divisor, postscale))
 
     def finish() -> list[torch.Tensor]:

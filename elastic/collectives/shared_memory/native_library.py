@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 6  # as in native/abi.cc; changes with every function and struct
+ABI = 7  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -69,7 +69,7 @@ FUNCTIONS = {
     "elastic_control_bytes": (_size, (_i32,)),
     "elastic_staging_bytes": (_size, ()),
     "elastic_open": (_at, (ctypes.POINTER(NativeOptions),)),
-    "elastic_allreduce": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
+    "elastic_allreduce": (_u64, (_at, _at, _at, _u64, _i32, _i32, _double)),
     "elastic_reduce_shares": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
     "elastic_reduce_tree": (_u64, (_at, _at, _u64, _u64, _i32, _at, _u64, _double)),
     "elastic_spread_shares": (_u64, (_at, _at, _u64, _i32)),

@@ -94,10 +94,23 @@ class SharedCollectives:
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
         check(tensor, op)
+        return self._reduce(tensor, tensor.data_ptr(), tensor, op, scale)
+
+    def allreduce_into(
+        self, result: torch.Tensor, tensor: torch.Tensor, op: Op, scale: float = 1.0
+    ) -> Work:
+        """See `ReducesInto`."""
+        check(tensor, op)
+        return self._reduce((result, tensor), result.data_ptr(), tensor, op, scale)
+
+    def _reduce(
+        self, held: object, result: int, tensor: torch.Tensor, op: Op, scale: float
+    ) -> Work:
         return self._submit(
             self._library.elastic_allreduce,
-            tensor,
+            held,
             tensor.data_ptr(),
+            result,
             tensor.numel(),
             DTYPES[tensor.dtype],
             int(op),

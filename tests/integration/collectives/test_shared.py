@@ -139,6 +139,15 @@ def test_what_was_begun_as_an_interrupt_came_is_kept_until_it_is_over(pair):
     assert not any(held is tensor for _, held in first._held)
 
 
+def test_a_reduction_into_other_memory_only_reads_the_tensor(pair):
+    def reduced(rank: int) -> tuple[bool, bool]:
+        tensor, result = torch.full((300_001,), rank + 1.0), torch.zeros(300_001)
+        pair.groups[rank].allreduce_into(result, tensor, Op.SUM, 0.5).wait()
+        return bool((result == 1.5).all()), bool((tensor == rank + 1.0).all())
+
+    assert pair.on_all(reduced) == [(True, True)] * 2
+
+
 def test_a_tensor_that_was_waited_for_is_let_go(pair):
     def reduced(rank: int) -> int:
         group = pair.groups[rank]

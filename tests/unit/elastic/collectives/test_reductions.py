@@ -101,3 +101,26 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
     assert floats.tolist() == [0.5] * 4  # before anybody has asked for the result
     finish()
     assert (floats.tolist(), ints.tolist()) == ([0.5] * 4, [1] * 3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "op", "prescale", "read"),
+    [
+        (torch.ones(2, 3), Op.AVERAGE, 1.0, True),
+        (torch.ones(3, 2).t(), Op.SUM, 1.0, False),  # not in one piece: it has to be copied
+        (torch.ones(3), Op.SUM, 2.0, False),  # what is scaled before is a copy
+        (torch.ones(3, dtype=torch.uint8), Op.AVERAGE, 1.0, False),  # its sum needs a wider copy
+    ],
+)
+def test_a_group_that_reduces_into_other_memory_reads_the_tensor_itself(tensor, op, prescale, read):
+    class Elsewhere(Seen):
+        def allreduce_into(self, result, tensor, op, scale=1.0):
+            self.read = tensor.data_ptr()
+            return self.allreduce(result.copy_(tensor), op, scale)
+
+    group, before = Elsewhere(), tensor.clone()
+    _, finish = reductions.allreduce(group, [tensor], op, prescale, 1.0, [False])
+    (result,) = finish()
+    assert torch.equal(result, before * prescale) and result.dtype == tensor.dtype
+    assert (getattr(group, "read", None) == tensor.data_ptr()) is read
+    assert torch.equal(tensor, before) and result.data_ptr() != tensor.data_ptr()
