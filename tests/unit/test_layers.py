@@ -133,6 +133,7 @@ def test_what_decides_imports_without_torch_or_a_socket():
     )
 
 
+@pytest.mark.slow
 def test_the_driver_never_imports_torch():
     modules = [dotted(file) for file in sources("driver") if file.name != "__main__.py"]
     bare(
