@@ -17,6 +17,7 @@ from elastic.chaos.inject import command as faults
 from elastic.chaos.inject.faulty_job import Job, say, under_fire
 from elastic.chaos.inject.plan import Chance, Plan
 from elastic.checkpoints.options import DIR
+from elastic.driver.events import EndJob
 from elastic.driver.journal import journal
 from elastic.errors import Invalid
 
@@ -32,8 +33,9 @@ examples:
   python -m elastic.chaos exact --undisturbed first/journal.jsonl -- elasticrun -np 2 --min-np 1 python train.py
       compares with a run of before, of elasticrun --digests --journal: of another size, on another machine
 
-The exit code is 0 where all commits are equal, 1 where some differ, 2 where there was nothing to compare
-or no fault came. Set OMP_NUM_THREADS where the two have other numbers of workers. docs/exact.md says what is needed."""
+The exit code is 0 where all commits that both have are equal, 1 where some differ or one run ended after another
+step, 2 where they have none of the same step or no fault came. Set OMP_NUM_THREADS where the two have other numbers
+of workers. docs/exact.md says what is needed."""
 
 MEAN_S = 5.0
 EQUAL, DIFFER, NOTHING = 0, 1, 2
@@ -92,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
                 f"there is no file {before}: give --undisturbed the journal of a run of before, which"
                 " elasticrun --digests --journal FILE has written"
             )
-    wanted = _held(before)
+    wanted, _ = _read(before)
     if not wanted:
         raise Invalid(
             f"{before} has no digests of tensors: the job's state needs an elastic.Shards, and has to commit;"
@@ -105,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
         return DIFFER
     _say_faults(plan)
     code, count = _run(disturbed, plan, "under faults")
-    verdict = _verdict(wanted, _held(disturbed.journal), code, disturbed.journal)
+    verdict = _verdict(before, disturbed.journal, code)
     if verdict == EQUAL and not count and options.undisturbed is None:
         print(
             "but no fault came, so nothing was shown: train for longer, or give a shorter --mean-time-between-faults,"
@@ -140,27 +142,45 @@ def _check_steps(story: Story, driver: int, now: float) -> None:
         )
 
 
-def _held(path: Path) -> list[digests.HeldCommit]:
-    """Raises Invalid where it is not a journal."""
+def _read(path: Path) -> tuple[list[digests.HeldCommit], bool]:
+    """The commits, and whether the job has ended by itself, with success. Raises Invalid where it is not a journal."""
     _, entries = journal.read(path)
-    return digests.held(entry.event for entry in entries if entry.event is not None)
+    ended = any(
+        isinstance(action, EndJob) and action.code == 0
+        for entry in entries
+        for action in entry.actions
+    )
+    return digests.held(entry.event for entry in entries if entry.event is not None), ended
 
 
-def _verdict(
-    wanted: list[digests.HeldCommit], found: list[digests.HeldCommit], code: int, where: Path
-) -> int:
-    print(f"journal: {where}")
+def _verdict(before: Path, disturbed: Path, code: int) -> int:
+    wanted, whole = _read(before)
+    found, ended = _read(disturbed)
+    print(f"journal: {disturbed}")
     differs = digests.difference(wanted, found)
     if differs is not None:
         print(differs.sentence())
         return DIFFER
-    last = max((each.step for each in found), default=0)
-    if not last:
-        print("the disturbed run has committed nothing: there is nothing to compare")
+    steps = {each.step for each in wanted}
+    compared = digests.in_both(wanted, found)
+    if not compared:
+        print(
+            f"nothing was compared: none of the disturbed run's {len(found)} commits is of a step after which the"
+            f" undisturbed run committed, which it did after {len(steps)} steps; let shards.step say when to commit"
+        )
         return NOTHING
+    last = max(each.step for each in found)
+    if whole and ended and last != max(steps):
+        print(
+            f"both runs ended by themselves, but the undisturbed one committed last after {max(steps)} steps, and the"
+            f" disturbed one after {last}: steps are missing, or too many; or commit once more at the end, so that ends"
+            " can be compared"
+        )
+        return DIFFER
+    both = {each.step for each in compared}
     print(
-        f"equal: {len(found)} commits of {len({each.worker for each in found})} workers, up to step {last}; each bit is"
-        " that of the undisturbed run"
+        f"equal: {len(compared)} of {len(found)} commits of {len({each.worker for each in found})} workers, after"
+        f" {len(both)} of {len(steps)} committed steps, up to step {max(both)}; each bit is that of the undisturbed run"
     )
     if code:
         print(

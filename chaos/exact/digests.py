@@ -82,17 +82,23 @@ def held(events: Iterable[Event]) -> list[HeldCommit]:
     ]
 
 
+def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[HeldCommit]:
+    """Those of the other run that can be compared: the first one has committed after the same step."""
+    steps = {each.step for each in undisturbed}
+    return [each for each in other if each.step in steps]
+
+
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Difference | None:
     """Between what the first run held after each step, and what all workers of another one did, each time that they
-    did the step. None: they are equal, as far as both went.
+    did the step. None: they are equal, in what is in both.
     """
     wanted: dict[int, dict[str, int]] = {}
     for each in undisturbed:
         wanted.setdefault(each.step, each.tensors)
     found = [
         (each, odd)
-        for each in other
-        if each.step in wanted and (odd := _odd(each.tensors, wanted[each.step]))
+        for each in in_both(undisturbed, other)
+        if (odd := _odd(each.tensors, wanted[each.step]))
     ]
     if not found:
         return None

@@ -55,7 +55,9 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
 
 
 def _inputs_and_targets(batches: object) -> bool:
-    """Whether it is what a loader of torch gives for one step: micro-batches are all of one kind."""
+    """Whether it is what a loader of torch gives for one step, as far as that shows: micro-batches have one dtype and
+    as many dimensions. Their sizes may differ, as those of padded text do.
+    """
     if not isinstance(batches, list | tuple):
         return False
     tensors = [each for each in batches if isinstance(each, torch.Tensor)]

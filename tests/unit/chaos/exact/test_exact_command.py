@@ -12,8 +12,10 @@ from elastic.chaos.exact import command
 from elastic.chaos.harness.journal_tail import Follower, Story
 from elastic.chaos.inject.faulty_job import FaultyJob, Job, under_fire
 from elastic.chaos.inject.plan import Injected, Plan
-from elastic.driver.events import Event, WorkerDigested
+from elastic.driver.events import EndJob, Event, TimePassed, WorkerDigested
 from elastic.driver.journal.file import FileJournal
+from elastic.driver.reasons import in_words
+from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 
 JOB = ["--", "elasticrun", "-np", "2", "--min-np", "1", "true"]
@@ -27,17 +29,22 @@ def told(worker: int, step: int, value: int) -> WorkerDigested:
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path) -> Runs:
-    """``runs(events, faults=True)``: every run of the job tells these. Returns the plans that it was run under."""
+    """``runs(events, faults=True, then=None)``: every run of the job tells these, or the second one ``then``, and ends
+    by itself. Returns the plans that it was run under.
+    """
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
 
-    def as_told(events: list[Event], faults: bool = True) -> list[Plan]:
+    def as_told(
+        events: list[Event], faults: bool = True, then: list[Event] | None = None
+    ) -> list[Plan]:
         plans: list[Plan] = []
 
         def run(job: Job, plan: Plan, **how) -> FaultyJob:
             plans.append(plan)
             journal = FileJournal.begin(job.journal, job.settings)
-            for number, event in enumerate(events):
-                journal.record(float(number), event, [])
+            for event in then if then is not None and len(plans) == 2 else events:
+                journal.record(0.0, event, [])
+            journal.record(1.0, TimePassed(), [EndJob(0, in_words("done"))])
             how["each_turn"](Follower(job.journal, Story()).look(), 1, 0.0)
             kill = Injected(1, "kill", Worker("h", 0, 1), 0, 2, 0.0, "kill")
             return FaultyJob(job, 0, [kill] if plan.chance is not None and faults else [], 0)
@@ -85,7 +92,9 @@ def test_workers_that_do_not_agree_undisturbed_are_named_before_any_fault(runs, 
 def test_equal_runs_are_run_twice(runs, capsys):
     plans = runs([told(0, 0, 4), told(0, 1, 5), told(1, 1, 5)])
     assert main(["exact", *JOB]) == 0
-    assert "equal: 2 commits of 2 workers, up to step 1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "equal: 2 of 2 commits of 2 workers, after 1 of 1 committed steps" in said
+    assert "up to step 1;" in said
     assert [plan.chance is not None for plan in plans] == [False, True]
 
 
@@ -93,3 +102,44 @@ def test_equal_runs_show_nothing_where_no_fault_came(runs, capsys):
     runs([told(0, 1, 5)], faults=False)
     assert main(["exact", "--mean-time-between-faults", "9", *JOB]) == 2
     assert "no fault came, so nothing was shown" in capsys.readouterr().out
+
+
+def test_commits_of_other_steps_are_not_equal(runs, capsys):
+    runs([told(0, 2, 5), told(0, 4, 6)], then=[told(0, 1, 9), told(0, 3, 8)])
+    assert main(["exact", *JOB]) == 2
+    assert "nothing was compared: none of the disturbed run's 2 commits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("last", [1, 3])
+def test_a_run_that_ends_by_itself_after_another_step_differs(runs, capsys, last):
+    """Equal as far as both went: an epoch's rest was lost or done twice after a restore."""
+    runs(
+        [told(0, step, step) for step in (1, 2)],
+        then=[told(0, step, step) for step in range(1, last + 1)],
+    )
+    assert main(["exact", *JOB]) == 1
+    said = capsys.readouterr().out
+    assert f"committed last after 2 steps, and the disturbed one after {last}:" in said
+
+
+def test_what_only_one_run_has_committed_is_counted(runs, capsys):
+    runs(
+        [told(0, step, step) for step in (2, 4, 6)],
+        then=[told(0, 2, 2), told(0, 3, 3), told(0, 6, 6)],
+    )
+    assert main(["exact", *JOB]) == 0
+    said = capsys.readouterr().out
+    assert "equal: 2 of 3 commits of 1 workers, after 2 of 3 committed steps" in said
+
+
+def test_a_run_of_before_need_not_have_ended(runs, capsys, tmp_path):
+    before = tmp_path / "before.jsonl"
+    journal = FileJournal.begin(before, Settings(np=1, workers_min=1, workers_max=1, elastic=True))
+    journal.record(0.0, told(0, 1, 1), [])
+    journal.record(1.0, TimePassed(), [EndJob(143, in_words("stopped"))])
+    runs([told(0, 1, 1), told(0, 2, 2)])
+    assert main(["exact", "--undisturbed", str(before), *JOB]) == 0
+    assert (
+        "equal: 1 of 2 commits of 1 workers, after 1 of 1 committed steps"
+        in capsys.readouterr().out
+    )
