@@ -30,6 +30,7 @@ _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
 RETRY_S = 0.02  # between attempts to reach a store that is not up yet
+_DEAF_S = 0.1  # without descriptors nobody is accepted for this long
 # Instead of a size, in requests that are no exchange:
 _FETCH = 0  # of what rank 0 provides by itself
 _ANNOUNCE = -1
@@ -115,6 +116,7 @@ class Store:
                 self._timeout_s,
                 self._provided,
             )
+            self._server.start()
 
     def exchange(
         self,
@@ -297,6 +299,7 @@ class _Server:
         self._secret = derived(secret, "store", generation)
         self._timeout_s = timeout_s
         self._closed = False
+        self._deaf = False  # doesn't listen for a moment
         self.provided: dict[str, Callable[[], list[bytes]]] = {
             _AWAITED: lambda: [key.encode() for key, _ in self._groups]
         } | provided
@@ -314,6 +317,8 @@ class _Server:
         self._thread = threading.Thread(
             target=self._serve, name=f"elastic-store-{generation}", daemon=True
         )
+
+    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
@@ -329,22 +334,34 @@ class _Server:
 
     def _serve(self) -> None:
         while not self._closed:
-            for key, _ in self._selector.select(timeout=self._timeout_s):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._read(key.fileobj)
-            self._drop_silent(time.monotonic())
+            self._turn()
         for held in list(self._peers):
             self._drop(held)
         self._selector.close()
         self._listener.close()
 
+    def _turn(self) -> None:
+        ready = self._selector.select(_DEAF_S if self._deaf else self._timeout_s)
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for key, _ in ready:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj in self._peers:  # not dropped since, in this very turn
+                self._read(key.fileobj)
+        self._drop_silent(time.monotonic())
+
     def _accept(self) -> None:
         while True:
             try:
                 sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
             except OSError:
+                if not self._closed:  # no descriptors left: listen again in a while
+                    self._deaf = True
+                    self._selector.unregister(self._listener)
                 return
             if (oldest := self._strangers.add(sock, time.monotonic())) is not None:
                 self._drop(oldest)

@@ -1,0 +1,92 @@
+"""The server of a world's store, turn by turn: who is ready is what the test says."""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+from unittest.mock import create_autospec
+
+import msgspec
+import pytest
+
+from elastic.protocol.framing import NONCE_BYTES, Wire, derived
+from elastic.rendezvous import store
+
+SECRET = b"k" * 32
+FETCH, ANNOUNCE, LISTEN = 0, -1, -2
+
+
+def asks(size: int, key: str = "end") -> bytes:
+    """A request, as a caller sends it."""
+    wire, nonce = Wire(store._replies), bytes(NONCE_BYTES)
+    wire.seal(derived(SECRET, "store", 0), mine=nonce, theirs=b"", caller=True, limit=1 << 20)
+    return nonce + wire.frame_of(msgspec.msgpack.encode(store._Request(0, key, 0, size, b"now")))
+
+
+class Conversation:
+    def __init__(self, monkeypatch):
+        self.selector = create_autospec(selectors.DefaultSelector, instance=True)
+        self.listener = create_autospec(socket.socket, instance=True)
+        monkeypatch.setattr(selectors, "DefaultSelector", lambda: self.selector)
+        self.server = store._Server(self.listener, 0, SECRET, 30.0, {"end": lambda: []})
+
+    def turn(self, *ready):
+        self.selector.select.return_value = [
+            (selectors.SelectorKey(each, 0, selectors.EVENT_READ, None), selectors.EVENT_READ)
+            for each in ready
+        ]
+        self.server._turn()
+
+    def calls(self):
+        caller = create_autospec(socket.socket, instance=True)
+        self.listener.accept.side_effect = [(caller, ("10.0.0.2", 5000)), BlockingIOError]
+        return caller
+
+    def comes(self):
+        caller = self.calls()
+        self.turn(self.listener)
+        return caller
+
+    def says(self, caller, text):
+        caller.recv.return_value = text
+        return caller
+
+
+@pytest.fixture
+def talk(monkeypatch):
+    return Conversation(monkeypatch)
+
+
+def test_a_stranger_who_gives_way_as_it_speaks_ends_nothing(monkeypatch):
+    monkeypatch.setattr(store, "count_limit", lambda *_: 1)
+    talk = Conversation(monkeypatch)
+    stranger = talk.comes()
+    caller = talk.calls()
+    talk.turn(talk.listener, talk.says(stranger, b"x"))
+    stranger.close.assert_called_once()
+    talk.turn(talk.says(caller, asks(FETCH)))
+    caller.sendall.assert_called_once()
+
+
+def test_a_listener_that_gives_up_as_it_is_told_ends_nothing(talk):
+    listens, announces = talk.comes(), talk.comes()
+    talk.turn(talk.says(listens, asks(LISTEN)))
+    talk.turn(talk.says(announces, asks(ANNOUNCE)), talk.says(listens, b""))
+    announces.sendall.assert_called_once()
+    late = talk.comes()
+    talk.turn(talk.says(late, asks(LISTEN)))
+    late.sendall.assert_called_once()
+
+
+def test_without_descriptors_it_looks_again_in_a_while_and_serves_who_is_there(talk):
+    caller = talk.comes()
+    talk.listener.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
+    talk.turn(talk.listener, talk.says(caller, asks(FETCH)))
+    talk.selector.unregister.assert_any_call(talk.listener)  # which stays ready: it would spin
+    caller.sendall.assert_called_once()
+    talk.turn()
+    talk.selector.select.assert_called_with(store._DEAF_S)
+    talk.selector.register.assert_called_with(talk.listener, selectors.EVENT_READ)
+    talk.comes()
+    talk.selector.select.assert_called_with(30.0)
