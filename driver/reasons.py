@@ -294,9 +294,12 @@ def _machine_leaves(facts: Mapping[str, Any]) -> str:
 
 def _stopped(facts: Mapping[str, Any]) -> str:
     """An operator, or a batch system, ends the job."""
-    if facts["newest"]:
-        return f"{facts['why']}; commit {facts['newest']} is durable, and the same command goes on from it"
-    return f"{facts['why']}; no commit of this run became durable in time"
+    said = f"{facts['why']}"
+    if not facts["made"]:
+        said += f"; no last checkpoint was made within {facts['within_s']:g} s"
+    if not facts["newest"]:
+        return said
+    return f"{said}; commit {facts['newest']} is durable, and the same command goes on from it"
 
 
 SENTENCES: dict[Why, Sentence] = {

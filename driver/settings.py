@@ -50,6 +50,7 @@ class Settings:
     starting_max: int | None = None  # newcomers that start at once beside a world that trains
     # From a checkpoint, with no newer one between; None: there are no checkpoints.
     restarts: int | None = None
+    durable: bool = False  # commits are made durable: there is a folder for checkpoints
     timeline: str | None = None  # absolute path of the file that tells what all ranks did when
     env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
 

@@ -92,7 +92,7 @@ class JobEnd:
                 codes = {1, exit_code(event.code)}
             case HostReported():
                 codes = {1, VANISHED}
-            case _ if action.reason.kind is Why.MACHINE_LEAVES:
+            case _ if action.reason.kind in (Why.MACHINE_LEAVES, Why.STOPPED):
                 codes = {128 + signal.SIGTERM}
             case _:
                 codes = {1}

@@ -287,6 +287,7 @@ def make_job(
             gpu_hang_s=stall.gpu_hang_s,
             gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
             restarts=checkpoints.restarts,
+            durable=bool(checkpoints.env),
             starting_max=cores if own_slots else None,
             timeline=timeline,
             env=env,

@@ -117,7 +117,7 @@ class JobDecisions:
         return action
 
     def _end(self, outcome: EndJob, now: float) -> EndJob:
-        if self.stop_code is not None:
+        if self.stop_code is not None and outcome.code != 0:
             outcome = EndJob(self.stop_code, outcome.reason)
         members = {w: place for w, place in self.members.items() if w not in self._let_go}
         self.ending = Ending(

@@ -95,7 +95,7 @@ from elastic.protocol.report_values import Report as WorkerReport
 AT_ONCE = 1000  # events that are decided and written together
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
-LAST_CHECKPOINT_S = 8.0  # at SIGTERM; `docker stop` sends SIGKILL after 10 s
+LAST_CHECKPOINT_S = 6.0  # at SIGTERM; `docker stop` sends SIGKILL after 10 s
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 

@@ -55,8 +55,9 @@ from elastic.driver.membership.requests import OperatorRequests
 from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
+from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.worlds import JobFinished, Phase, Worlds
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Place, Worker
 
@@ -80,6 +81,7 @@ class Membership:
         self.reports = WorkerReports(self.worlds, self.frozen)
         self.stuck = Stuck(self.worlds)
         self.notices = Notices(self.worlds)
+        self.stop = Stop(self.worlds)
         self.deadlines = Deadlines(self.worlds)
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class Membership:
     def _deadlines(self) -> Iterator[float]:
         yield from self.deadlines.all()
         yield from self.notices.deadlines()
+        yield from self.stop.deadlines()
         others = (*self.stuck.deadlines(), self.frozen.next_deadline())
         yield from (at for at in others if at is not None)
 
@@ -157,6 +160,7 @@ class Membership:
                 self.worlds.advance()
                 self.stuck.watch()
                 self.notices.watch()
+                self.stop.watch()
         except JobFinished:
             pass
         except IllegalEvent as illegal:
@@ -166,6 +170,7 @@ class Membership:
         return self.worlds.actions.decided
 
     def _dispatch(self, event: Event) -> None:
+        self.stop.heard(event)
         # The most frequent first.
         parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices)
         if any(part.handle(event) for part in parts):
@@ -190,8 +195,7 @@ class Membership:
                 self.worlds.give_up.checkpoint_made()
                 self.notices.checkpoint_made(event)
             case StopRequested():
-                if not self.notices.stops(event):
-                    self.worlds.end(1, in_words(event.reason))
+                self.stop.requested(event)
             case ScaleRequested() | DrainRequested() | RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
             case TimePassed() | WorkerSpent():

@@ -6,8 +6,7 @@
 
 Where all members are on such machines, nobody could go on: they train on, and a checkpoint is asked for at once and
 again shortly before the end. Where the driver's own machine goes, and with it everybody, the job ends once that is
-made: the same command goes on from it. A request to stop that leaves time for it has the same, and a second such
-request ends the job at once.
+made: the same command goes on from it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from elastic.driver.events import (
     HostReported,
     HostStaying,
     Notice,
-    StopRequested,
 )
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -66,7 +64,6 @@ class Notices(Part):
         self._asked_in: int | None = None  # the generation; until there is an answer
         self._newest: Commit | None = None  # that is durable
         self._end_at: float | None = None
-        self._stopping: str | None = None  # why, where a request to stop waits for the last one
         self._looked_at: tuple[int, int, int] | None = None  # what members were looked at for
 
     def handle(self, event: Event) -> bool:
@@ -100,18 +97,6 @@ class Notices(Part):
         self._newest, self._asked_in = event.commit, None
         if self._last_asked and self._end_at is not None:
             self._end()
-
-    def stops(self, event: StopRequested) -> bool:
-        """A request to stop: whether a last checkpoint is made first."""
-        durable = event.checkpoint_s > 0 and self.settings.restarts is not None
-        if not durable or self._stopping is not None or self.worlds.phase is not Phase.TRAINING:
-            return False
-        text = "a last checkpoint is made first; a second request to stop does not wait for it"
-        self.actions.log("info", f"{text} ({event.reason}, {event.checkpoint_s:g} s at most)")
-        self._stopping = event.reason
-        self._ask_at = [self.actions.now]
-        self._end_at = self.actions.now + event.checkpoint_s
-        return True
 
     # ---- one machine -----------------------------------------------------------------------------------------------
 
@@ -170,9 +155,7 @@ class Notices(Part):
         basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
         if basis != self._looked_at:
             self._looked_at = basis
-            if self._stopping is None:
-                self._look_at_all()
-            self._ask_again()
+            self._look_at_all()
         self._ask()
 
     def _look_at_all(self) -> None:
@@ -183,13 +166,10 @@ class Notices(Part):
             self._everybody_goes([each for each in going if each is not None])
         elif not everybody:
             self._ask_at, self._last_asked, self._asked_in = [], False, None
-        self._all_go = everybody
-
-    def _ask_again(self) -> None:
-        """The world that was asked is over."""
-        if self._asked_in not in (None, self.worlds.generation):
-            self._ask_at.insert(0, self.actions.now)
+        elif self._asked_in not in (None, self.worlds.generation):
+            self._ask_at.insert(0, self.actions.now)  # the world that was asked is over
             self._asked_in = None
+        self._all_go = everybody
 
     def _everybody_goes(self, going: list[Departure]) -> None:
         now = self.actions.now
@@ -209,8 +189,6 @@ class Notices(Part):
         notice = "; ".join(each.text for each in self.announced.values() if each.alone)
         newest = None if self._newest is None else str(self._newest)
         durable = self.settings.restarts is not None
-        if self._stopping is not None:
-            self.worlds.end(1, because(Why.STOPPED, why=self._stopping, newest=newest))
         self.worlds.end(
             STOPPED, because(Why.MACHINE_LEAVES, notice=notice, newest=newest, durable=durable)
         )

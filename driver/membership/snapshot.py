@@ -44,6 +44,7 @@ from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, Why, because
@@ -62,6 +63,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Stuck,
         Notices,
         Departure,
+        Stop,
         Deadlines,
         ActionList,
         Workforce,
@@ -162,6 +164,8 @@ def restored(data: bytes, settings: Settings) -> Membership:
         raise Invalid(f"this is not a snapshot of a job, but of {type(found).__name__}")
     if "worlds" not in vars(found):
         _compose(found)
+    if vars(found)["stop"] is None:  # of an older version
+        found.stop = Stop(found.worlds)
     if all(name != Reason.__name__ for name, *_ in snapshot.kinds):
         _read_sentences(found)
     return found
@@ -378,7 +382,9 @@ class _Making:
 # Fields that older snapshots lack, and what they mean without them.
 ADDED: dict[str, dict[str, Any]] = {
     "GiveUpRules": {"_restarts": 0},
-    "Notices": {"_stopping": None},
+    "Membership": {"stop": None},
+    "Worlds": {"stopping": False},
+    "StopRequested": {"checkpoint_s": 0.0},
     "Gathering": {"anew": False, "whole": False},
     "WorkerRaised": {"final": False},
     "WorkerSpent": {"commit": None},
@@ -421,6 +427,7 @@ def _compose(membership: Membership) -> None:
     vars(membership).clear()
     worlds = Worlds.__new__(Worlds)
     vars(worlds).update({new: flat[old] for old, new in _FLAT["worlds"].items()})
+    vars(worlds).update(ADDED["Worlds"])
     membership.compose(worlds, flat["story"])
     for part in ("frozen", "stuck"):
         vars(getattr(membership, part)).update({new: flat[old] for old, new in _FLAT[part].items()})

@@ -17,7 +17,8 @@ from elastic.driver.preemption.source import Ends
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 LEAD_S = 120.0  # before the end
 SIGNALLED_S = 60.0  # from the signal to the end where nothing else says when that is
-ASK_S = 30.0  # between two questions to the controller, which serves a whole cluster
+# Between two questions to the controller, which serves a whole cluster: doubled where it knows of no end.
+ASK_S, ASK_AT_MOST_S = 30.0, 900.0
 ANSWER_S = 10.0
 
 
@@ -30,6 +31,7 @@ class Slurm:
         self._job = environ.get(JOB, "")
         self._end_at = _seconds(environ.get(END, ""))
         self._ask_at = 0.0
+        self._pause_s = ASK_S
         self._signalled: Ends | None = None
 
     def here(self) -> bool:
@@ -39,8 +41,11 @@ class Slurm:
         """The controller is asked while the end is not known, and once it is near, as it may have been put off."""
         now = time.time()
         if now >= self._ask_at and self._near(now):
-            self._ask_at = now + ASK_S
             self._end_at = self._asked() or self._end_at
+            self._pause_s = ASK_S if self._end_at else min(2 * self._pause_s, ASK_AT_MOST_S)
+            self._ask_at = now + self._pause_s
+            if self._end_at is not None and not self._near(now):
+                self._signalled = None  # it was put off
         if self._end_at is not None and self._near(now):
             return Ends(f"Slurm ends job {self._job}", self._end_at)
         return self._signalled
@@ -61,7 +66,7 @@ class Slurm:
 
     def _asked(self) -> float | None:
         """None where there is no limit, or nobody to ask."""
-        command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%e"]
+        command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%A %e"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(
                 command,
@@ -73,7 +78,9 @@ class Slurm:
                 timeout=ANSWER_S,
                 check=False,
             )
-            return _seconds(done.stdout.strip()) if done.returncode == 0 else None
+            lines = [line.split() for line in done.stdout.splitlines() if done.returncode == 0]
+            # An array's first task has the number of the array, and all of them are listed.
+            return next((_seconds(end) for job, end in lines if job == self._job), None)
         return None
 
 

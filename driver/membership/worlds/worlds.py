@@ -70,6 +70,7 @@ class Worlds:
         self.change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
         self.exceptions = Exceptions()
         self.trained = False  # somebody has entered elastic.run
+        self.stopping = False  # the job is told to stop, and waits for its last checkpoint
         self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # who ended with exit code 0 outside elastic.run
         self._cause_at = 0.0  # when what led to the present gathering was noticed
@@ -107,7 +108,8 @@ class Worlds:
         """Does what the present state asks for, whatever event led to it."""
         # Not before there is a world to stand by: until then they would only take from the others.
         self.staff.spare = self.settings.standbys if self.world.running else 0
-        if self.phase is not Phase.ENDING and self.root_cause_search is None:
+        settled = self.phase is not Phase.ENDING and self.root_cause_search is None
+        if settled and not self.stopping:
             self.staff.start(self.members)
         self._end_with_the_last_process()
         before = None
@@ -223,7 +225,7 @@ class Worlds:
     def _consider_change(self) -> None:
         """A planned change, if somebody waits to join or has to leave."""
         self.look_again_at = None
-        if not self.settings.elastic or not self.world.running:
+        if not self.settings.elastic or not self.world.running or self.stopping:
             return  # a world of init() regroups by itself when elastic.run is entered
         wish, urgent = self._wish()
         if wish is None:

@@ -137,7 +137,7 @@ def test_a_stop_sets_the_exit_code_and_the_second_one_ends_the_grace():
 
 def test_a_second_stop_ends_the_grace_where_the_first_has_waited_for_a_checkpoint():
     talk = Talk().trains()
-    assert talk.hear(StopRequested("SIGTERM", 143, 8.0)) == []
+    assert talk.hear(StopRequested("SIGTERM", 143, 6.0)) == []
     said = talk.hear(StopRequested("SIGTERM", 143), EndJob(1, WHY))
     assert said[0] == EndJob(143, WHY) and killed(said) == [A, B, SPARE]
 

@@ -18,7 +18,6 @@ from elastic.driver.events import (
     PrepareChange,
     PublishWorld,
     StartWorker,
-    StopRequested,
 )
 from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.snapshot import restored, taken
@@ -184,50 +183,6 @@ def test_where_the_driver_goes_and_stays_after_all_there_is_no_end():
     talk.tell(goes("h", 30.0, alone=True), HostStaying("h"))
     talk.tell(CheckpointMade(Commit(2, 4)))
     assert not has(EndJob, talk.wait(100))
-
-
-TERM = StopRequested("SIGTERM at the driver", 143, 8.0)
-
-
-def test_at_a_stop_that_leaves_time_a_last_checkpoint_is_made_first():
-    talk = running(2, workers_min=1, restarts=3)
-    talk.tell(CheckpointMade(Commit(1, 2)))
-    actions = talk.tell(TERM)
-    assert the(HastenCheckpoint, actions).rank0 == worker("h:0") and not has(EndJob, actions)
-    end = the(EndJob, talk.tell(CheckpointMade(Commit(1, 4))))
-    assert "SIGTERM at the driver; commit 1.4 is durable, and the same" in str(end.reason)
-
-
-def test_a_stop_waits_no_longer_than_it_may_and_a_second_one_not_at_all():
-    talk = running(2, workers_min=1, restarts=3)
-    talk.tell(TERM)
-    assert not has(EndJob, talk.wait(7.9))
-    end = the(EndJob, talk.wait(0.2))
-    assert "no commit of this run became durable in time" in str(end.reason)
-    talk = running(2, workers_min=1, restarts=3)
-    talk.tell(TERM)
-    assert str(the(EndJob, talk.tell(TERM)).reason) == "SIGTERM at the driver"
-
-
-def test_a_stop_waits_for_nothing_without_checkpoints_and_before_training():
-    assert has(EndJob, running(2, workers_min=1).tell(TERM))
-    assert has(EndJob, Talk(np=2, restarts=3).tell(TERM))
-    assert has(EndJob, running(2, restarts=3).tell(StopRequested("Ctrl-C at the driver", 130)))
-
-
-def test_where_a_stop_waits_and_the_world_breaks_the_next_one_is_asked():
-    talk = on_two_hosts(workers_min=2, restarts=3)
-    talk.tell(TERM)
-    talk.tell(exited("h:0"))
-    assert the(HastenCheckpoint, talk.ready("h:1", "g:0", "g:1", commit=(2, 3))).generation == 3
-    assert has(EndJob, talk.tell(CheckpointMade(Commit(3, 4))))
-
-
-def test_a_driver_that_follows_ends_what_was_stopped():
-    talk = running(2, workers_min=1, restarts=3)
-    talk.tell(TERM)
-    talk.m = restored(taken(talk.m), talk.m.settings)
-    assert has(EndJob, talk.tell(CheckpointMade(Commit(1, 4))))
 
 
 def test_members_are_not_looked_at_after_every_event(monkeypatch):

@@ -1,0 +1,97 @@
+"""Decides how a job ends that is told to stop. Deterministic.
+
+At once; or, where the request leaves time for it and there are checkpoints, once a last one is made. No world changes
+meanwhile but for losses, and a second request ends the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic.driver.events import (
+    CheckpointMade,
+    Event,
+    HastenCheckpoint,
+    StopRequested,
+    WorkerPaced,
+    WorkerReconnected,
+)
+from elastic.driver.membership.part import Part
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
+from elastic.driver.reasons import Why, because, in_words
+from elastic.protocol.messages import Commit
+
+
+class Stop(Part):
+    """The request that waits for a last checkpoint."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
+        self._request: StopRequested | None = None
+        self._by: float | None = None
+        self._asked_in: int | None = None  # the generation
+        self._trained_to: Commit | None = None  # as rank 0 has said
+        self._least: Commit | None = None  # what is older was being written when the request came
+        self._newest: Commit | None = None  # that is durable
+
+    def heard(self, event: Event) -> None:
+        """What others decide about, too."""
+        match event:
+            case WorkerPaced(worker, commit=commit) if commit is not None:
+                if self.worlds.members and worker == self.worlds.members[0]:
+                    self._trained_to = commit
+            case CheckpointMade(commit):
+                self._newest = commit
+                if self._request is not None and self._is_last(commit):
+                    self._end(made=True)
+            case WorkerReconnected(worker) if worker in self.worlds.members[:1]:
+                self._asked_in = None  # the driver before this one may not have asked
+            case _:
+                pass
+
+    def requested(self, event: StopRequested) -> None:
+        """Ends the job, or has a last checkpoint made first."""
+        durable = self.settings.durable or self.settings.restarts is not None
+        waits = durable and event.checkpoint_s > 0 and self._request is None
+        if not waits or not self.worlds.world.running:
+            self.worlds.end(1, in_words(event.reason))
+        text = "a last checkpoint is made first; a second request to stop does not wait for it"
+        self.actions.log("info", f"{text} ({event.reason}, {event.checkpoint_s:g} s at most)")
+        self._request = event
+        self._by = self.actions.now + event.checkpoint_s
+        self._least = self._trained_to
+        self.worlds.stopping = True
+        if self.worlds.phase is Phase.PREPARING:
+            self.worlds.call_off(because(Why.TOLD, text=event.reason))
+
+    def watch(self) -> None:
+        """After every event."""
+        if self._request is None:
+            return
+        if self.actions.expired(self._by):
+            self._end(made=False)
+        training = self.worlds.phase is Phase.TRAINING and self.worlds.world.running
+        if training and self._asked_in != self.worlds.generation:
+            self._asked_in = self.worlds.generation
+            self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))
+
+    def deadlines(self) -> Iterator[float]:
+        """When to look again."""
+        if self._by is not None:
+            yield self._by
+
+    def _is_last(self, commit: Commit) -> bool:
+        """Not one that was being written already."""
+        least = self._least
+        return least is None or (commit.generation, commit.number) >= (
+            least.generation,
+            least.number,
+        )
+
+    def _end(self, *, made: bool) -> None:
+        request = self._request
+        assert request is not None
+        newest = None if self._newest is None else str(self._newest)
+        within_s = request.checkpoint_s
+        why = because(Why.STOPPED, why=request.reason, newest=newest, made=made, within_s=within_s)
+        self.worlds.end(request.code or 1, why)

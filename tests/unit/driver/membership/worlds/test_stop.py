@@ -1,0 +1,162 @@
+"""A job that is told to stop: at once, or after a last checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.events import (
+    CallOffChange,
+    CheckpointMade,
+    DriverRestarted,
+    EndJob,
+    HastenCheckpoint,
+    HostLeaving,
+    HostStaying,
+    Notice,
+    PrepareChange,
+    StartWorker,
+    StopRequested,
+    WorkerPaced,
+    WorkerReconnected,
+)
+from elastic.driver.job.decisions import JobDecisions
+from elastic.driver.membership.snapshot import restored, taken
+from elastic.protocol.messages import Commit
+from harness.conversation import (
+    Talk,
+    exited,
+    has,
+    leaving,
+    returned,
+    running,
+    said,
+    static,
+    the,
+    worker,
+)
+
+TERM = StopRequested("SIGTERM at the driver", 143, 6.0)
+
+
+def three(**settings: object) -> Talk:
+    return running(3, workers_min=1, restarts=3, **settings)
+
+
+def made(talk: Talk, number: int = 4) -> CheckpointMade:
+    return CheckpointMade(Commit(talk.m.generation, number))
+
+
+def test_a_last_checkpoint_is_made_first():
+    talk = three()
+    talk.tell(made(talk, 2))
+    actions = talk.tell(TERM)
+    assert the(HastenCheckpoint, actions).rank0 == worker("h:0") and not has(EndJob, actions)
+    end = the(EndJob, talk.tell(made(talk)))
+    assert end.code == 143
+    assert "SIGTERM at the driver; commit 2.4 is durable, and the same" in str(end.reason)
+
+
+def test_it_takes_no_longer_than_it_may_and_says_that_none_was_made():
+    talk = three()
+    talk.tell(made(talk, 2), TERM)
+    assert not has(EndJob, talk.wait(5.9))
+    end = the(EndJob, talk.wait(0.2))
+    assert end.code == 143
+    assert "no last checkpoint was made within 6 s; commit 2.2 is durable" in str(end.reason)
+
+
+def test_a_second_request_waits_for_nothing():
+    talk = three()
+    talk.tell(TERM)
+    assert str(the(EndJob, talk.tell(TERM)).reason) == "SIGTERM at the driver"
+
+
+@pytest.mark.parametrize(
+    ("talk", "request_"),
+    [
+        (running(2, workers_min=1), TERM),
+        (Talk(np=2, restarts=3), TERM),
+        (running(2, restarts=3), StopRequested("Ctrl-C at the driver", 130)),
+    ],
+    ids=["no checkpoints", "before training", "Ctrl-C"],
+)
+def test_nothing_is_waited_for(talk: Talk, request_: StopRequested):
+    assert the(EndJob, talk.tell(request_)).code == 1
+
+
+def test_one_that_was_being_written_is_not_the_last():
+    talk = three()
+    talk.tell(WorkerPaced(worker("h:0"), 2, 9, 0.0, 1.0, commits=9, commit=Commit(2, 9)))
+    talk.tell(TERM)
+    assert not has(EndJob, talk.tell(made(talk, 7)))
+    assert has(EndJob, talk.tell(made(talk, 10)))
+
+
+def test_a_job_of_a_fixed_size_has_its_last_one_too():
+    talk = static(2, durable=True)
+    talk.ready("h:0", "h:1")
+    assert has(HastenCheckpoint, talk.tell(TERM))
+    assert has(EndJob, talk.tell(made(talk)))
+
+
+def test_where_a_member_has_just_died_the_next_world_makes_it():
+    talk = three()
+    talk.tell(exited("h:0"))
+    assert not has(EndJob, talk.tell(TERM))
+    actions = talk.ready("h:1", "h:2", commit=(2, 3))
+    assert the(HastenCheckpoint, actions).generation == 3
+    assert has(EndJob, talk.tell(made(talk)))
+
+
+def test_workers_that_were_signalled_too_stay_for_it():
+    """As where a batch system or systemd signals every process."""
+    talk = three()
+    assert has(PrepareChange, talk.tell(leaving("h:2")))
+    actions = talk.tell(TERM)
+    assert has(CallOffChange, actions) and has(HastenCheckpoint, actions)
+    assert not has(PrepareChange, talk.tell(leaving("h:0")))
+    assert has(EndJob, talk.tell(made(talk)))
+
+
+def test_nobody_is_started_meanwhile():
+    talk = three()
+    talk.tell(TERM, exited("h:1"))
+    assert not has(StartWorker, talk.wait(5))
+
+
+def test_a_world_that_ends_by_itself_meanwhile_ends_as_it_would():
+    talk = three()
+    decisions = JobDecisions(talk.m, leave_s=30, running=talk.m.members, members=None)
+    now = talk.m.worlds.actions.now
+    for event in (TERM, *(returned(f"h:{slot}", 2) for slot in range(3))):
+        decisions.follow(event, decisions.answer(event, now), now)
+    assert decisions.ending is not None and decisions.ending.code == 0
+
+
+@pytest.mark.parametrize(
+    ("events", "within_s"),
+    [
+        ([HostLeaving("h", Notice("x", 600.0), alone=True), TERM, HostStaying("h")], 6.1),
+        ([TERM, HostLeaving("h", Notice("x", 600.0), alone=True)], 6.1),
+        ([TERM, HostLeaving("h", Notice("x", None), alone=True)], 6.1),
+        ([HostLeaving("h", Notice("x", 4.0), alone=True), TERM], 3.0),
+    ],
+    ids=["it stays", "later", "some day", "earlier"],
+)
+def test_what_is_said_of_the_machine_puts_nothing_off(events: list, within_s: float):
+    talk = three()
+    talk.tell(*events)
+    assert has(EndJob, talk.wait(within_s))
+
+
+def test_a_driver_that_follows_asks_again_and_ends_with_the_same_code():
+    talk = three()
+    talk.tell(TERM)
+    talk.m = restored(taken(talk.m), talk.m.settings)
+    talk.tell(DriverRestarted())
+    assert has(HastenCheckpoint, talk.tell(WorkerReconnected(worker("h:0"), 2, True)))
+    assert the(EndJob, talk.tell(made(talk))).code == 143
+
+
+def test_an_operator_reads_how_long_it_may_take():
+    assert "SIGTERM at the driver, 6 s at most" in said(three().tell(TERM))
