@@ -133,10 +133,11 @@ class JobDecisions:
     def _stopped(self, event: StopRequested, *, again: bool, now: float) -> list[Action]:
         """Asked to, after the outcome was known."""
         assert self.ending is not None and self.stop_code is not None
-        if again:
-            return self.ending.hurried(now)
-        self.ending.stopped(self.stop_code, now)
-        return [EndJob(self.stop_code, in_words(event.reason))]
+        actions: list[Action] = []
+        if not again or self.ending.code == 0:  # it had succeeded while a stop waited
+            self.ending.stopped(self.stop_code, now)
+            actions.append(EndJob(self.stop_code, in_words(event.reason)))
+        return actions + self.ending.hurried(now) if again else actions
 
     def _unseen(self, event: Event) -> set[Worker]:
         """Whose exit nobody will report any more."""
