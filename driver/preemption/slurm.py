@@ -78,9 +78,12 @@ class Slurm:
                 timeout=ANSWER_S,
                 check=False,
             )
-            lines = [line.split() for line in done.stdout.splitlines() if done.returncode == 0]
             # An array's first task has the number of the array, and all of them are listed.
-            return next((_seconds(end) for job, end in lines if job == self._job), None)
+            lines = done.stdout.splitlines() if done.returncode == 0 else []
+            ends = [
+                end for line in lines for job, _, end in [line.partition(" ")] if job == self._job
+            ]
+            return _seconds(ends[0].strip()) if ends else None
         return None
 
 

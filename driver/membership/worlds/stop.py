@@ -81,12 +81,10 @@ class Stop(Part):
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
-        """Not one that was being written already."""
-        least = self._least
-        return least is None or (commit.generation, commit.number) >= (
-            least.generation,
-            least.number,
-        )
+        """Not one that was being written already: of a world before, or older than what rank 0 had told of."""
+        at = (commit.generation, commit.number)
+        least = (0, 0) if self._least is None else (self._least.generation, self._least.number)
+        return commit.generation == self._asked_in and at >= least
 
     def _end(self, *, made: bool) -> None:
         request = self._request

@@ -213,7 +213,7 @@ def test_slurms_controller_is_asked_where_nothing_else_says_it_and_once_the_end_
     monkeypatch.setattr(slurm, "ASK_S", 0.0)
 
     def answers(text: str, code: int = 0) -> None:
-        run.return_value = subprocess.CompletedProcess([], code, f"78 1\n77 {text}\n", "")
+        run.return_value = subprocess.CompletedProcess([], code, f"odd\n78 1\n77 {text}\n", "")
 
     environ = {"SLURM_JOB_ID": "77", **({said: str(int(time.time() + 100))} if said else {})}
     source = slurm.Slurm(environ)

@@ -12,6 +12,7 @@ from elastic.driver.events import (
     HastenCheckpoint,
     HostLeaving,
     HostStaying,
+    KillWorker,
     Notice,
     PrepareChange,
     StartWorker,
@@ -92,6 +93,12 @@ def test_one_that_was_being_written_is_not_the_last():
     assert has(EndJob, talk.tell(made(talk, 10)))
 
 
+def test_one_of_a_world_before_is_not_the_last_either():
+    talk = three()
+    talk.tell(TERM)
+    assert not has(EndJob, talk.tell(CheckpointMade(Commit(1, 900))))
+
+
 def test_a_job_of_a_fixed_size_has_its_last_one_too():
     talk = static(2, durable=True)
     talk.ready("h:0", "h:1")
@@ -131,6 +138,8 @@ def test_a_world_that_ends_by_itself_meanwhile_ends_as_it_would():
     for event in (TERM, *(returned(f"h:{slot}", 2) for slot in range(3))):
         decisions.follow(event, decisions.answer(event, now), now)
     assert decisions.ending is not None and decisions.ending.code == 0
+    assert has(KillWorker, decisions.follow(TERM, decisions.answer(TERM, now), now))
+    assert decisions.ending.code == 143
 
 
 @pytest.mark.parametrize(
