@@ -38,7 +38,11 @@ def actions(file: Path, *kinds: str) -> Iterator[tuple[float, Json]]:
 
 
 def pids(file: Path) -> list[int]:
-    """The processes of the newest world in the order of their ranks; empty before the first world."""
+    """The processes of the newest world in the order of their ranks; none before the first world, and once training has
+    ended: a worker that dies in what comes after that fails the job.
+    """
+    if any(actions(file, "EndJob")):
+        return []
     started = {tuple(event["worker"]): event["pid"] for _, event in events(file, "WorkerConnected")}
     members: list[Json] = []
     for _, world in actions(file, "PublishWorld"):
