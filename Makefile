@@ -72,9 +72,12 @@ $(FRAMEWORKS): $(STAMP)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
 
-# What the tests import, once: else each process of pytest would compile all of it at its start.
+# What the tests import, once: else each process of pytest would compile all of it at its start. TensorFlow may be half
+# installed meanwhile.
 $(COMPILED): $(STAMP)
-	@$(BIN)/python -m pytest --collect-only --quiet > /dev/null 2>&1; touch $@
+	@said=$$($(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks 2>&1) || \
+	  { echo "$$said" | tail -n 60; exit 1; }
+	@touch $@
 
 STRICT ?= ON
 
@@ -101,8 +104,8 @@ train-keras: $(READY) $(FRAMEWORKS)
 	  $(BIN)/python examples/horovod/keras_elastic.py --epochs 20 --pause 0.05
 
 # Processes of pytest, each of which starts two to four more that often wait, for a lease, an import or a signal. One
-# more fills the gaps, at a lower priority, with tests that start no jobs; make test FILLER= leaves it out. Three of
-# the first kind are too many for two cores: some tests were too slow for their deadlines now and then.
+# more fills the gaps, at a lower priority, with tests that compute: those without jobs, and of worlds that stay; make test
+# FILLER= leaves it out. Three of the first kind are too many for two cores: some tests were too slow for their deadlines.
 TESTS_AT_ONCE ?= 2
 FILLER ?= 1
 # A run of the tests ends, whatever becomes of its processes.

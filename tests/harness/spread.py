@@ -1,8 +1,8 @@
 """How tests are spread over the processes of pytest-xdist (``-n 2``), and what becomes of those of one that died.
 
-With ``--filler`` the last of these processes (``-n 3``: of two and one more) has the tests that start no jobs, those of
-worlds that stay among them, and gives way to the others: tests of real jobs often wait, for a lease, an import or a
-signal, and the processors with them.
+With ``--filler`` the last of these processes (``-n 3``: of two and one more) has the light tests, and gives way to the
+others: tests of real jobs often wait, for a lease, an import or a signal, and the processors with them. Light are tests
+that compute: those that start no jobs, and those whose worlds stay for a whole module.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def scope(nodeid: str) -> str:
 
 
 def light(name: str) -> bool:
-    """Whether the tests of this scope start no jobs."""
+    """Whether the filler has the tests of this scope."""
     return name.startswith(LIGHT)
 
 
@@ -100,7 +100,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--filler",
         action="store_true",
-        help="the last process of -n has the tests that start no jobs, and gives way to the others",
+        help="the last process of -n has the light tests, and gives way to the others",
     )
 
 

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from unittest.mock import create_autospec
 
-from harness.budgets import folder_of, others, too_dear
+import pytest
+
+from harness.budgets import Costs, folder_of, others, too_dear
 
 BUDGETS_S = {"a": 100.0, "b": 200.0, "c": 10.0}
 
@@ -36,6 +39,27 @@ def test_a_machine_that_makes_all_slower_is_no_fault_of_a_folder():
 def test_what_has_no_budget_and_what_did_not_run_count_for_nothing():
     assert too_dear({"d": 9999.0}, BUDGETS_S) == (1.0, [])
     assert too_dear({"a": 151.0}, BUDGETS_S)[0] == 1.51
+
+
+def test_a_test_that_gives_way_counts_among_those_that_do(monkeypatch):
+    """Others keep the machine busy from after the start on: only the filler has become slower."""
+    monkeypatch.setattr("harness.budgets.others", lambda: 0.0)
+    costs = Costs(enforced=True)
+
+    def took(nodeid: str, duration_s: float) -> None:
+        report = create_autospec(pytest.TestReport, instance=True)
+        report.nodeid, report.duration = nodeid, duration_s
+        costs.pytest_runtest_logreport(report)
+
+    for name in ("simulation/test_a", "unit/test_b", "unit/driver/test_c"):
+        took(f"tests/{name}.py::test_it", 330.0)
+    took("tests/integration/collectives/test_ops.py::test_it[2-ranks]", 160.0)
+    took("tests/integration/collectives/test_shared.py::test_it", 80.0)
+    session = create_autospec(pytest.Session, instance=True)
+    costs.pytest_sessionfinish(session, pytest.ExitCode.OK)
+    assert costs.slower[""] == 1.0 and costs.slower["light "] > 3.0
+    assert not any("collectives" in sentence for sentence in costs.trouble)
+    assert "  light tests/integration/collectives" in "\n".join(costs.lines())
 
 
 def test_who_runs_now_is_counted():
