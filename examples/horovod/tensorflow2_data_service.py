@@ -1,7 +1,7 @@
 """A job of its own prepares the data: handwritten digits (scikit-learn's 1,797 images of 8 x 8), shared by all ranks.
 
-horovodrun -np 2 python -m horovod.tensorflow.data.compute_worker /tmp/compute.json &
-horovodrun -np 2 python examples/horovod/tensorflow2_data_service.py /tmp/compute.json
+horovodrun -np 2 python -m horovod.tensorflow.data.compute_worker ~/compute.json &
+horovodrun -np 2 python examples/horovod/tensorflow2_data_service.py ~/compute.json
 """
 
 import argparse

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import tempfile
 import threading
+import time
 from pathlib import Path
+from unittest.mock import DEFAULT, create_autospec
 
 import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from elastic import context
+from horovod.runner.common.service.compute_service import ComputeService
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.tensorflow.data import compute_worker
 from horovod.tensorflow.data.compute_service import (
@@ -104,7 +108,6 @@ def test_a_config_is_written_and_read(rank, size):
         CONFIG.write(file)
         assert list(Path(folder).iterdir()) == [file]
         assert TfDataServiceConfig.read(file) == CONFIG
-        assert TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0) == CONFIG
         for damaged in ("", "[]", "{}", json.dumps({**CONFIG.to_dict(), "key": "xyz"})):
             file.write_text(damaged)
             with pytest.raises(ValueError, match=r"no config of a tf\.data service"):
@@ -112,8 +115,56 @@ def test_a_config_is_written_and_read(rank, size):
         with pytest.raises(ValueError, match="can't be written: No such file"):
             CONFIG.write(Path(folder, "nowhere", "compute.json"))
         file.unlink()
-        with pytest.raises(TimeoutException, match=r"was not there after 0 seconds: start python"):
+        with pytest.raises(TimeoutException, match=r"answers by .* after 0 seconds: start python"):
             TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
+
+
+def test_who_waits_takes_no_file_that_a_compute_job_before_has_left(rank, size):
+    service = ComputeService(1, 2, b"k" * 32, host="127.0.0.1")
+    runs = dataclasses.replace(CONFIG, addresses=service.addresses(), key=b"k" * 32)
+    left = dataclasses.replace(runs, key=b"of the job before")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        file = Path(folder, "compute.json")
+        left.write(file)
+        with pytest.raises(TimeoutException, match="no compute job answers by"):
+            TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
+        patch.setattr(time, "sleep", lambda _: runs.write(file))  # while it waits
+        assert TfDataServiceConfig.read(file, wait_for_file_creation=True) == runs
+    service.shutdown()
+
+
+def test_a_file_is_there_only_as_long_as_its_service(rank, size):
+    there = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        file = Path(folder, "compute.json")
+        CONFIG.write(file)  # as one that was killed has left it
+
+        def looks(*_):
+            there.append(file.exists())
+            return DEFAULT
+
+        service = create_autospec(ComputeService, side_effect=looks)
+        service.return_value.addresses.return_value = CONFIG.addresses
+        service.return_value.shutdown.side_effect = looks
+        patch.setattr(compute_worker, "ComputeService", service)
+        patch.setattr(hvd, "rank", lambda: 0)
+        lost = create_autospec(hvd.broadcast_object, side_effect=ConnectionError("lost"))
+        patch.setattr(hvd, "broadcast_object", lost)
+        with pytest.raises(ConnectionError, match="lost"):
+            compute_worker.main(1, "compute", str(file), 1.0)
+    assert there == [False, False]
+
+
+def test_a_file_that_others_could_have_written_is_refused(rank, size):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        file = Path(folder, "compute.json")
+        CONFIG.write(file)
+        file.chmod(0o620)
+        with pytest.raises(ValueError, match=r"by others \(mode 0620\).* a folder of this user's"):
+            TfDataServiceConfig.read(file)
+        patch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+        with pytest.raises(ValueError, match="belongs to another user"):
+            TfDataServiceConfig.read(file, wait_for_file_creation=True)
 
 
 def test_what_a_config_can_not_be_is_refused(rank, size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import stat
 import tempfile
 import time
 import uuid
@@ -25,6 +26,7 @@ from horovod.runner.common.util.timeout import Timeout
 SIDES = ("compute", "training")
 _FILE_S = 600.0  # for a compute job to be started
 _FILE_LOOK_S = 0.2
+_ANSWER_S = 2.0  # for a compute job that runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +95,56 @@ class TfDataServiceConfig:
         wait_for_file_creation: bool = False,
         timeout: float = _FILE_S,
     ) -> TfDataServiceConfig:
-        """``timeout``: seconds to wait for the file. Raises TimeoutException, FileNotFoundError, Invalid."""
+        """``wait_for_file_creation``: also until the compute job that it names answers; a file may be left of another.
+
+        ``timeout``: seconds to wait. Raises TimeoutException, FileNotFoundError; Invalid, also where the file belongs
+        to another user or others may write it.
+        """
         path = Path(filename)
-        deadline = Timeout(timeout, f"{path} was not there after {{timeout}}: {{activity}}")
-        while wait_for_file_creation and not path.exists():
+        deadline = Timeout(
+            timeout, f"no compute job answers by {path} after {{timeout}}: {{activity}}"
+        )
+        while True:
+            try:
+                config = _read(path)
+            except FileNotFoundError:
+                if not wait_for_file_creation:
+                    raise
+            else:
+                if not wait_for_file_creation or config._answers():
+                    return config
             deadline.check_time_out_for(
                 f"start python -m horovod.tensorflow.data.compute_worker {path}"
             )
             time.sleep(_FILE_LOOK_S)
+
+    def _answers(self) -> bool:
+        """Whether the service is there now."""
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise Invalid(f"{path} holds no config of a tf.data service: {error}") from None
-        return TfDataServiceConfig.from_dict(found)
+            ComputeClient(self.addresses, self.key, timeout=_ANSWER_S).look()
+        except ConnectionError:
+            return False
+        return True
+
+
+def _read(path: Path) -> TfDataServiceConfig:
+    fault, text = "belongs to another user", b""
+    with contextlib.suppress(PermissionError), open(path, "rb") as file:
+        status, text = os.fstat(file.fileno()), file.read()
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid == os.geteuid():
+            others = mode & (stat.S_IWGRP | stat.S_IWOTH)
+            fault = f"may be written by others (mode {mode:04o})" if others else ""
+    if fault:
+        raise Invalid(
+            f"{path} {fault}, who could feed this training: start the compute job as the user who trains, with a file"
+            " in a folder of this user's own"
+        )
+    try:
+        found = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise Invalid(f"{path} holds no config of a tf.data service: {error}") from None
+    return TfDataServiceConfig.from_dict(found)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     service = config = None
     try:
         if hvd.rank() == 0:
+            with contextlib.suppress(OSError):  # what a job that was killed has left
+                os.unlink(configfile)
             key = secret.make_secret_key()
             workers = hvd.size() // dispatchers
             service = ComputeService(dispatchers, workers, key)
@@ -41,10 +44,10 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
             config.write(configfile)
         compute_worker_fn(hvd.broadcast_object(config, name="TfDataServiceConfig"))
     finally:
+        if config is not None:
+            _remove(Path(configfile), config)
         if service is not None:
             service.shutdown()
-            if config is not None:
-                _remove(Path(configfile), config)
 
 
 def _remove(file: Path, config: TfDataServiceConfig) -> None:

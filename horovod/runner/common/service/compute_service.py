@@ -104,6 +104,10 @@ class ComputeClient:
         """Ends the compute job: no training needs it any more."""
         self._call(lambda: self._store.announce(_END, 0))
 
+    def look(self) -> None:
+        """Returns where the service is there."""
+        self._shape()
+
     def wait_for_shutdown(self) -> None:
         """Without a deadline, as long as the service is there."""
         while True:
@@ -111,7 +115,7 @@ class ComputeClient:
                 self._hear(_END, _LOOK_S)
                 return
             except TimeoutException:
-                self._shape()  # is it?
+                self.look()
 
     def leave(self, worker_id: int) -> None:
         """Until all workers of all dispatchers have called this, after the end: the service may go then."""
