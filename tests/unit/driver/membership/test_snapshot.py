@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
+import sys
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -259,23 +261,22 @@ def trained(hosts_: int, slots: int) -> Membership:
     return m
 
 
-@pytest.mark.parametrize(
-    ("hosts_", "limit_s"),
-    [
-        (1, 0.003),
-        pytest.param(200, 0.3, marks=pytest.mark.slow),
-        pytest.param(1000, 1.5, marks=pytest.mark.nightly),
-    ],
-)
-def test_it_is_fast(hosts_, limit_s):
-    """In processor time: the machine may be busy."""
-    m = trained(hosts_, 8)
-    took = []
-    for _ in range(1 if hosts_ > 1 else 20):
-        began = time.thread_time()
-        data = taken(m)
-        between = time.thread_time()
-        twin = restored(data, m.settings)
-        took.append((between - began, time.thread_time() - between))
-    assert taken(twin) == data
-    assert min(t for t, _ in took) < limit_s and min(r for _, r in took) < limit_s, took
+def test_what_it_costs_grows_with_the_workers_and_no_faster():
+    """Counted, in calls of functions."""
+
+    def calls_of(work: Callable[[], Any]) -> int:
+        count = itertools.count()
+        sys.setprofile(lambda *_: next(count))
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+        return next(count)
+
+    few, many = trained(2, 8), trained(20, 8)
+    assert taken(restored(taken(many), many.settings)) == taken(many)
+    assert calls_of(lambda: taken(many)) < 11 * calls_of(lambda: taken(few))
+    few_data, many_data = taken(few), taken(many)
+    assert calls_of(lambda: restored(many_data, many.settings)) < 11 * calls_of(
+        lambda: restored(few_data, few.settings)
+    )
