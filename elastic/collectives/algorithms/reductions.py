@@ -66,8 +66,8 @@ def allreduce(
         own = not widened and all(in_place[index] for index in indices)
         begin: Callable[..., Work]
         if elsewhere is not None and len(indices) == 1 and not own and not widened:
-            source = tensors[indices[0]].detach().resolve_neg().reshape(-1)
-            flat = torch.empty_like(source, memory_format=torch.contiguous_format)
+            source = tensors[indices[0]].detach().resolve_neg().contiguous().reshape(-1)
+            flat = torch.empty_like(source)
             begin = functools.partial(elsewhere.allreduce_into, flat, source)
         else:
             flat = _flat([tensors[index] for index in indices], own)
