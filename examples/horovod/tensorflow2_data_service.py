@@ -10,7 +10,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import horovod.tensorflow as hvd
-from horovod.tensorflow.data.compute_service import TfDataServiceConfig
+import horovod.tensorflow.data.compute_service as compute_service
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("configfile", help="that the compute job writes")
@@ -18,7 +18,9 @@ parser.add_argument("--epochs", type=int, default=3)
 args = parser.parse_args()
 
 hvd.init()
-compute_config = TfDataServiceConfig.read(args.configfile, wait_for_file_creation=True)
+compute_config = compute_service.TfDataServiceConfig.read(
+    args.configfile, wait_for_file_creation=True
+)
 
 images, labels = load_digits(return_X_y=True)
 # What comes before send_to_data_service() is done by the compute job, what comes after it here.

@@ -141,6 +141,10 @@ NOT_RUN = {
     "elasticrun (driver process)": "a picture",
     "elasticrun scale": "a name; commands.md has it as it is run",
     "elasticrun drain": "the same",
+    "elasticrun stop": "the same",
+    "python -m horovod.tensorflow.data.compute_worker": "two jobs: tests/frameworks/test_scripts.py has its like",
+    "horovodrun -np 4 python -m horovod.tensorflow.data": "the same",
+    "horovodrun -np 2 python train.py": "the same",
 }
 
 
