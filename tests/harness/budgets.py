@@ -27,8 +27,8 @@ from harness.spread import light, scope
 BUDGETS_S = {
     "": {
         "tests/cluster": 30.0,
-        "tests/frameworks": 130.0,
-        "tests/integration/collectives": 90.0,
+        "tests/frameworks": 150.0,
+        "tests/integration/collectives": 115.0,
         "tests/integration/etcd": 35.0,
         "tests/integration/hosts": 115.0,
         "tests/integration/jobs": 270.0,
@@ -36,9 +36,9 @@ BUDGETS_S = {
         "tests/integration/ray": 190.0,
     },
     "light ": {
-        "tests/charts": 25.0,
-        "tests/conformance": 50.0,
-        "tests/integration/collectives": 40.0,
+        "tests/charts": 55.0,
+        "tests/conformance": 65.0,
+        "tests/integration/collectives": 25.0,
         "tests/simulation": 55.0,  # computes only, so a slow processor shows here most
         "tests/unit": 25.0,
         "tests/unit/chaos": 3.0,
