@@ -97,6 +97,13 @@ void finish(elastic_group* group, uint64_t ticket) {
 // Rank r's element i of the n-th call.
 int32_t element(int rank, uint64_t i, int call) { return static_cast<int32_t>(i * 7 + rank * 1000003 + call * 31); }
 
+// What all ranks get for it.
+int32_t sum_of(const World& world, uint64_t i, int call) {
+  uint32_t sum = 0;
+  for (int rank = 0; rank < world.size; ++rank) sum += static_cast<uint32_t>(element(rank, i, call));
+  return static_cast<int32_t>(sum);
+}
+
 void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the arena, 1: outside, 2: as the rank says
   world.each([&](int rank, elastic_group* group) {
     std::vector<int32_t> outside(count + 1);
@@ -106,11 +113,7 @@ void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the
       for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, call);
       data[count] = -7;  // nobody's
       finish(group, elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0));
-      for (uint64_t i = 0; i < count; ++i) {
-        uint32_t expected = 0;
-        for (int other = 0; other < world.size; ++other) expected += static_cast<uint32_t>(element(other, i, call));
-        CHECK(data[i] == static_cast<int32_t>(expected));
-      }
+      for (uint64_t i = 0; i < count; ++i) CHECK(data[i] == sum_of(world, i, call));
       CHECK(data[count] == -7);
     }
   });
@@ -128,9 +131,7 @@ void reduces_into_other_memory(World& world, uint64_t count) {
       result[count] = -7;  // nobody's
       finish(group, elastic_allreduce(group, source, result, count, kInt32, kSum, 1.0));
       for (uint64_t i = 0; i < count; ++i) {
-        uint32_t expected = 0;
-        for (int other = 0; other < world.size; ++other) expected += static_cast<uint32_t>(element(other, i, call));
-        CHECK(result[i] == static_cast<int32_t>(expected));
+        CHECK(result[i] == sum_of(world, i, call));
         CHECK(source[i] == element(rank, i, call));
       }
       CHECK(result[count] == -7);

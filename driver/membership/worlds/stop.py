@@ -51,8 +51,7 @@ class Stop(Part):
 
     def requested(self, event: StopRequested) -> None:
         """Ends the job, or has a last checkpoint made first."""
-        durable = self.settings.durable or self.settings.restarts is not None
-        waits = durable and event.checkpoint_s > 0 and self._request is None
+        waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, in_words(event.reason))
         text = "a last checkpoint is made first; a second request to stop does not wait for it"

@@ -55,7 +55,6 @@ def allreduce(
     """
     if op is Op.ADASUM:
         return _adasum(group, tensors, prescale, postscale, in_place)
-    elsewhere = group if isinstance(group, ReducesInto) and prescale == 1.0 else None
     together = _batches(tensors)
     buffers: list[tuple[torch.Tensor, int, float]] = []
     works = []
@@ -65,10 +64,11 @@ def allreduce(
         widened = op is Op.AVERAGE and dtype in _SMALL
         own = not widened and all(in_place[index] for index in indices)
         begin: Callable[..., Work]
-        if elsewhere is not None and len(indices) == 1 and not own and not widened:
+        alone = len(indices) == 1 and not (own or widened) and prescale == 1.0
+        if alone and isinstance(group, ReducesInto):  # asked last: it takes 5 to 15 us
             source = tensors[indices[0]].detach().resolve_neg().contiguous().reshape(-1)
             flat = torch.empty_like(source)
-            begin = functools.partial(elsewhere.allreduce_into, flat, source)
+            begin = functools.partial(group.allreduce_into, flat, source)
         else:
             flat = _flat([tensors[index] for index in indices], own)
             if widened:

@@ -19,7 +19,6 @@ import tensorflow as tf
 import horovod.tensorflow as hvd
 from elastic import context
 from elastic.errors import Invalid
-from elastic.protocol.framing import derived
 from horovod.runner.common.service.compute_service import ComputeClient
 from horovod.runner.common.util.timeout import Timeout
 
@@ -184,7 +183,7 @@ def send_to_data_service(
         size: of the training; only ``round_robin`` needs it.
         processing_mode: "distributed_epoch", in which workers share an epoch, or "parallel_epochs".
         reuse_dataset: all ranks share one pass over the data, where there is one dispatcher: each element comes to
-            one of them. Otherwise each rank gets all.
+            one of them, and every rank makes this call. Otherwise each rank gets all.
         round_robin: with ``reuse_dataset``: they take turns. The data set has to be endless.
 
     Raises:
@@ -265,13 +264,11 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
 
 
 def _pass() -> str:
-    """What the service calls a pass that all ranks share: the same in this job for ever, and another in any other job,
-    which would find the pass over.
+    """What the service calls the passes that all ranks share: another name for each data set and each training, which
+    would find the passes of the one before over.
     """
-    secret = context.current().env.secret
-    if not secret and hvd.size() == 1:
-        return uuid.uuid4().hex
-    return f"job {derived(secret, 'tf.data', 0).hex()[:16]}"
+    drawn = uuid.uuid4().hex if hvd.rank() == 0 else None
+    return str(hvd.broadcast_object(drawn, name="tf.data service, shared passes"))
 
 
 def _host() -> str:

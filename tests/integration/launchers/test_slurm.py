@@ -160,14 +160,17 @@ def recipe(checkpoints: Path, limit: str) -> str:
 DURABLE = r"commit (\S+) is durable, and the same command goes on from it"
 
 
+def goes_on_and_ends(cluster: Cluster, job: str, checkpoints: Path) -> None:
+    commit = re.findall(DURABLE, cluster.until(job, DURABLE))[0]
+    cluster.until(job, f"training goes on from commit {re.escape(commit)}")
+    cluster.until(job, "the same bits")
+    (checkpoints / "enough").touch()
+    cluster.until_state(job, "COMPLETED")
+
+
 def test_a_job_whose_time_is_over_is_queued_again_and_goes_on(cluster, tmp_path):
     job = cluster.submit(recipe(tmp_path, "1:00"))
-    said = cluster.until(job, DURABLE)
-    commit = re.findall(DURABLE, said)[0]
-    said = cluster.until(job, f"training goes on from commit {re.escape(commit)}")
-    cluster.until(job, "the same bits")
-    (tmp_path / "enough").touch()
-    cluster.until_state(job, "COMPLETED")
+    goes_on_and_ends(cluster, job, tmp_path)
 
 
 def test_a_job_that_makes_room_goes_on_after_the_other(cluster, tmp_path):
@@ -175,11 +178,7 @@ def test_a_job_that_makes_room_goes_on_after_the_other(cluster, tmp_path):
     cluster.until(job, "rank 0 begins at 0")
     other = "#!/bin/bash\nsleep 1\n"
     cluster.submit(other, "--partition=high", f"--cpus-per-task={os.cpu_count()}", "--time=1")
-    commit = re.findall(DURABLE, cluster.until(job, DURABLE))[0]
-    cluster.until(job, f"training goes on from commit {re.escape(commit)}")
-    cluster.until(job, "the same bits")
-    (tmp_path / "enough").touch()
-    cluster.until_state(job, "COMPLETED")
+    goes_on_and_ends(cluster, job, tmp_path)
 
 
 def test_a_job_that_is_cancelled_has_its_last_commit_and_is_not_queued_again(cluster, tmp_path):

@@ -108,12 +108,7 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
     [
         (torch.ones(2, 3), Op.AVERAGE, 1.0, True),
         (torch.ones(3, 2).t(), Op.SUM, 1.0, False),  # not in one piece: it has to be copied
-        (
-            torch.ones(1).expand(4),
-            Op.SUM,
-            1.0,
-            False,
-        ),  # as the gradient of a sum: one element in memory
+        (torch.ones(1).expand(4), Op.SUM, 1.0, False),  # a sum's gradient: one element in memory
         (torch.arange(8.0)[::2], Op.SUM, 1.0, False),
         (torch.ones(3), Op.SUM, 2.0, False),  # what is scaled before is a copy
         (torch.ones(3, dtype=torch.uint8), Op.AVERAGE, 1.0, False),  # its sum needs a wider copy

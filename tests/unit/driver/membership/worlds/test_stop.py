@@ -40,7 +40,7 @@ TERM = StopRequested("SIGTERM at the driver", 143, 6.0)
 
 
 def three(**settings: object) -> Talk:
-    return running(3, workers_min=1, restarts=3, **settings)
+    return running(3, workers_min=1, restarts=3, durable=True, **settings)
 
 
 def made(talk: Talk, number: int = 4) -> CheckpointMade:
@@ -76,8 +76,8 @@ def test_a_second_request_waits_for_nothing():
     ("talk", "request_"),
     [
         (running(2, workers_min=1), TERM),
-        (Talk(np=2, restarts=3), TERM),
-        (running(2, restarts=3), StopRequested("Ctrl-C at the driver", 130)),
+        (Talk(np=2, restarts=3, durable=True), TERM),
+        (running(2, restarts=3, durable=True), StopRequested("Ctrl-C at the driver", 130)),
     ],
     ids=["no checkpoints", "before training", "Ctrl-C"],
 )
