@@ -1,23 +1,25 @@
 """What each folder of tests costs: printed after a run; with ``--budgets``, which `make test` gives, a run fails where
 one passes its budget by half.
 
-The cost of a folder is the time of its tests, set-ups included, added up over all processes. The budgets hold for
-`make test` on an idle machine with two cores, where light tests take twice as long as alone. A slower machine, or one
-that is busy with other things, makes all folders slower, and one that has grown is dearer than the others have become.
-So budgets are scaled by the median of what all folders cost, relative to their budgets, where this is more than 1, and
-those of light tests by theirs: these give way to the others (`spread`). A folder may have tests of both kinds. That is
-fair only where all of a kind wait for processors alike: where others keep the machine busy at the start of a run, costs
-are printed, and nothing more. Others are counted at that moment: the average load has what make has just installed.
+The cost of a folder is the time of its tests, set-ups included, added up over all processes: of light tests that of
+processors, since they give way to the others (`spread`), and how long they take says most about these. The budgets hold
+for `make test` on an idle machine with two cores. A slower machine, or one that is busy with other things, makes all
+folders slower, and one that has grown is dearer than the others have become. So budgets are scaled by the median of
+what all folders cost, relative to their budgets, where this is more than 1, and those of light tests by theirs. A
+folder may have tests of both kinds. That is fair only where all of a kind wait for processors alike: where others keep
+the machine busy at the start of a run, costs are printed, and nothing more. Others are counted at that moment: the
+average load has what make has just installed.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -36,15 +38,15 @@ BUDGETS_S = {
         "tests/integration/ray": 190.0,
     },
     "light ": {
-        "tests/charts": 55.0,
-        "tests/conformance": 65.0,
-        "tests/integration/collectives": 25.0,
-        "tests/simulation": 55.0,  # computes only, so a slow processor shows here most
-        "tests/unit": 25.0,
-        "tests/unit/chaos": 3.0,
-        "tests/unit/driver": 85.0,
-        "tests/unit/elastic": 150.0,
-        "tests/unit/horovod": 2.0,
+        "tests/charts": 12.0,
+        "tests/conformance": 2.0,
+        "tests/integration/collectives": 2.0,
+        "tests/simulation": 25.0,
+        "tests/unit": 12.0,
+        "tests/unit/chaos": 1.0,
+        "tests/unit/driver": 28.0,
+        "tests/unit/elastic": 48.0,
+        "tests/unit/horovod": 1.0,
     },
 }
 TOO_MUCH = 1.5  # times the budget
@@ -73,6 +75,12 @@ def too_dear(
     ]
 
 
+def processors_s() -> float:
+    """What this process has used so far, with all its threads and with the children that it has waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 def others() -> float:
     """How many tasks of this machine run or wait for a processor, besides this one: the mean of some looks."""
     found = 0
@@ -83,19 +91,41 @@ def others() -> float:
     return found / LOOKS
 
 
+class Meter:
+    """Says with each report of a test what its part has used, in the process that runs it."""
+
+    def __init__(self) -> None:
+        self._before_s = 0.0
+
+    def pytest_runtest_logstart(self) -> None:
+        self._before_s = processors_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now_s = processors_s()
+        report.processors_s = now_s - self._before_s  # type: ignore[attr-defined]  # travels with it
+        self._before_s = now_s
+        return report
+
+
 class Costs:
     """Adds up, in the process that reports."""
 
     def __init__(self, enforced: bool) -> None:
         self.enforced = enforced
         self.busy = others() / (os.cpu_count() or 1) if enforced else 0.0
-        self.costs_s: dict[str, Counter[str]] = {kind: Counter() for kind in BUDGETS_S}
+        self.took_s: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in BUDGETS_S}
+        self.costs_s: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in BUDGETS_S}
         self.slower: dict[str, float] = {}
         self.trouble: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         kind = "light " if light(scope(report.nodeid)) else ""
-        self.costs_s[kind][folder_of(report.nodeid)] += report.duration  # type: ignore[assignment]
+        cost_s = getattr(report, "processors_s", 0.0) if kind else report.duration
+        folder = folder_of(report.nodeid)
+        self.took_s[kind][folder] += report.duration
+        self.costs_s[kind][folder] += cost_s
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -112,10 +142,11 @@ class Costs:
 
     def lines(self) -> Iterator[str]:
         for kind, budgets_s in BUDGETS_S.items():
-            for folder, cost in sorted(self.costs_s[kind].items()):
+            for folder, took in sorted(self.took_s[kind].items()):
                 known = self.enforced and folder in budgets_s
+                used = f", of processors {self.costs_s[kind][folder]:6.1f} s" if kind else ""
                 budget = f" of {budgets_s[folder]:4.0f} s" if known else ""
-                yield f"{cost:7.1f} s{budget}  {kind}{folder}"
+                yield f"{took:7.1f} s{used}{budget}  {kind}{folder}"
         for kind, slower in self.slower.items():
             if self.enforced and slower > 1.0:
                 yield f"budgets are scaled by {slower:.1f}: most {kind}folders took that much longer"
@@ -133,3 +164,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in a process of pytest-xdist
         config.pluginmanager.register(Costs(config.getoption("--budgets")), "costs")
+    config.pluginmanager.register(Meter(), "meter")

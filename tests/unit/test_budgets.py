@@ -1,12 +1,15 @@
 """Which folders of tests are said to take too long."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
 
-from harness.budgets import Costs, folder_of, others, too_dear
+import harness
+from harness.budgets import Costs, folder_of, others, processors_s, too_dear
 
 BUDGETS_S = {"a": 100.0, "b": 200.0, "c": 10.0}
 
@@ -42,24 +45,44 @@ def test_what_has_no_budget_and_what_did_not_run_count_for_nothing():
 
 
 def test_a_test_that_gives_way_counts_among_those_that_do(monkeypatch):
-    """Others keep the machine busy from after the start on: only the filler has become slower."""
+    """How long it takes says how busy the others are: what it uses of the processors counts."""
     monkeypatch.setattr("harness.budgets.others", lambda: 0.0)
     costs = Costs(enforced=True)
 
-    def took(nodeid: str, duration_s: float) -> None:
+    def took(nodeid: str, duration_s: float, processors_s: float) -> None:
         report = create_autospec(pytest.TestReport, instance=True)
-        report.nodeid, report.duration = nodeid, duration_s
+        report.nodeid, report.duration, report.processors_s = nodeid, duration_s, processors_s
         costs.pytest_runtest_logreport(report)
 
     for name in ("simulation/test_a", "unit/test_b", "unit/driver/test_c"):
-        took(f"tests/{name}.py::test_it", 330.0)
-    took("tests/integration/collectives/test_ops.py::test_it[2-ranks]", 160.0)
-    took("tests/integration/collectives/test_shared.py::test_it", 80.0)
+        took(f"tests/{name}.py::test_it", 900.0, 20.0)
+    took("tests/integration/collectives/test_ops.py::test_it[2-ranks]", 900.0, 500.0)
+    took("tests/integration/collectives/test_shared.py::test_it", 80.0, 500.0)
     session = create_autospec(pytest.Session, instance=True)
     costs.pytest_sessionfinish(session, pytest.ExitCode.OK)
-    assert costs.slower[""] == 1.0 and costs.slower["light "] > 3.0
-    assert not any("collectives" in sentence for sentence in costs.trouble)
-    assert "  light tests/integration/collectives" in "\n".join(costs.lines())
+    (sentence,) = costs.trouble
+    assert sentence.startswith("light tests/integration/collectives took 500 s")
+    assert "  900.0 s, of processors   20.0 s of " in "\n".join(costs.lines())
+
+
+def test_what_a_test_and_its_children_use_is_measured():
+    before_s = processors_s()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    with_child_s = processors_s()
+    sum(range(10**7))
+    assert before_s < with_child_s < processors_s()
+
+
+def test_a_run_says_what_its_light_tests_have_used(tmp_path):
+    folder = tmp_path / "tests/unit"
+    folder.mkdir(parents=True)
+    (folder / "test_it.py").write_text("def test_it(): sum(range(10**7))")
+    plugins = ("-p", "harness.spread", "-p", "harness.budgets", "-p", "no:cacheprovider")
+    command = (sys.executable, "-m", "pytest", *plugins, "--rootdir", str(tmp_path), str(folder))
+    env = {"PYTHONPATH": str(Path(harness.__path__[0]).parent)}
+    said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    used = re.search(r"of processors +([\d.]+) s  light tests/unit", said)
+    assert used is not None and float(used[1]) > 0.0
 
 
 def test_who_runs_now_is_counted():
