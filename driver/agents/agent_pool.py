@@ -124,9 +124,11 @@ class AgentPool:
         """Ordered or reported, and their exit was not."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
-    def awaits_exits(self) -> bool:
-        """Whether workers run whose exit an agent will tell."""
-        return any(host.here and host.running for host in self._hosts.values())
+    def awaits_agents(self) -> bool:
+        """Whether an agent will still tell the exit of a worker, or hang up because it ends when it is dismissed. We do
+        not hang up first: if it is about to say something, that fails, and our last word to it is lost unread.
+        """
+        return any(host.here and (host.running or host.ends) for host in self._hosts.values())
 
     def next_deadline(self) -> float | None:
         """When to say TimePassed."""
@@ -261,6 +263,7 @@ class AgentPool:
             news = "has a new agent: the workers of the one before it are gone"
             self._actions.log("info", f"{agent.host} {news}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
+        host.ends = said.ends
         host.given_up = False
         self._due.drop(host.name, Due.ARRIVAL)
         self._due.drop(host.name, Due.RETRY)

@@ -170,13 +170,13 @@ class Fleet:
         self._handle(HostsChanged(dict(hosts)))
 
     async def close(self) -> None:
-        """Dismiss every agent; wait until each has killed its workers and hung up, within a bound."""
+        """Dismiss every agent; wait until each has killed its workers, and hung up if it ends, within a bound."""
         self._handle(JobEnded())
         for task in self._starting:
             task.cancel()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_S
-        while self.pool.awaits_exits() and loop.time() < deadline and not self._deposed():
+        while self.pool.awaits_agents() and loop.time() < deadline and not self._deposed():
             await asyncio.sleep(0.005)
         if self._starter is not None:
             await self._starter.close()

@@ -272,6 +272,7 @@ class AgentProcess:
                 attach.job,
                 __version__,
                 self._machine.notice,
+                ends=self._bound,
             )
         )
         for result in self._results.values():

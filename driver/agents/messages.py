@@ -63,6 +63,7 @@ class Registered(AgentMessage):
     job: str = ""  # that its workers belong to; empty: it has had none
     release: str = ""  # of this package
     notice: Notice | None = None  # of the end of its machine, if one stands
+    ends: bool = False  # once it is dismissed; otherwise it waits for the next job
 
 
 class Heard(AgentMessage):

@@ -67,8 +67,9 @@ def order(worker: Worker) -> Start:
     return Start(worker, ["train"], {}, "/")
 
 
-def registered(*running: Worker, exits=()) -> Registered:
-    return Registered(2, "127.0.0.1", ["127.0.0.1/8"], [*running], [*exits], "one")
+def registered(*running: Worker, exits=(), ends=False) -> Registered:
+    addresses = ["127.0.0.1/8"]
+    return Registered(2, "127.0.0.1", addresses, [*running], [*exits], "one", ends=ends)
 
 
 def told(agent: HostAgent, *messages: Any) -> TellAgents:
@@ -89,10 +90,10 @@ class Talk:
         self.log += [each.text for each in actions if isinstance(each, Report)]
         return [each for each in actions if not isinstance(each, Report)]
 
-    def here(self, agent: HostAgent, *running: Worker, exits=()) -> list[Any]:
+    def here(self, agent: HostAgent, *running: Worker, exits=(), ends=False) -> list[Any]:
         """It calls, is attached, and says who runs."""
         assert self.hear(AgentCalled(agent)) == [told(agent, ATTACH)]
-        return self.hear(AgentSaid(agent, registered(*running, exits=exits)))
+        return self.hear(AgentSaid(agent, registered(*running, exits=exits, ends=ends)))
 
     def deadline(self) -> list[Any]:
         """What follows when the next one is reached."""
@@ -283,11 +284,21 @@ def test_at_the_end_every_agent_is_dismissed_and_awaited():
     talk.here(THERE)
     goodbye = Detach("the job has ended")
     assert talk.hear(JobEnded()) == [told(FIRST, goodbye), told(THERE, goodbye)]
-    assert talk.pool.awaits_exits()
+    assert talk.pool.awaits_agents()
     talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
-    assert not talk.pool.awaits_exits()
+    assert not talk.pool.awaits_agents()
     assert talk.hear(AgentGone(THERE, False)) == [] and talk.pool.next_deadline() is None
     assert talk.here(HostAgent("late", 1)) == [told(HostAgent("late", 1), goodbye)]
+
+
+def test_one_that_ends_with_the_job_is_awaited_until_it_has_hung_up():
+    """Its last words may be under way while we hang up, and then it never reads that it is dismissed."""
+    talk = Talk()
+    talk.here(FIRST, A, ends=True)
+    talk.hear(JobEnded(), AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
+    assert talk.pool.awaits_agents()
+    talk.hear(AgentGone(FIRST, False))
+    assert not talk.pool.awaits_agents()
 
 
 # ---- where the driver starts agents --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from elastic.driver.agents import agent_pool
 from elastic.driver.agents import fleet as fleet_module
 from elastic.driver.agents import uplink as uplink_module
 from elastic.driver.agents.fleet import AGENTS, Fleet
+from elastic.driver.agents.host_agent import AgentProcess
 from elastic.driver.agents.messages import (
     Attach,
     Beat,
@@ -87,9 +88,12 @@ class Agent:
             if heard != Beat():
                 return heard
 
-    async def register(self, *running: Worker, exits=()) -> Agent:
+    async def register(self, *running: Worker, exits=(), ends=False) -> Agent:
         assert isinstance(await self.next(), Attach)
-        self.say(Registered(2, "127.0.0.1", ["127.0.0.1/8"], [*running], [*exits], "one"))
+        addresses = ["127.0.0.1/8"]
+        self.say(
+            Registered(2, "127.0.0.1", addresses, [*running], [*exits], "one", ends=ends),
+        )
         return self
 
     def say(self, *messages) -> None:
@@ -305,6 +309,36 @@ async def test_at_the_end_every_agent_is_dismissed(driver, patch):
     await driver.next()
     await driver.fleet.close()
     assert await agent.next() == Detach("the job has ended")
+
+
+@conversation()
+async def test_one_that_ends_with_the_job_hangs_up_before_the_driver_does(driver, patch):
+    patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
+    agent = await Agent(driver, "here").register(ends=True)
+    await driver.next()
+    closing = asyncio.ensure_future(driver.fleet.close())
+    assert await agent.next() == Detach("the job has ended")
+    agent.say(Printed(A, "stdout", b"my last words"))
+    assert await driver.printed.get() == (A, "stdout", b"my last words")
+    assert not closing.done()
+    await agent.die()
+    await closing
+
+
+@conversation()
+async def test_an_agent_that_a_driver_has_started_says_that_it_ends_with_the_job(driver, patch):
+    patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
+
+    async def find():
+        return [(driver.address.host, driver.address.port)]
+
+    bootstrap = Bootstrap("j", "here", SECRET.hex(), [str(driver.address)])
+    agent = AgentProcess(bootstrap, find, slots=1, bound=True, log=lambda level, text: None)
+    running = asyncio.ensure_future(agent.run())
+    assert await driver.next() == HostReported("here", [], [])
+    await driver.fleet.close()
+    assert driver.fleet.pool.agent_of("here") is None, "it has hung up"
+    assert await running == 0
 
 
 replaced: list[bool] = []
