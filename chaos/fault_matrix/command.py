@@ -21,7 +21,7 @@ from pathlib import Path
 from elastic.chaos.fault_matrix import cells as faults
 from elastic.chaos.fault_matrix import expectations, page, run_cell
 from elastic.chaos.fault_matrix.cells import Cell
-from elastic.chaos.fault_matrix.expectations import Batch, Result
+from elastic.chaos.fault_matrix.expectations import Result
 from elastic.chaos.fault_matrix.job import MatrixJob
 from elastic.chaos.inject.network import check_partition
 from elastic.errors import Invalid
@@ -237,9 +237,8 @@ class Progress:
                 file.write(json.dumps(said) + "\n")
 
 
-def run_batch(batch: Batch, done: Progress) -> None:
+def run_batch(cells: Sequence[Cell], done: Progress) -> None:
     """One job. When a cell fails, the cells behind it go on in another job."""
-    cells = list(batch.cells)
     while cells:
         results, keep = one_job(cells, done)
         done.write(results)

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic.chaos.fault_matrix import cells as faults
 from elastic.chaos.fault_matrix.cells import Cell
@@ -56,6 +56,7 @@ ENDS = {
     End.SUCCEEDS: "training was over, and the job succeeds",
     End.FAILS: "training was over, nobody else is disturbed, and the job's exit code is 1",
 }
+LONGEST = 10  # cells of one job in which any order will do
 LAST_OF_ITS_JOB = (End.JOB_ENDS, End.STOPS, End.ALL_GONE, End.SUCCEEDS, End.FAILS)
 
 
@@ -287,36 +288,27 @@ def is_last(cell: Cell) -> bool:
     return cell.phase == faults.SHUTDOWN or expected(cell).end in LAST_OF_ITS_JOB
 
 
-@dataclass
-class Batch:
-    """Cells that one job of a kind goes through, in order: all shut connections between workers, or none does."""
-
-    cells: list[Cell] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        return bool(self.cells) and is_last(self.cells[-1])
-
-
-def batches(cells: Iterable[Cell], longest: int = 10) -> list[Batch]:
-    """Few jobs, because starting one takes longer than most cells."""
+def batches(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """The cells that one job of a kind goes through, in order: all shut connections between workers, or none does.
+    Few jobs, because starting one takes longer than most cells.
+    """
     chosen = list(cells)
     kinds: dict[tuple[bool, str], list[Cell]] = {}
     for cell in chosen:
         kinds.setdefault((shuts_connections(cell), kind_of(cell).value), []).append(cell)
-    return [batch for kind in kinds.values() for batch in _batches(kind, longest)]
+    return [batch for kind in kinds.values() for batch in _batches(kind)]
 
 
-def _batches(chosen: Sequence[Cell], longest: int) -> list[Batch]:
-    alone = [Batch([c]) for c in chosen if is_first(c) and is_last(c)]
+def _batches(chosen: Sequence[Cell]) -> list[list[Cell]]:
+    alone = [[c] for c in chosen if is_first(c) and is_last(c)]
     first = [c for c in chosen if is_first(c) and not is_last(c)]
     last = [c for c in chosen if is_last(c) and not is_first(c)]
     middle = [c for c in chosen if not is_first(c) and not is_last(c)]
-    number = max(len(first), len(last), -(-len(middle) // longest))
+    number = max(len(first), len(last), -(-len(middle) // LONGEST))
     made = []
     for n in range(number):
         share = middle[n * len(middle) // number : (n + 1) * len(middle) // number]
-        made.append(Batch([*first[n : n + 1], *share, *last[n : n + 1]]))
+        made.append([*first[n : n + 1], *share, *last[n : n + 1]])
     return alone + made
 
 

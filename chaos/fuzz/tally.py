@@ -23,7 +23,6 @@ class Tally:
     taken: Counter[str] = field(default_factory=Counter)  # of those, valid enough to be a message
     worst_s: float = 0.0  # for one input
     findings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def note(self, what: str, *, taken: bool, seconds: float = 0.0) -> None:
         self.tried[what] += 1

@@ -16,7 +16,6 @@ from elastic.protocol.messages import Worker
 RULES = "ELASTIC_FAILPOINTS"
 # A gradient that all ranks have added up counts until the step; what is flipped earlier reaches all of them alike.
 PLACES = {"weights": "commit", "moments": "commit", "gradients": "optimizer-step"}
-FILE = "file"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ class Recovery:
     size: int
     total_ms: float
     phases_ms: dict[str, float]
-    copied_bytes: int
 
 
 @dataclass
@@ -300,7 +299,6 @@ class _Reading:
                     done.size,
                     done.total_ms,
                     done.phases_ms,
-                    done.copied_bytes,
                 )
             )
 

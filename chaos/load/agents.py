@@ -86,8 +86,7 @@ class Together(msgspec.Struct, tag=True):
     generation: int
     size: int
     broken_at: float  # the last one was told that the world before is over
-    first_at: float  # the first one was told its place
-    last_at: float  # the last one was
+    last_at: float  # the last one was told its place
     # Bytes that all hosts together were sent for it: that the one before is over, and all places.
     bytes_told: int
 
@@ -249,7 +248,7 @@ class LightAgents:
         self._driver = parse_address(begin.driver)
         self._tell = tell
         self._bytes = 0  # that were told of the present change
-        self._broken_at = self._first_at = 0.0
+        self._broken_at = 0.0
         self._generation = self._placed = 0
         self._terms: dict[str, int] = {}
         self.agents = {host: LightAgent(host, n, self) for host, n in begin.hosts.items()}
@@ -283,15 +282,14 @@ class LightAgents:
             self._bytes += HEAD + len(encoded(tell))
 
     def has_its_place(self, recovery: Recovery) -> None:
-        now = time.monotonic()
         generation, size = recovery.generation, recovery.place.size
         if generation != self._generation:
-            self._generation, self._placed, self._first_at = generation, 0, now
+            self._generation, self._placed = generation, 0
         self._placed += 1
         if self._placed < size:
             return
-        first_at, bytes_told, self._bytes = self._first_at, self._bytes, 0
-        self._tell(Together(generation, size, self._broken_at, first_at, now, bytes_told))
+        bytes_told, self._bytes = self._bytes, 0
+        self._tell(Together(generation, size, self._broken_at, time.monotonic(), bytes_told))
         for agent in self.agents.values():
             asyncio.get_running_loop().call_soon(agent.train, generation)
 

@@ -136,7 +136,6 @@ class Simulation:
         self.places: Counter[str] = Counter()
         self.aimed = 0  # kills that wait for a commit
         self.going_on = True
-        self._decisions = 0
         at = self.clock.at
         for agent in self.agents.values():
             if agent.alive:

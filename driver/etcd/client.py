@@ -93,9 +93,6 @@ class Etcd:
         assert revision is not None
         return revision
 
-    async def delete(self, key: str, *, within_s: float | None = 5.0) -> None:
-        await self.transact([], deletes=[key], within_s=within_s)
-
     async def transact(
         self,
         conditions: Sequence[Unchanged],

@@ -50,7 +50,6 @@ class Ending:
         self._idle_s = idle_s
         self._again = False
         self._frozen: dict[Worker, tuple[float, str]] = {}  # since when, and how
-        self._reason = outcome.reason
         self._members = dict(members)
         self._alive = set(alive)
         self._remind_at: float | None = None

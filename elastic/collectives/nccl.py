@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import math
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from torch._C import _distributed_c10d as c10d
 
 from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads
 from elastic.collectives.interface import Op, Work
+from elastic.collectives.torch_group import REDUCE, MovesBytes
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
@@ -41,12 +41,6 @@ from elastic.rendezvous.store import Call, Store, listen
 _SPIN_S = 0.001  # a step's collectives usually end within this: do not sleep before
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
-_REDUCE = {
-    Op.SUM: c10d.ReduceOp.SUM,
-    Op.MIN: c10d.ReduceOp.MIN,
-    Op.MAX: c10d.ReduceOp.MAX,
-    Op.PRODUCT: c10d.ReduceOp.PRODUCT,
-}
 
 
 class Counts(NamedTuple):
@@ -61,7 +55,7 @@ class Counts(NamedTuple):
     failed: bool  # CUDA answers with an error
 
 
-class NcclCollectives:
+class NcclCollectives(MovesBytes):
     """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
 
     scales_inside = False
@@ -183,35 +177,14 @@ class NcclCollectives:
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
         dtypes_and_ops.check(tensor, op)
         options = c10d.AllreduceOptions()
-        options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
+        options.reduceOp = REDUCE[op]  # type: ignore[assignment]
         carried, then = dtypes_and_ops.carried(tensor, op, scale)
-        return self._submit("allreduce", [carried], options, then=then)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        return self._submit("broadcast", [_bytes(tensor)], options)
-
-    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        return self._submit("allgather", [[_bytes(each) for each in outputs]], [_bytes(tensor)])
-
-    def alltoall(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
-    ) -> Work:
-        row = math.prod(tensor.shape[1:]) * tensor.element_size()
-        return self._submit(
-            "alltoall_base",
-            _bytes(output),
-            _bytes(tensor),
-            [rows * row for rows in received],
-            [rows * row for rows in sent],
-        )
+        return self.submit("allreduce", [carried], options, then=then)
 
     def barrier(self) -> Work:
         return self.allreduce(torch.zeros(1, dtype=torch.float32, device=self._device), Op.SUM)
 
-    def _submit(
+    def submit(
         self, name: str, *arguments: Any, then: Callable[[], object] | None = None
     ) -> NcclWork:
         backend = self._backend
@@ -501,8 +474,3 @@ def _abort(backend: Any) -> None:
     with contextlib.suppress(RuntimeError):
         if backend is not None:
             backend.abort()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a vector of bytes: NCCL moves only some dtypes, but all bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

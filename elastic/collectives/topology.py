@@ -73,11 +73,6 @@ class Plan:
     hosts: tuple[tuple[int, ...], ...]
     why: str = ""
 
-    @property
-    def even(self) -> bool:
-        """Whether every host has equally many ranks."""
-        return len({len(ranks) for ranks in self.hosts}) == 1
-
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of this rank's host, itself among them."""
         return next(ranks for ranks in self.hosts if rank in ranks)

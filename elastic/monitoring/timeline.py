@@ -11,7 +11,6 @@ For who calls it. ``on`` is False until somebody wants a timeline: then one look
     end(row)                       the innermost span of the row ends now; harmless where none has begun
     span(row, name, a_ns, b_ns)    a span whose both ends are known, on the clock of ``now_ns()``
     spans(rows, name, a_ns, b_ns)  the same span in many rows: the tensors of a fused buffer
-    instant(row, text)             a moment
     tick(row, rank)                a moment of negotiation: this rank is ready
     cycle()                        CYCLE_START, if cycles are to be marked
     during(row, name)              a context manager around a span; for what takes long anyway
@@ -69,12 +68,6 @@ def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
     _buffer.extend(("X", row, name, begin_ns, ns) for row in rows)
     if waited < POKE_AT <= len(_buffer):
         _poke()
-
-
-def instant(row: str, text: str) -> None:
-    """See the module."""
-    _buffer.add(("i", row, text, now_ns(), 0))
-    _wake()
 
 
 def tick(row: str, rank: int) -> None:

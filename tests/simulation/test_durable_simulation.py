@@ -86,7 +86,6 @@ class Job:
         self.incarnation = 0
         self.history: dict[Commit, int] = {}
         self.made: set[Commit] = set()
-        self.newest_step = 0
         self.dies_at = ""
         monkeypatch.setattr(writer, "monotonic", lambda: self.now)
         monkeypatch.setattr(writing, "failpoint", self._reached)

@@ -47,21 +47,6 @@ class Cause(enum.Enum):
     SPOILT = "spoilt"  # by the gradients of one whose memory was damaged
 
 
-# As it was raised, and where; a traceback that was said once is not said again.
-RAISED = frozenset(
-    {
-        Cause.EXCEPTION,
-        Cause.MISMATCH,
-        Cause.STATE_MISMATCH,
-        Cause.MISSING_MODULE,
-        Cause.MEMORY_ERROR,
-        Cause.GPU_MEMORY,
-        Cause.DISK_FULL,
-        Cause.WRITE_FAILED,
-        Cause.GPU_ERROR,
-        Cause.LOST_PEER,
-    }
-)
 # From the loss of another, where that is known.
 FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SPOILT})
 FENCES = {

@@ -22,7 +22,6 @@ import collections
 import contextlib
 import ctypes
 import itertools
-import math
 import re
 import threading
 import time
@@ -38,6 +37,7 @@ from elastic.collectives import dtypes_and_ops, threads
 from elastic.collectives.gloo import sockets, thread_activity
 from elastic.collectives.gloo.sockets import Endpoint
 from elastic.collectives.interface import Op, Work
+from elastic.collectives.torch_group import REDUCE, MovesBytes, as_bytes
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store
@@ -53,13 +53,6 @@ _SLICE = timedelta(milliseconds=20)
 _LOOK_EVERY = 50  # slices
 _AT_ONCE = timedelta(milliseconds=1)
 
-_REDUCE = {
-    Op.SUM: c10d.ReduceOp.SUM,
-    Op.MIN: c10d.ReduceOp.MIN,
-    Op.MAX: c10d.ReduceOp.MAX,
-    Op.PRODUCT: c10d.ReduceOp.PRODUCT,
-}
-
 # What a rank publishes: its listener, what Gloo stored under which key, and its word.
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.msgpack.Decoder(
     tuple[Endpoint, str, bytes, bytes]
@@ -69,7 +62,7 @@ _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.
 environment.record_nothing()
 
 
-class GlooCollectives:
+class GlooCollectives(MovesBytes):
     """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread."""
 
     scales_inside = False
@@ -181,8 +174,8 @@ class GlooCollectives:
         if dtypes_and_ops.goes_directly(carried, self.size):
             return self._allreduce_directly(carried, op, then)
         options = c10d.AllreduceOptions()
-        options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
-        return self._submit("allreduce", [carried], options, then=then)
+        options.reduceOp = REDUCE[op]  # type: ignore[assignment]
+        return self.submit("allreduce", [carried], options, then=then)
 
     def _allreduce_directly(
         self, tensor: torch.Tensor, op: Op, then: Callable[[], object] | None
@@ -193,51 +186,30 @@ class GlooCollectives:
         flat = tensor.detach().reshape(-1)
         parts = flat.new_empty((self.size, len(flat)))
         split = [parts[0].nbytes] * self.size
-        own = _bytes(flat).repeat(self.size)
+        own = as_bytes(flat).repeat(self.size)
 
         def reduce() -> None:
             tensor.detach().copy_(dtypes_and_ops.total(parts, op).view(tensor.shape))
             if then is not None:
                 then()
 
-        return self._submit("alltoall_base", _bytes(parts), own, split, split, then=reduce)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        return self._submit("broadcast", [_bytes(tensor)], options)
-
-    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        return self._submit("allgather", [[_bytes(each) for each in outputs]], [_bytes(tensor)])
-
-    def alltoall(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
-    ) -> Work:
-        row = math.prod(tensor.shape[1:]) * tensor.element_size()
-        return self._submit(
-            "alltoall_base",
-            _bytes(output),
-            _bytes(tensor),
-            [rows * row for rows in received],
-            [rows * row for rows in sent],
-        )
+        return self.submit("alltoall_base", as_bytes(parts), own, split, split, then=reduce)
 
     def barrier(self) -> Work:
-        return self._submit("barrier")
+        return self.submit("barrier")
 
     # ---- messages from one rank to another, in no order with the collectives -----------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> GlooMessage:
         """Contiguous; what is sent to one rank under one tag arrives in this order. `receive` takes as many bytes."""
-        return GlooMessage(self, self._begin("send", [_bytes(tensor)], to, tag), tensor)
+        return GlooMessage(self, self._begin("send", [as_bytes(tensor)], to, tag), tensor)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> GlooMessage:
         """Into a contiguous tensor. None: from whichever rank's message comes first; `GlooMessage.source` tells."""
         if source is None:
-            work = self._begin("recv_anysource", [_bytes(tensor)], tag)
+            work = self._begin("recv_anysource", [as_bytes(tensor)], tag)
         else:
-            work = self._begin("recv", [_bytes(tensor)], source, tag)
+            work = self._begin("recv", [as_bytes(tensor)], source, tag)
         return GlooMessage(self, work, tensor)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
@@ -251,7 +223,7 @@ class GlooCollectives:
             self._fail(_short(error))
             raise CollectiveFailed(self._failed, aborted=self._aborted) from None
 
-    def _submit(
+    def submit(
         self, name: str, *arguments: Any, then: Callable[[], object] | None = None
     ) -> GlooWork:
         work = self._begin(name, *arguments)
@@ -495,8 +467,3 @@ def _short(error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     first = re.sub(r"^\[(enforce fail at )?[^]]*\.(cc|h|cpp):\d+\]\s*", "", first)
     return first.partition(". This is typically")[0].strip() or type(error).__name__
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a vector of bytes: Gloo moves only some dtypes, but all bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -32,6 +32,7 @@ from elastic.collectives.hierarchical.steps import Halves, Steps
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import arena
+from elastic.collectives.torch_group import as_bytes
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Store
 
@@ -105,11 +106,11 @@ class HierarchicalCollectives:
         return self._order.submit(lambda: self._steps.allreduce(flat, op, scale))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        flat = _bytes(tensor)
+        flat = as_bytes(tensor)
         return self._order.submit(lambda: self._steps.broadcast(flat, root))
 
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        flat, places = _bytes(tensor), [_bytes(output) for output in outputs]
+        flat, places = as_bytes(tensor), [as_bytes(output) for output in outputs]
 
         def gather() -> None:
             for place, part in zip(places, self._steps.allgather(flat), strict=True):
@@ -159,7 +160,3 @@ class HierarchicalCollectives:
         self._host.close_in_forked_child()
         if self._inter_node is not None:
             self._inter_node.close_in_forked_child()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)

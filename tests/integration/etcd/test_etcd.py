@@ -274,7 +274,7 @@ async def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, m
 
         await forget()
         await stage.etcd.put(key, b"1")
-        await stage.etcd.delete(key)
+        await stage.etcd.transact([], deletes=[key])
         # It may also run out between the reading and the watching.
         monkeypatch.setattr(stage.etcd, "_range", forgotten)
         async with contextlib.aclosing(stage.etcd.watch(key)) as values:
@@ -372,7 +372,7 @@ async def test_a_key_that_is_gone_is_put_again(cluster):
         await stage.etcd.revoke(item.lease)
         await lists.shows({})
         await lists.shows({"a": 2})
-        await stage.etcd.delete(stage.root + "hosts/a")
+        await stage.etcd.transact([], deletes=[stage.root + "hosts/a"])
         await lists.shows({})
         await lists.shows({"a": 2})
 
@@ -483,12 +483,12 @@ async def test_what_was_compacted_while_a_watch_was_cut_off_is_read_anew(cluster
         stage.stack.push_async_callback(lists.close)
         await lists.shows({"a": 2, "b": 2})
         link.cut()
-        await stage.etcd.delete(hosts + "a")
+        await stage.etcd.transact([], deletes=[hosts + "a"])
         last = await stage.etcd.put(hosts + "c", value)
         await compact(stage.access, last)
         link.join()
         await lists.shows({"b": 2, "c": 2})
-        await stage.etcd.delete(hosts + "b")
+        await stage.etcd.transact([], deletes=[hosts + "b"])
         await lists.shows({"c": 2})
 
 

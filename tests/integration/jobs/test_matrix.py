@@ -17,7 +17,6 @@ from _pytest.mark.structures import ParameterSet
 from elastic.chaos.fault_matrix import cells, command, expectations, job
 from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.command import Progress
-from elastic.chaos.fault_matrix.expectations import Batch
 from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
 
@@ -32,7 +31,7 @@ FEW = expectations.covering(PLAIN, 1)
 
 def jobs(chosen: Sequence[Cell], *marks: pytest.MarkDecorator) -> list[ParameterSet]:
     batches = expectations.batches(chosen)
-    ids = (f"{batch.cells[-1]} and {len(batch.cells) - 1}" for batch in batches)
+    ids = (f"{batch[-1]} and {len(batch) - 1}" for batch in batches)
     return [pytest.param(b, id=each, marks=marks) for b, each in zip(batches, ids, strict=True)]
 
 
@@ -61,10 +60,10 @@ def results(request, tmp_path_factory) -> Iterator[tuple[dict[Cell, Future[None]
     file = tmp_path_factory.mktemp("matrix") / "results.jsonl"
     asked = (item for item in request.session.items if item.path == request.path)
     batches = (item.callspec.params.get("batch") for item in asked if hasattr(item, "callspec"))
-    chosen: list[Batch] = [batch for batch in batches if batch is not None]
-    done = Progress(sum(len(batch.cells) for batch in chosen), file)
+    chosen: list[list[Cell]] = [batch for batch in batches if batch is not None]
+    done = Progress(sum(len(batch) for batch in chosen), file)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        futures = {batch.cells[-1]: pool.submit(command.run_batch, batch, done) for batch in chosen}
+        futures = {batch[-1]: pool.submit(command.run_batch, batch, done) for batch in chosen}
         yield futures, file
         for future in futures.values():
             future.cancel()
@@ -75,11 +74,11 @@ def results(request, tmp_path_factory) -> Iterator[tuple[dict[Cell, Future[None]
 @pytest.mark.parametrize("batch", JOBS)
 def test_every_cell_of_a_job_ends_as_it_should(results, batch):
     futures, file = results
-    futures[batch.cells[-1]].result(timeout=600)
+    futures[batch[-1]].result(timeout=600)
     found = command.read(file)
-    missing = [str(cell) for cell in batch.cells if cell not in found]
+    missing = [str(cell) for cell in batch if cell not in found]
     assert not missing
-    failed = [found[cell] for cell in batch.cells if not found[cell].passed]
+    failed = [found[cell] for cell in batch if not found[cell].passed]
     assert not failed, "\n".join(f"{result.cell}: {result.said}" for result in failed)
 
 
@@ -98,7 +97,7 @@ def test_a_cell_that_does_not_end_as_it_should_fails_and_says_what_was_seen(
     monkeypatch.setattr(expectations, "expected", lambda _: leaves)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file = tmp_path / "results.jsonl"
-    command.run_batch(Batch([cell]), Progress(1, file))
+    command.run_batch([cell], Progress(1, file))
     result = command.read(file)[cell]
     assert not result.passed
     assert "left with exit code -9" in result.said

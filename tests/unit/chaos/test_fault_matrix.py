@@ -192,12 +192,12 @@ def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
 def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be(together):
     chosen = expectations.covering(POSSIBLE, together)
     jobs = batches(chosen)
-    assert sorted(cell for job in jobs for cell in job.cells) == sorted(chosen)
+    assert sorted(cell for job in jobs for cell in job) == sorted(chosen)
     for job in jobs:
-        assert not any(is_first(cell) for cell in job.cells[1:])
-        assert not any(is_last(cell) for cell in job.cells[:-1])
-        assert len({shuts_connections(cell) for cell in job.cells}) == 1
-        assert len({expectations.kind_of(cell) for cell in job.cells}) == 1
+        assert not any(is_first(cell) for cell in job[1:])
+        assert not any(is_last(cell) for cell in job[:-1])
+        assert len({shuts_connections(cell) for cell in job}) == 1
+        assert len({expectations.kind_of(cell) for cell in job}) == 1
 
 
 def test_who_shares_memory_is_spared_what_would_not_reach_it():

@@ -230,9 +230,9 @@ def test_without_a_driver_a_script_may_start_it(tmp_path):
     tracing.start(str(tmp_path / "a.json"), False)  # again: it is there
     with pytest.raises(Invalid, match=r"is being written to .*a\.json; call stop_timeline\(\)"):
         tracing.start(str(tmp_path / "b.json"), False)
-    timeline.instant("w", "here")
+    timeline.tick("w", 3)
     tracing.stop()
-    assert '"here"' in (tmp_path / "a.json").read_text()
+    assert '"3"' in (tmp_path / "a.json").read_text()
     tracing.start(str(tmp_path / "b.json"), False)
     tracing.close()
     assert json.loads((tmp_path / "b.json").read_text())

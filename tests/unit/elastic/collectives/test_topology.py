@@ -56,14 +56,12 @@ def test_one_rank_on_each_host_is_gloos_and_nothing_to_complain_about():
 def test_several_hosts_with_several_ranks_are_a_hierarchy():
     decided = plan([rank_on("a"), rank_on("b"), rank_on("a"), rank_on("b")])
     assert decided == Plan(Backend.HIERARCHY, ((0, 2), (1, 3)))
-    assert decided.even
     assert decided.local_ranks(3) == (1, 3)
 
 
 def test_hosts_may_have_unequally_many_ranks():
     decided = plan([rank_on("b"), rank_on("a"), rank_on("a")])
     assert decided == Plan(Backend.HIERARCHY, ((0,), (1, 2)))
-    assert not decided.even
 
 
 def test_processes_that_can_not_find_each_other_are_on_two_hosts_and_that_is_told():

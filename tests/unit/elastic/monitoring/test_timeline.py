@@ -116,14 +116,14 @@ def test_call_sites_write_into_the_present_buffer(recorded):
     timeline.begin("w", "ALLREDUCE")
     timeline.tick("w", 2)
     with timeline.during("state", "commit"):
-        timeline.instant("state", "saved")
+        timeline.tick("state", 3)
     timeline.cycle()  # cycles are not to be marked
     timeline.end("w")
     timeline.spans(["v", "w"], "GLOO_ALLREDUCE", 5, 7)
     records = buffer.take(99)
     assert [(kind, row, name) for kind, row, name, _, _ in records] == [
         ("i", "w", "2"),
-        ("i", "state", "saved"),
+        ("i", "state", "3"),
         ("X", "state", "commit"),
         ("X", "w", "ALLREDUCE"),
         ("X", "v", "GLOO_ALLREDUCE"),
