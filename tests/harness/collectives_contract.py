@@ -9,7 +9,6 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed
+from harness.groups import at_once
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -56,8 +56,7 @@ class CollectivesContract:
             group.close()
 
     def on_all(self, world: list[Collectives], function: Callable[[Collectives], Any]) -> list[Any]:
-        with ThreadPoolExecutor(len(world)) as pool:
-            return list(pool.map(function, world, timeout=30))
+        return at_once(function, world)
 
     @pytest.mark.parametrize("op", list(REFERENCE))
     def test_allreduce_is_exact_for_small_numbers(self, world, op):

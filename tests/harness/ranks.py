@@ -5,15 +5,17 @@ They are forked from a server that has imported what each of them would: that ta
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.context
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
+import pytest
 
 from elastic.chaos.harness.ports import free_port
 from elastic.driver.processes.prepared_process import OURS
@@ -101,12 +103,22 @@ class Ranks:
             process.close()
 
 
-def in_a_world(size: int) -> Iterator[Ranks]:
-    """Ranks that have formed a world of a fixed size: what a module's fixture yields."""
-    ranks = Ranks(size)
-    ranks.run(_join, store_to_be())
-    yield ranks
-    ranks.close()
+def in_a_world(size: int, enter: Callable[..., Any] | None = None) -> Iterator[Ranks]:
+    """Ranks that have formed a world of a fixed size, by ``enter`` where that is given."""
+    with contextlib.closing(Ranks(size)) as ranks:
+        ranks.run(enter or _join, store_to_be())
+        yield ranks
+
+
+def fixture(size: int, scope: Literal["function", "module"] = "module") -> Any:
+    """Ranks for a module's tests, or for each test of its own; they are in no world."""
+
+    @pytest.fixture(scope=scope)
+    def ranks() -> Iterator[Ranks]:
+        with contextlib.closing(Ranks(size)) as ranks:
+            yield ranks
+
+    return ranks
 
 
 def store_to_be() -> Address:

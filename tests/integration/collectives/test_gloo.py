@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -25,72 +26,15 @@ from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
-from harness import ranks
+from harness import groups, ranks
 from harness.collectives_contract import CollectivesContract
-from harness.ranks import Died, Ranks, store_to_be
+from harness.groups import TIMEOUT_S, World
+from harness.ranks import Died, store_to_be
 
 WAKE_S = 10.0  # generous: measured are 1 to 20 ms
-TIMEOUT_S = 20.0
 
 
-def connecting(
-    store: Store,
-    rank: int,
-    size: int,
-    purpose: str = "named",
-    timeout_s: float = TIMEOUT_S,
-    collective_timeout_s: float | None = None,
-) -> Connecting:
-    return Connecting(
-        store,
-        purpose=purpose,
-        rank=rank,
-        size=size,
-        device_type="cpu",
-        bind_host="127.0.0.1",
-        timeout_s=timeout_s,
-        collective_timeout_s=collective_timeout_s,
-        native=False,
-    )
-
-
-class World:
-    """All ranks of one generation in this process; `group` makes one group of them per purpose."""
-
-    def __init__(self, size: int, generation: int = 1) -> None:
-        self.size = size
-        listener = listen("127.0.0.1")
-        self.stores = [
-            Store(
-                listener.address,
-                listener if rank == 0 else None,
-                TIMEOUT_S,
-                generation=generation,
-                secret=b"secret",
-            )
-            for rank in range(size)
-        ]
-        self.stores[0].open()
-        self.groups: list[Collectives] = []
-
-    def group(self, purpose: str = "named") -> list[Collectives]:
-        made = self.on_all(
-            lambda rank: connecting(self.stores[rank], rank, self.size, purpose).connect()
-        )
-        self.groups += made
-        return made
-
-    def on_all(self, function: Callable[[int], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(function, range(self.size), timeout=30))
-
-    def close(self) -> None:
-        for group in self.groups:
-            group.abort()
-        for group in self.groups:
-            group.close()
-        for store in self.stores:
-            store.close()
+connecting = partial(groups.connecting, native=False)
 
 
 @pytest.fixture
@@ -324,11 +268,7 @@ def test_the_store_survives_a_peer_that_sends_garbage(world):
 # ---- peers that are lost -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def three() -> Iterator[Ranks]:
-    three = Ranks(3)
-    yield three
-    three.close()
+three = ranks.fixture(3, "function")
 
 
 def lose_a_peer(rank: int, size: int, address: Address, end: int, child: bool) -> dict[str, float]:

@@ -11,14 +11,12 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from elastic.collectives.construct import Connecting
 from elastic.collectives.hierarchical import steps
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives, Op
@@ -27,30 +25,17 @@ from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from harness import ranks
 from harness.collectives_contract import FLOATS, INTEGERS, REFERENCE
-from harness.ranks import Died, Ranks
+from harness.groups import TIMEOUT_S, connecting
+from harness.ranks import Died
 
-TIMEOUT_S = 20.0
 WAKE_S = 5.0  # generous: measured are 1 to 30 ms
 LENGTHS = (1, 2, 3, 1000, 50_001, 600_007)
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    four = Ranks(4)
-    yield four
-    four.close()
-
-
-@pytest.fixture
-def doomed() -> Iterator[Ranks]:
-    """Of which one does not come back."""
-    doomed = Ranks(4)
-    yield doomed
-    doomed.close()
-
-
+four = ranks.fixture(4)
+doomed = ranks.fixture(4, "function")  # of which one does not come back
 HOSTS = ["aabb", pytest.param("abab", marks=pytest.mark.nightly), "aaab"]
 
 
@@ -63,16 +48,7 @@ def connect(
         here = peer_memory.myself()
         host = msgspec.structs.replace(here.host, boot=hosts[rank])
         patch.setattr(peer_memory, "myself", lambda: msgspec.structs.replace(here, host=host))
-        group = Connecting(
-            store,
-            purpose="named",
-            rank=rank,
-            size=size,
-            device_type="cpu",
-            bind_host="127.0.0.1",
-            timeout_s=TIMEOUT_S,
-            collective_timeout_s=timeout_s,
-        ).connect()
+        group = connecting(store, rank, size, collective_timeout_s=timeout_s).connect()
     assert isinstance(group, HierarchicalCollectives)
     return group
 

@@ -5,14 +5,12 @@ unnoticed: what a recovery connects, it connects at once, and with one exchange 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from elastic.collectives import construct
-from elastic.collectives.construct import Connecting
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
 from elastic.protocol import messages
@@ -21,17 +19,14 @@ from elastic.rendezvous import environment
 from elastic.rendezvous.store import Store
 from elastic.runtime.process_groups import Groups
 from harness import ranks
+from harness.groups import connecting
 from harness.ranks import Ranks
 
 PURPOSES = ("named", "gradients")
 WAIT_S = 20.0
 
 
-@pytest.fixture
-def three() -> Iterator[Ranks]:
-    ranks = Ranks(3)
-    yield ranks
-    ranks.close()
+three = ranks.fixture(3, "function")
 
 
 class Counted:
@@ -127,16 +122,7 @@ def share(rank: int, size: int, store: Address, apart: bool) -> tuple[str, float
     listener = ranks.kept.pop("listener", None)
     held = Store(store, listener, WAIT_S, secret=env.secret)
     held.open()
-    group = Connecting(
-        held,
-        purpose="named",
-        rank=rank,
-        size=size,
-        device_type="cpu",
-        bind_host="127.0.0.1",
-        timeout_s=WAIT_S,
-        apart=apart,
-    ).connect()
+    group = connecting(held, rank, size, apart=apart).connect()
     tensor = torch.full((3,), float(rank))
     group.allreduce(tensor, Op.SUM).wait()
     ranks.kept["held"] = (held, group)

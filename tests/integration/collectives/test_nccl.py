@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from elastic.collectives import nccl
-from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.construct import Store, listen
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
+from harness.groups import connecting
 from harness.ranks import Ranks, store_to_be
 
 pytestmark = pytest.mark.gpu
@@ -36,15 +37,7 @@ def live_and_be_aborted(rank: int, size: int, address: Address) -> float:
     device = torch.device("cuda", rank)
     store = Store(address, listen(address.host, address.port) if rank == 0 else None, 30.0)
     store.open()
-    group = Connecting(
-        store,
-        purpose="named",
-        rank=rank,
-        size=size,
-        device_type="cuda",
-        bind_host="127.0.0.1",
-        timeout_s=30.0,
-    ).connect()
+    group = connecting(store, rank, size, timeout_s=30.0, device_type="cuda").connect()
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.int64):
         tensor = torch.full((1001,), rank + 1, device=device).to(dtype)
         group.allreduce(tensor, Op.SUM).wait()

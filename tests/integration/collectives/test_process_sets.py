@@ -15,7 +15,7 @@ from elastic.runtime import lifecycle
 from harness import ranks as processes
 from harness.history import RETURN, SCRIPTS
 from harness.job import Job
-from harness.ranks import Ranks, store_to_be
+from harness.ranks import Ranks, in_a_world
 from horovod.common.process_sets import get_process_set_ids_and_ranks
 
 SIZE = 3
@@ -34,10 +34,7 @@ def begin(rank: int, size: int, address: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    ranks.run(begin, store_to_be())
-    yield ranks
-    ranks.close()
+    yield from in_a_world(SIZE, begin)
 
 
 def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from elastic.chaos.harness.processes import clean_environment
-from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.construct import Store, listen
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena, native_library, peer_memory
 from elastic.collectives.shared_memory.process_group import SharedCollectives
@@ -36,6 +36,7 @@ from harness import ranks
 from harness.collectives_contract import EVERY, FLOATS, INTEGERS, REFERENCE, CollectivesContract
 from harness.forked import MARK, Forked
 from harness.forking import WHOLE_END
+from harness.groups import World, connecting
 from harness.history import SCRIPTS
 from harness.ranks import Died, Ranks
 
@@ -50,17 +51,7 @@ ENDS = SCRIPTS / "shared_ends.py"
 def formed(
     store: Store, rank: int, size: int, purpose: str = "named", timeout_s: float = TIMEOUT_S
 ) -> SharedCollectives:
-    connecting = Connecting(
-        store,
-        purpose=purpose,
-        rank=rank,
-        size=size,
-        device_type="cpu",
-        bind_host="127.0.0.1",
-        timeout_s=TIMEOUT_S,
-        collective_timeout_s=timeout_s,
-    )
-    group = connecting.connect()
+    group = connecting(store, rank, size, purpose, TIMEOUT_S, timeout_s).connect()
     assert isinstance(group, SharedCollectives)
     return group
 
@@ -68,41 +59,23 @@ def formed(
 # ---- all ranks in one process ------------------------------------------------------------------------------------
 
 
-class World:
-    """One generation, whose ranks are threads."""
-
-    def __init__(self, size: int) -> None:
-        listener = listen("127.0.0.1")
-        self.stores = [
-            Store(listener.address, None if rank else listener, TIMEOUT_S) for rank in range(size)
-        ]
-        self.stores[0].open()
-        self.groups = self.on_all(lambda rank: formed(self.stores[rank], rank, size))
-
-    def on_all(self, function: Callable[[int], Any]) -> list[Any]:
-        with ThreadPoolExecutor(len(self.stores)) as pool:
-            return list(pool.map(function, range(len(self.stores)), timeout=WAKE_S * 3))
-
-    def close(self) -> None:
-        for group in self.groups:
-            group.abort()
-        for group in self.groups:
-            group.close()
-        for store in self.stores:
-            store.close()
+def world_of(size: int) -> World:
+    made = World(size, native=True)
+    assert all(isinstance(group, SharedCollectives) for group in made.group())
+    return made
 
 
 class TestShared(CollectivesContract):
     @pytest.fixture(params=[2, 3])
     def world(self, request: pytest.FixtureRequest) -> Iterator[list[SharedCollectives]]:
-        made = World(request.param)
+        made = world_of(request.param)
         yield made.groups
         made.close()
 
 
 @pytest.fixture
 def pair() -> Iterator[World]:
-    made = World(2)
+    made = world_of(2)
     yield made
     made.close()
 
@@ -160,7 +133,7 @@ def test_a_tensor_that_was_waited_for_is_let_go(pair):
 @pytest.mark.parametrize("windows", [1, 20])
 def test_who_has_come_and_waits_for_room_is_not_missing(windows):
     """Ranks 0 and 1 are as far ahead of rank 2 as they may be, in a broadcast or behind some."""
-    world = World(3)
+    world = world_of(3)
     works: list[Any] = []
     for _ in range(6):
         for group in world.groups[:2]:
@@ -237,7 +210,7 @@ def test_messages_end_with_a_deadline_an_abort_or_the_wrong_length(pair):
     with pytest.raises(CollectiveFailed, match="rank 0 of this group left it"):
         waiting.wait()
     assert waiting.done()
-    longer = World(2)
+    longer = world_of(2)
     longer.groups[0].send(torch.zeros(4), 1, 0)
     with pytest.raises(
         CollectiveFailed, match=r"rank 0 .* longer than the tensor that receives it"
@@ -249,11 +222,7 @@ def test_messages_end_with_a_deadline_an_abort_or_the_wrong_length(pair):
 # ---- processes that stay ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def staying() -> Iterator[Ranks]:
-    staying = Ranks(3)
-    yield staying
-    staying.close()
+staying = ranks.fixture(3)
 
 
 @pytest.fixture

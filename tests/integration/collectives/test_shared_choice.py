@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from elastic.collectives import cpu, topology
-from elastic.collectives.construct import Connecting, Store, listen, meeting
+from elastic.collectives.construct import Store, listen, meeting
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory import arena, memfd, native_library, peer_memory
 from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
@@ -29,19 +29,15 @@ from elastic.collectives.topology import Identity, Shareable
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from harness import ranks
+from harness.groups import TIMEOUT_S, connecting
 from harness.ranks import Ranks
 
-TIMEOUT_S = 20.0
 WAIT_S = 20.0  # for another thread to come to where it is waited for
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+four = ranks.fixture(4)
 
 
 # ---- memory of another process -----------------------------------------------------------------------------------
@@ -262,7 +258,7 @@ def one_group(
     rank: int, size: int, generation: int, address: Address, native: bool
 ) -> tuple[str, float, int]:
     store = ranks.open_store(rank, address, generation)
-    group = connecting(store, rank, size, native).connect()
+    group = connecting(store, rank, size, native=native).connect()
     tensor = torch.ones(1000) * (rank + 1)
     group.allreduce(tensor, Op.SUM).wait()
     kind = type(group).__name__.removesuffix("Collectives")
@@ -273,19 +269,6 @@ def one_group(
     store.exchange("all have closed it", rank, size, b"")
     store.close()
     return kind, float(tensor[-1]), len(os.listdir("/proc/self/fd"))
-
-
-def connecting(store: Store, rank: int, size: int, native: bool = True) -> Connecting:
-    return Connecting(
-        store,
-        purpose="named",
-        rank=rank,
-        size=size,
-        device_type="cpu",
-        bind_host="127.0.0.1",
-        timeout_s=TIMEOUT_S,
-        native=native,
-    )
 
 
 def chosen(
@@ -453,16 +436,7 @@ def lose_rank_1(rank: int, size: int, address: Address) -> str:
         offer.withdraw()
         store.close()
         return ""
-    attempt = Connecting(
-        store,
-        purpose="named",
-        rank=0,
-        size=2,
-        device_type="cpu",
-        bind_host="127.0.0.1",
-        timeout_s=0.5,
-        collective_timeout_s=TIMEOUT_S,
-    )
+    attempt = connecting(store, 0, 2, timeout_s=0.5, collective_timeout_s=TIMEOUT_S)
     try:
         attempt.connect()
     except CollectiveFailed as error:

@@ -13,10 +13,12 @@ from elastic.exact import tree
 from elastic.exact.assignment import assign
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
 from elastic.protocol.messages import Address
+from harness import ranks
 from harness.fakes import collectives as fake
-from harness.ranks import Ranks, serve_stores
+from harness.groups import World
+from harness.ranks import serve_stores
 from integration.collectives.test_hierarchy import connect, end
-from integration.collectives.test_shared import World
+from integration.collectives.test_shared import world_of
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
@@ -26,7 +28,7 @@ SHARDS = [3, 5, 8]
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(request.param)
+    made = world_of(request.param)
     yield made
     made.close()
 
@@ -102,11 +104,7 @@ def test_what_does_not_lie_in_the_arena_is_refused(world):
 # ---- two hosts, by what their ranks say of themselves ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    four = Ranks(4)
-    yield four
-    four.close()
+four = ranks.fixture(4)
 
 
 def by_exchange(rank: int, size: int, address: Address, hosts: str) -> list[bytes]:

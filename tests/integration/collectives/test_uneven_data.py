@@ -17,7 +17,7 @@ from elastic.errors import CollectiveFailed, PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
-from harness.ranks import Ranks, store_to_be
+from harness.ranks import Ranks, in_a_world
 
 SIZE = 3
 
@@ -31,10 +31,7 @@ def enter(rank: int, size: int, address: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    ranks.run(enter, store_to_be())
-    yield ranks
-    ranks.close()
+    yield from in_a_world(SIZE, enter)
 
 
 # ---- in the ranks ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from elastic.collectives.algorithms import adasum
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Invalid
 from harness.fakes import collectives as fake
+from harness.groups import at_once
 
 SHAPES = [(), (0,), (1,), (127,), (128,), (129,), (3, 5, 7), (1000,), (40_000,)]
 
@@ -47,8 +47,7 @@ def reduced(per_rank: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
             raise
         return tensors
 
-    with ThreadPoolExecutor(len(per_rank)) as pool:
-        return list(pool.map(on_rank, range(len(per_rank)), timeout=30))
+    return at_once(on_rank, range(len(per_rank)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -163,8 +162,7 @@ def test_a_rank_sends_no_more_than_in_an_allreduce():
     groups = fake.world(size)
     for group in groups:
         group.__class__ = Counting
-    with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda group: adasum.reduce_(group, [torch.ones(elements)]), groups))
+    at_once(lambda group: adasum.reduce_(group, [torch.ones(elements)]), groups)
     dots = size * size * 24 * 2
     assert sum(sent_bytes) <= size * 2 * (size - 1) / size * elements * 4 + dots
 

@@ -9,6 +9,7 @@ from elastic.collectives import construct
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed
+from harness import groups
 from harness.collectives_contract import CollectivesContract
 from harness.fakes import collectives as fake
 from harness.ranks import store_to_be
@@ -38,15 +39,7 @@ class TestLocal(CollectivesContract):
 
 def connecting(size: int, device_type: str) -> construct.Connecting:
     store = construct.Store(store_to_be(), None, timeout_s=1.0)
-    return construct.Connecting(
-        store,
-        purpose="named",
-        rank=0,
-        size=size,
-        device_type=device_type,
-        bind_host="127.0.0.1",
-        timeout_s=1.0,
-    )
+    return groups.connecting(store, 0, size, timeout_s=1.0, device_type=device_type)
 
 
 def test_a_group_of_one_needs_neither_store_nor_backend():

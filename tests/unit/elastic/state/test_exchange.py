@@ -21,27 +21,19 @@ from elastic.state.handlers import python_values
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import same_bits
 from harness.fakes import collectives as fake
+from harness.groups import at_once
 
 
 def transfer(states: list[TorchState], root: int = 0, **options: Any) -> list[Any]:
     """Bytes copied at each rank, or what was raised there."""
-    results: list[Any] = [None] * len(states)
 
-    def one(rank: int, group: fake.FakeCollectives) -> None:
+    def one(state: TorchState, group: fake.FakeCollectives) -> Any:
         try:
-            results[rank] = states[rank].transfer(group, root, **options)
+            return state.transfer(group, root, **options)
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [
-        threading.Thread(target=one, args=(rank, group))
-        for rank, group in enumerate(fake.world(len(states), timeout_s=5.0))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    return at_once(one, states, fake.world(len(states), timeout_s=5.0))
 
 
 def pair(make: Callable[[int], TorchState], size: int = 2) -> list[TorchState]:
@@ -364,24 +356,15 @@ def roads(
     known = uuids or [f"GPU-{rank}" for rank in range(len(gpus))]
     monkeypatch.setattr(exchange, "_gpu", lambda where: own.gpu)
     monkeypatch.setattr(own_gpu, "uuid", lambda device: own.uuid)
-    found: list[Any] = [None] * len(gpus)
 
-    def one(rank: int, group: fake.FakeCollectives) -> None:
-        own.gpu, own.uuid = gpus[rank], known[rank]
+    def one(gpu: torch.device | None, uuid: str, group: fake.FakeCollectives) -> Any:
+        own.gpu, own.uuid = gpu, uuid
         made = exchange._roads(
             group, SPECS, dict.fromkeys(SPECS, Destination.NEW), lambda device: group
         )
-        found[rank] = [(device.type, [key for _, key in specs]) for _, device, specs in made]
+        return [(device.type, [key for _, key in specs]) for _, device, specs in made]
 
-    threads = [
-        threading.Thread(target=one, args=(rank, group))
-        for rank, group in enumerate(fake.world(len(gpus), timeout_s=5.0))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
+    return at_once(one, gpus, known, fake.world(len(gpus), timeout_s=5.0))
 
 
 def test_what_lies_on_roots_gpu_travels_between_gpus(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import errno
 import io
 import mmap
@@ -23,6 +22,7 @@ from elastic.state import ObjectState, TorchState, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.snapshots.memory_ahead import LEAST_BYTES, MemoryAhead
 from harness.fakes import collectives as fake
+from harness.groups import at_once
 from harness.small_worlds import World
 
 WIDTH = 1024  # its square of floats is 4 MiB
@@ -153,8 +153,7 @@ def test_a_newcomer_receives_and_commits_in_memory_made_ahead():
     ahead = memory_ahead._ahead
     assert ahead is not None
     groups = fake.world(2, timeout_s=5.0)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        moved = [*pool.map(lambda s, group: s.transfer(group, 0), [trained, fresh], groups)]
+    moved = at_once(lambda state, group: state.transfer(group, 0), [trained, fresh], groups)
     assert min(moved) >= 3 * WHOLE
     fresh.save()
     assert ahead._end == 4 * WHOLE, "two entries, and their copies"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from elastic.optimizer.gradients import gradient_layout, gradient_reducer
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState
 from harness.fakes import collectives as fake
+from harness.groups import at_once
 from harness.small_worlds import World, net, sgd
 
 
@@ -133,6 +133,5 @@ def test_a_newcomer_takes_over_what_the_world_has_frozen():
     here[0].requires_grad_(False)
     states = [TorchState(model=there), TorchState(model=here)]
     groups = fake.world(2)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda state, group: state.transfer(group, 0), states, groups))
+    at_once(lambda state, group: state.transfer(group, 0), states, groups)
     assert [each.requires_grad for each in here.parameters()] == [True, True, False, False]
