@@ -25,6 +25,7 @@ import yaml
 from cluster.api import BROKEN, PATHS, Api, Namespace, Object, Refused, ready
 from elastic.chaos.harness.ports import free_ports
 from elastic.chaos.harness.processes import clean_environment, kill_all, marked
+from harness.waiting import wait_until
 
 SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CLIENTS = ("helm", "kubectl")
@@ -51,6 +52,10 @@ def missing() -> str | None:
     if os.getuid() != 0:
         return "pods mount file systems of their own: the tests have to run as root"
     return None
+
+
+def eventually(true: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    wait_until(true, what, timeout_s)
 
 
 class Server:
@@ -97,11 +102,8 @@ class Server:
     def freeze(self) -> None:
         """It has stopped when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + END_S
         what = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
-        while os.waitid(os.P_PID, self.pid, what) is None:
-            assert time.monotonic() < deadline, f"{self.name} did not stop"
-            time.sleep(0.001)
+        wait_until(lambda: os.waitid(os.P_PID, self.pid, what), f"the stop of {self.name}", END_S)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -453,11 +455,3 @@ def encoded(data: bytes) -> str:
 
 def python_path() -> str:
     return os.pathsep.join((str(TESTS), str(TESTS.parent)))
-
-
-def eventually(true: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    """For what sends no event."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s until {what}"
-        time.sleep(0.02)

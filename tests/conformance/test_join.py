@@ -8,14 +8,7 @@ import torch
 
 import horovod.torch as hvd
 from conformance.worlds import everywhere, raises, works
-
-
-def wait_until(true, limit_s: float = 5.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
-
+from harness.waiting import wait_until
 
 # ---- join ------------------------------------------------------------------------------------------------------------
 
@@ -158,7 +151,7 @@ def test_poll_is_false_until_the_others_have_come_and_true_once_they_have(rank, 
     hvd.barrier()
     if handle is None:
         handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="polled")
-    wait_until(lambda: hvd.poll(handle))
+    wait_until(lambda: hvd.poll(handle), "its end", 5.0)
     assert hvd.poll(handle), "and it stays true"
     assert hvd.synchronize(handle).tolist() == [size, size]
 

@@ -142,17 +142,11 @@ class StruckJob:
         return None
 
     def _until(self, true: Callable[[], bool], awaited: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            over = self.job.driver.poll() is not None
+        def found() -> bool:
             self._look()
-            if true():
-                return
-            assert not over, self.job._story(f"the job ended without {awaited}")
-            assert time.monotonic() < deadline, self.job._story(
-                f"waited {timeout_s} s for {awaited}"
-            )
-            time.sleep(0.05)
+            return true()
+
+        self.job.until(found, awaited, timeout_s)
 
     def _look(self) -> None:
         for path in (self.folder / "history").glob("*.jsonl"):

@@ -15,6 +15,7 @@ from elastic.chaos.harness.ports import free_ports
 from elastic.driver.etcd.client import Etcd
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
+from harness.waiting import wait_until
 
 START_S = 60.0
 STOP_S = 10.0
@@ -72,10 +73,8 @@ class Member:
         try:
             # Until its last thread has stopped, it may still answer. One that has ended stays to be waited for.
             what = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
-            deadline = time.monotonic() + STOP_S
-            while os.waitid(os.P_PID, self.process.pid, what) is None:
-                assert time.monotonic() < deadline, f"etcd {self.name} did not stop"
-                time.sleep(0.001)
+            pid = self.process.pid
+            wait_until(lambda: os.waitid(os.P_PID, pid, what), f"the stop of {self.name}", STOP_S)
             yield
         finally:
             self.signal(signal.SIGCONT)

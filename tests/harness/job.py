@@ -7,9 +7,8 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,17 +131,6 @@ class Job(Program):
 
         self.until(found, f"a world of {size}", timeout)
         return self.worlds()[-1]
-
-    def until(self, true: Callable[[], bool], awaited: str, timeout: float = 30.0) -> None:
-        """Looks every 10 ms until it is true; fails at the deadline, or if the job ends first."""
-        deadline = time.monotonic() + timeout
-        while True:
-            over = self.driver.poll() is not None
-            if true():
-                return
-            assert not over, self._story(f"the job ended without {awaited}")
-            assert time.monotonic() < deadline, self._story(f"waited {timeout} s for {awaited}")
-            time.sleep(0.01)
 
     # ---- its processes
 

@@ -13,9 +13,9 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.chaos.harness.processes import MarkedProcess, kill_all, marked
 from harness.forked import Forked
@@ -23,6 +23,7 @@ from harness.forked import Forked
 GRACE_S = 10.0  # to end after SIGTERM
 LINGER_S = 3.0  # for its last processes to go once it has ended
 SHOWN_LINES = 60
+Found = TypeVar("Found")
 
 
 class Program:
@@ -83,6 +84,19 @@ class Program:
                 )
                 assert left > 0, self._story(f"waited {timeout} s for {awaited}")
                 self._news.wait(left)
+
+    def until(
+        self, found: Callable[[], Found | None], awaited: str, timeout: float = 30.0
+    ) -> Found:
+        """What is found; looks every 10 ms. Fails at the deadline, or if the program ends first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            over = self.process.poll() is not None
+            if value := found():
+                return value
+            assert not over, self._story(f"{self._called} ended without {awaited}")
+            assert time.monotonic() < deadline, self._story(f"waited {timeout} s for {awaited}")
+            time.sleep(0.01)
 
     def wait(self, timeout: float = 60.0) -> int:
         """Its exit status, once all output has been read."""

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from elastic.chaos.harness.processes import MarkedProcess, clean_environment, kill_all, marked
 from harness.program import GRACE_S, SHOWN_LINES, Program
+from harness.waiting import wait_until
 
 CLUSTER_MARK = "TEST_RAY_CLUSTER"
 JOB_MARK = "TEST_RAY_JOB"
@@ -146,11 +146,7 @@ class RayCluster:
         return dict(self.do("available"))
 
     def until(self, true: Callable[[], bool], awaited: str, timeout: float = 30.0) -> None:
-        """Looks every 50 ms until it is true; fails at the deadline."""
-        deadline = time.monotonic() + timeout
-        while not true():
-            assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}"
-            time.sleep(0.05)
+        wait_until(true, awaited, timeout)
 
     # ---- inside
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -68,16 +67,7 @@ class Stepping:
     def wait(
         self, found: Callable[[], Found | None], awaited: str, timeout: float = START_S
     ) -> Found:
-        """Looks every 50 ms; fails at the deadline, or if the job ends first."""
-        deadline = time.monotonic() + timeout
-        while True:
-            over = self.job.process.poll() is not None
-            if value := found():
-                return value
-            story = "\n  ".join(self.job.lines[-60:])
-            assert not over, f"the job ended without {awaited}:\n  {story}"
-            assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}:\n  {story}"
-            time.sleep(0.05)
+        return self.job.until(found, awaited, timeout)
 
     def node_of(self, pid: int) -> str:
         """Where this process runs."""

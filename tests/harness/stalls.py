@@ -6,24 +6,17 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic.driver.processes import proc_stats
+from harness.waiting import wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE_S = 60.0
 FILES = {"unified": ("cgroup.freeze", "1", "0"), "freezer": ("freezer.state", "FROZEN", "THAWED")}
-
-
-def wait_until(true: Callable[[], bool], awaited: str, timeout: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}"
-        time.sleep(0.01)
 
 
 class Freezer:

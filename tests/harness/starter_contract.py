@@ -13,8 +13,7 @@ import os
 import select
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +128,6 @@ def gone(pid: int) -> None:
             assert select.select([fd], [], [], DEADLINE_S)[0], f"{pid} still lives"
         finally:
             os.close(fd)
-
-
-async def until(true: Callable[[], bool], awaited: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {awaited}"
-        await asyncio.sleep(0.002)
 
 
 def bootstrap(host: str, job: str = "trains", *, outlives: bool = False) -> Bootstrap:

@@ -30,6 +30,7 @@ from harness import groups, ranks
 from harness.collectives_contract import CollectivesContract
 from harness.groups import TIMEOUT_S, World
 from harness.ranks import Died, store_to_be
+from harness.waiting import wait_until
 
 WAKE_S = 10.0  # generous: measured are 1 to 20 ms
 
@@ -117,10 +118,7 @@ def test_no_descriptor_is_left_after_many_generations():
     before = len(os.listdir("/dev/fd"))
     for generation in range(1, 21):
         once(generation)
-    deadline = time.monotonic() + 5.0
-    while len(os.listdir("/dev/fd")) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(os.listdir("/dev/fd")) <= before
+    wait_until(lambda: len(os.listdir("/dev/fd")) <= before, "the close of all descriptors", 5.0)
 
 
 def test_programs_that_the_process_starts_inherit_no_socket(world):
@@ -201,21 +199,16 @@ def test_an_abort_ends_the_wait_for_a_late_rank_and_leaves_no_thread(world):
     attempt = connecting(world.stores[0], 0, 3, collective_timeout_s=1000.0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(attempt.connect)
-        until_asked(before)
+        wait_until(lambda: asks(set(threading.enumerate()) - before), "a group to be built", 10.0)
         attempt.abort()
         with pytest.raises(CollectiveFailed, match="aborted"):
             waiting.result(WAKE_S)
     assert set(threading.enumerate()) <= before
 
 
-def until_asked(before: set[threading.Thread]) -> None:
-    """Returns once a thread that connects a group waits for the store's answer."""
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        if any(stacked(each, "ask") for each in set(threading.enumerate()) - before):
-            return
-        time.sleep(0.002)
-    raise AssertionError("no group was being built")
+def asks(threads: set[threading.Thread]) -> bool:
+    """Whether one of them, which connects a group, waits for the store's answer."""
+    return any(stacked(each, "ask") for each in threads)
 
 
 def stacked(thread: threading.Thread, function: str) -> bool:

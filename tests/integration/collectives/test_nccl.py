@@ -17,6 +17,7 @@ from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from harness.groups import connecting
 from harness.ranks import Ranks, store_to_be
+from harness.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 WAKE_S = 5.0
@@ -84,9 +85,6 @@ def test_a_newcomer_tries_nccl_alone_and_keeps_nothing_of_it():
     nccl.warm_up(device)  # what stays for good does so from here on
     before = len(os.listdir("/proc/self/task"))
     nccl.warm_up(device)
-    deadline = time.monotonic() + WAKE_S
-    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(os.listdir("/proc/self/task")) <= before
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "its threads' end", WAKE_S)
     assert torch.cuda.current_device() == 0
     assert first.add_(1).item() == 2.0

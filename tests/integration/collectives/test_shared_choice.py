@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from elastic.protocol.messages import Address
 from harness import ranks
 from harness.groups import TIMEOUT_S, connecting
 from harness.ranks import Ranks
+from harness.waiting import wait_until
 
 WAIT_S = 20.0  # for another thread to come to where it is waited for
 
@@ -372,15 +373,6 @@ class Attempt:
         return str(self.outcome)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    tick = threading.Event()
-    for _ in range(int(WAIT_S / 0.005)):
-        if condition():
-            return
-        tick.wait(0.005)
-    raise AssertionError("it never came to that")
-
-
 def test_who_has_been_given_up_does_not_begin(store):
     attempt = connecting(store, 0, 2)
     attempt.abort()
@@ -390,7 +382,7 @@ def test_who_has_been_given_up_does_not_begin(store):
 
 def test_the_others_of_a_late_rank_are_seen_to_wait_and_can_be_given_up(store):
     attempt = Attempt(store)
-    until(lambda: meeting("named", "cpu", 2) in store.awaited())
+    wait_until(lambda: meeting("named", "cpu", 2) in store.awaited(), "its row", WAIT_S)
     attempt.connecting.abort()
     assert "aborted while waiting for the 2 ranks of group 'named/2'" in attempt.end()
 
@@ -409,7 +401,7 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
             topology.plan([msgspec.msgpack.decode(row, type=topology.RankInfo) for row in rows]).why
             == ""
         )
-        until(lambda: "named/shared/2" in store.awaited())
+        wait_until(lambda: "named/shared/2" in store.awaited(), "its offer", WAIT_S)
         attempt.connecting.abort()
         assert "aborted while waiting" in attempt.end()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from harness.ranks import Ranks, in_a_world
+from harness.waiting import wait_until
 
 SIZE = 3
 
@@ -35,13 +36,6 @@ def ranks() -> Iterator[Ranks]:
 
 
 # ---- in the ranks ------------------------------------------------------------------------------------------------
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 def linear(width: int) -> Any:
@@ -157,9 +151,10 @@ def groups_at_once(rank: int, size: int) -> None:
         step(model, optimizer)
         assert elastic.synchronize(handle).tolist() == [1.0, 1.0]
     elif rank == 1:
-        until(lambda: any(key.startswith("gradients of 0,1") for key in store.awaited()))
+        forming = "gradients of 0,1"
+        wait_until(lambda: any(key.startswith(forming) for key in store.awaited()), forming, 10.0)
         handle = elastic.allreduce_async(torch.ones(2), name="at once", process_set=pair)
-        until(lambda: elastic.poll(handle))
+        wait_until(lambda: elastic.poll(handle), "its end", 10.0)
         step(model, optimizer)
     if rank < 2:
         is_scaled_by(1.0, model)

@@ -11,7 +11,7 @@ import pytest
 
 from harness.history import RETURN, TRAINING, History, pid_of, sizes
 from harness.job import Job, elasticrun, split
-from harness.stalls import wait_until
+from harness.waiting import wait_until
 
 HOSTS = "-H localhost:1,127.0.0.2:1 -np 2 --min-np 1 --resume"
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -25,6 +25,7 @@ from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
 from harness.stalls import debugged, freezer
 from harness.starter_contract import gone
+from harness.waiting import until
 
 A, B = Worker("localhost", 0), Worker("localhost", 1)
 ROOT = Path(__file__).parents[3]
@@ -89,13 +90,6 @@ class Host:
         path = self.folder / name
         await until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path}")
         return path.read_text().strip()
-
-
-async def until(true: Callable[[], bool], awaited: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {awaited}"
-        await asyncio.sleep(0.002)
 
 
 def lives(pid: int) -> bool:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from elastic.chaos.hosts import namespaces
 from elastic.chaos.hosts.namespaces import Host, Network, NetworkTrouble, check_possible
 from elastic.errors import Invalid
+from harness.waiting import wait_until
 
 PORT = 7000
 
@@ -234,10 +234,7 @@ def test_what_a_killed_run_has_left_behind_is_removed(tmp_path):
     swept = namespaces.sweep()
     assert name in swept and len(swept) == 2  # and its switch
     assert not Path("/run/netns", name).exists()
-    deadline = time.monotonic() + 5
-    while alive(int(pid)):
-        assert time.monotonic() < deadline, "the process that ran there goes on"
-        time.sleep(0.01)
+    wait_until(lambda: not alive(int(pid)), "the end of the process that ran there", 5.0)
 
 
 def alive(pid: int) -> bool:

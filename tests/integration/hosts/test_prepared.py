@@ -15,7 +15,8 @@ import pytest
 from elastic.driver.processes import prepared
 from elastic.driver.processes.prepared_process import leading_imports
 from harness.history import SCRIPTS
-from integration.hosts.test_agent import A, B, conversation, until
+from harness.waiting import until
+from integration.hosts.test_agent import A, B, conversation
 
 OWN_PROCESS = str(SCRIPTS / "own_process.py")
 SPARE = {"HOME": "/nowhere", "ELASTIC_PREEMPTION": "off"}

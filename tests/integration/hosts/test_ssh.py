@@ -41,8 +41,8 @@ from harness.starter_contract import (
     lives,
     noted,
     stand_in,
-    until,
 )
+from harness.waiting import until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -24,6 +24,7 @@ from elastic.protocol.messages import Worker
 from harness.history import RETURN, SCRIPTS, STAY_AWAY
 from harness.job import MARK, elasticrun
 from harness.program import Program
+from harness.waiting import wait_until
 
 KILL_AND_LEAVE = """
 [[fault]]
@@ -224,10 +225,7 @@ def test_a_partition_ends_with_the_tool_however_that_ends(chaos):
     assert f"elastic_chaos_{pid}" in tables()
     driver = [p.pid for p in run.processes() if "elasticrun" in p.command]
     run.process.kill()
-    deadline = time.monotonic() + 5.0
-    while f"elastic_chaos_{pid}" in tables():
-        assert time.monotonic() < deadline, tables()
-        time.sleep(0.02)
+    wait_until(lambda: f"elastic_chaos_{pid}" not in tables(), "the end of its table", 5.0)
     for each in driver:  # the job goes on without the tool
         os.kill(each, signal.SIGTERM)
 

@@ -7,8 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -18,6 +16,7 @@ from elastic.driver.network.secret import make_secret_file
 from harness.etcd import one_etcd
 from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
 from harness.job import Job, elasticrun
+from harness.waiting import wait_until
 
 LOADING = ["python", SCRIPTS / "loading.py"]
 
@@ -25,13 +24,6 @@ LOADING = ["python", SCRIPTS / "loading.py"]
 def interrupt(running: Job) -> None:
     """As a terminal does it: the whole foreground process group gets the signal."""
     os.killpg(running.driver.pid, signal.SIGINT)
-
-
-def within(seconds: float, true: Callable[[], bool], awaited: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {awaited}"
-        time.sleep(0.02)
 
 
 def ports(running: Job) -> set[tuple[str, int]]:
@@ -132,9 +124,9 @@ def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
     listening = ports(loading)
     assert listening
     loading.driver.kill()
-    within(30, lambda: not loading.processes(), f"the end of {loading.processes()}")
+    wait_until(lambda: not loading.processes(), f"the end of {loading.processes()}", 30)
     # A dying process lets its environment go, by which it is found, before its sockets.
-    within(30, lambda: not any(map(answers, listening)), "the ports to be free")
+    wait_until(lambda: not any(map(answers, listening)), "the ports to be free", 30)
 
 
 @pytest.mark.forked
@@ -150,8 +142,8 @@ def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
     family = worker.children(recursive=True)
     assert len(family) >= 4
     kill_slot(loading, 1)
-    within(
-        30, lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "their end"
+    wait_until(
+        lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "their end", 30
     )
     (loading.folder / "go").touch()
     loading.succeed()
@@ -162,7 +154,7 @@ def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
 def test_a_job_that_succeeds_leaves_no_grandchild(job):
     loading = job("-np 2", LOADING, env={"STEPS": "3", "GRANDCHILD": "1"})
     loading.succeed()
-    within(30, lambda: not loading.processes(), "the end of the grandchildren")
+    wait_until(lambda: not loading.processes(), "the end of the grandchildren", 30)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +198,8 @@ def worker_ended(driver: subprocess.Popen[bytes]) -> bool:
 
 def test_a_reader_that_comes_late_gets_everything_and_the_reason_last():
     with unread("python", "-c", CHATTY) as driver:
-        within(20, lambda: bool(psutil.Process(driver.pid).children()), "a worker")
-        within(20, lambda: worker_ended(driver), "its end")
+        wait_until(lambda: bool(psutil.Process(driver.pid).children()), "a worker", 20)
+        wait_until(lambda: worker_ended(driver), "its end", 20)
         with pytest.raises(subprocess.TimeoutExpired):
             driver.wait(2.5)  # longer than where a job is stopped
         assert driver.stdout is not None
@@ -221,10 +213,10 @@ def test_a_reader_that_comes_late_gets_everything_and_the_reason_last():
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_one_signal_ends_the_wait_for_a_reader(number, code):
     with unread("python", "-c", CHATTY) as driver:
-        within(20, lambda: bool(psutil.Process(driver.pid).children()), "a worker")
-        within(20, lambda: worker_ended(driver), "its end")
+        wait_until(lambda: bool(psutil.Process(driver.pid).children()), "a worker", 20)
+        wait_until(lambda: worker_ended(driver), "its end", 20)
         # The loop has handed its signals back once the thread that waits is all there is to do.
-        within(20, lambda: not listens(driver.pid), "the end of the driver's server")
+        wait_until(lambda: not listens(driver.pid), "the end of the driver's server", 20)
         driver.send_signal(number)
         assert driver.wait(30) == code
 

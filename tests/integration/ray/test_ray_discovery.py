@@ -41,7 +41,7 @@ class Watched(RayJob):
         self.rows = json.loads(match[1])
         return {node: slots for _, slots, _, node in self.rows}
 
-    def until(self, hosts: dict[str, int]) -> None:
+    def until_listed(self, hosts: dict[str, int]) -> None:
         """Waits for this list, in whatever order. Those before it hold a part of it, so nothing flaps."""
         while (now := self.next()) != hosts:
             assert all(slots <= hosts.get(node, 0) for node, slots in now.items()), now
@@ -72,12 +72,12 @@ def claims(cluster: RayCluster) -> dict[str, str]:
 def test_nodes_come_drain_and_die_and_the_claims_follow(cluster):
     first, second = cluster.started
     with watched(cluster, "story", most=4, at_least=4) as job:
-        job.until({first: 2, second: 2})
+        job.until_listed({first: 2, second: 2})
         assert {host.rpartition("-")[2] for host, *_ in job.rows} == {first[:8], second[:8]}
         assert sorted(claims(cluster)) == ["0", "1", "2", "3"]
         # On a node that drains they are given up, and others are asked for at once.
         assert cluster.drain(first)
-        job.until({second: 2})
+        job.until_listed({second: 2})
         cluster.until(lambda: first not in claims(cluster).values(), "its claims to be removed")
         left = claims(cluster)
         assert sorted(left.values()) == ["", "", second, second]
@@ -85,12 +85,12 @@ def test_nodes_come_drain_and_die_and_the_claims_follow(cluster):
         job.wait_for(rf"^log info: .*-{first[:8]} drains: its workers leave, others are asked for$")
         # Those that wait are placed on a node that comes.
         third = cluster.add(num_cpus=2)
-        job.until({second: 2, third: 2})
+        job.until_listed({second: 2, third: 2})
         # Those of a node that dies are the same ones afterwards: Ray places them elsewhere.
         cluster.kill(third)
-        job.until({second: 2})
+        job.until_listed({second: 2})
         fourth = cluster.add(num_cpus=2)
-        job.until({second: 2, fourth: 2})
+        job.until_listed({second: 2, fourth: 2})
         assert claims(cluster).keys() == left.keys()
         job.close()
     assert cluster.placement_groups() == []
@@ -100,7 +100,7 @@ def test_nodes_come_drain_and_die_and_the_claims_follow(cluster):
 def test_gpus_are_told_for_each_slot(cluster):
     node = cluster.started[1]
     with watched(cluster, "gpus", most=2, resources={"CPU": 1, "GPU": 1}, at_least=2) as job:
-        job.until({node: 2})
+        job.until_listed({node: 2})
         [[_, _, gpus, _]] = job.rows
         assert sorted(gpus) == ["0", "1"]
         job.close()

@@ -40,8 +40,8 @@ from harness.starter_contract import (
     lives,
     noted,
     stand_in,
-    until,
 )
+from harness.waiting import until
 
 # ---- the contract
 

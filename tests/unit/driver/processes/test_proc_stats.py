@@ -7,7 +7,6 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -21,6 +20,7 @@ from elastic.driver.processes.proc_stats import (
     parse_status,
     says_frozen,
 )
+from harness.waiting import wait_until
 
 REST = b"4194304 800 120 0 0 250 50 30 20 20 0 5 0 31256 9000000 900 18446744073709551615 1 1 0"
 
@@ -143,9 +143,7 @@ def test_a_device_is_open_while_any_thread_has_it_though_the_main_thread_has_end
         [sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"here\n"
-        deadline = time.monotonic() + 30.0
-        while os.listdir(f"/proc/{process.pid}/fd"):
-            assert time.monotonic() < deadline, "its main thread does not end"
+        wait_until(lambda: not os.listdir(f"/proc/{process.pid}/fd"), "its main thread's end", 30.0)
         assert not proc_stats.uses_devices(process.pid)
         monkeypatch.setattr(proc_stats, "_PLAIN", ("zero",))
         assert proc_stats.uses_devices(process.pid)

@@ -37,8 +37,8 @@ from harness.starter_contract import (
     lives,
     noted,
     stand_in,
-    until,
 )
+from harness.waiting import until
 
 CALL = b"a pickled call"
 RAYLET = [0]  # the last one's process number; 0: none is watched

@@ -29,7 +29,7 @@ from elastic.driver.job.checkpoint_shares import (
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
-from harness.stalls import wait_until
+from harness.waiting import wait_until
 
 GENERATION = 2
 ROOM = 1000  # bytes that a full disk still takes at a time: what stands before a tensor, and not the tensor

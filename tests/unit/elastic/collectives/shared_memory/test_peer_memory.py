@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from elastic.collectives.shared_memory import memfd, peer_memory
 from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
 from elastic.collectives.topology import Identity, Shareable
+from harness.waiting import wait_until
 
 SIZE = 4 * memfd.PAGE
 
@@ -85,10 +85,8 @@ def test_a_mapping_whose_process_has_gone_is_swept(me, offered, monkeypatch):
     monkeypatch.setattr(peer_memory._Mapped, "gone", lambda self: True)
     peer_memory.sweep()
     assert not peer_memory._open
-    deadline = time.monotonic() + 10
-    while "memfd:offered" in Path("/proc/self/maps").read_text():  # another thread unmaps it
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    maps = Path("/proc/self/maps")  # another thread unmaps it
+    wait_until(lambda: "memfd:offered" not in maps.read_text(), "that nobody maps it", 10.0)
 
 
 def test_a_release_in_the_middle_of_another_call_waits_for_its_end(me, offered):

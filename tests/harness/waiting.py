@@ -1,0 +1,25 @@
+"""Waits for what sends no event: looks until it is true, and fails at the deadline with what was awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+LOOK_S = 0.005
+DEADLINE_S = 60.0
+
+
+def wait_until(true: Callable[[], object], awaited: str, timeout: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}"
+        time.sleep(LOOK_S)
+
+
+async def until(true: Callable[[], object], awaited: str, timeout: float = DEADLINE_S) -> None:
+    """`wait_until`, while the event loop runs."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}"
+        await asyncio.sleep(LOOK_S)
