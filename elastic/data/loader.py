@@ -19,6 +19,7 @@ from elastic.data.arguments import LoaderArguments
 from elastic.data.batch_gradients import BatchGradients
 from elastic.data.positions import Dealing, Position
 from elastic.data.progress import DataProgress
+from elastic.data.sampler import present_world
 from elastic.data.sources import IndexedSource, Loaded, Source, StreamSource
 from elastic.data.stream import NOBODY
 from elastic.errors import Invalid, NotInitialized
@@ -246,7 +247,7 @@ class DataLoader:
 
     def _dealing(self) -> Dealing:
         _check_joined()
-        return self.arguments.dealing(_present_world()[1])
+        return self.arguments.dealing(present_world()[1])
 
     def _look_for_steps(self) -> bool:
         """Notes that an optimizer has stepped. Whether one is going to, for the first time since this loader was made:
@@ -333,7 +334,7 @@ class DataLoader:
             )
         self._look_for_steps()
         self._gradients.count()
-        return _present_world()
+        return present_world()
 
 
 class LoaderIterator(Iterator[Any]):
@@ -420,15 +421,6 @@ class StepShards(Iterator[Any]):
                 f"{self._left} shards of a step were not asked for, and their samples would be lost: iterate over all"
                 " shards of a step before the next one"
             )
-
-
-def _present_world() -> World:
-    """Rank, size, generation. Asked before each batch."""
-    found = lifecycle.position()
-    if found is None:
-        return 0, 1, 0
-    place, generation = found
-    return place.rank, max(place.size, 1), generation
 
 
 def _check_joined() -> None:

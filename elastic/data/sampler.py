@@ -106,7 +106,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Deals out what is left among the workers of the present world."""
-        self._dealt_to = rank, size, _ = _present_world()
+        self._dealt_to = rank, size, _ = present_world()
         self.rank, self.num_replicas = rank, size
         self._start = self.processed_num
         left = len(self.dataset) - self._start
@@ -137,7 +137,7 @@ class ElasticSampler(Sampler[int]):
 
     def _follow_world(self) -> None:
         # A partition of an older world would repeat samples and never visit others.
-        if self._dealt_to != _present_world():
+        if self._dealt_to != present_world():
             self.reset()
 
     def _epoch_order(self) -> torch.Tensor:
@@ -153,7 +153,7 @@ class ElasticSampler(Sampler[int]):
         return self._order
 
 
-def _present_world() -> tuple[int, int, int]:
+def present_world() -> tuple[int, int, int]:
     """Rank, size, generation."""
     found = lifecycle.position()
     if found is None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from elastic.collectives.construct import Connecting, Store, listen
+from elastic.errors import CollectiveFailed, PeerLost
 
 TIMEOUT_S = 20.0
 CALLS_S = 30.0
@@ -14,10 +15,15 @@ Result = TypeVar("Result")
 
 
 def at_once(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
-    """As `map`, with a thread for each call. Raises what one of them raised, TimeoutError."""
+    """As `map`, with a thread for each call. Raises what the first of them raised that has not only lost the others."""
     calls = list(zip(*arguments, strict=True))
     with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(lambda call: function(*call), calls, timeout=CALLS_S))
+        futures = [pool.submit(function, *call) for call in calls]
+        errors = [e for future in futures if (e := future.exception(CALLS_S)) is not None]
+    if errors:
+        own = (e for e in errors if not isinstance(e, CollectiveFailed | PeerLost))
+        raise next(own, errors[0])
+    return [future.result() for future in futures]
 
 
 def connecting(

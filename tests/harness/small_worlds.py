@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
+from harness.groups import at_once
 
 
 class Twins:
@@ -141,12 +141,7 @@ def ranks_as_threads(monkeypatch):
                 meeting.abort()
                 raise
 
-        with ThreadPoolExecutor(size) as pool:
-            futures = [pool.submit(on_rank, rank) for rank in range(size)]
-            errors = [e for future in futures if (e := future.exception()) is not None]
-            if errors:
-                raise next((e for e in errors if not isinstance(e, PeerLost)), errors[0])
-            return [future.result() for future in futures]
+        return at_once(on_rank, range(size))
 
     return run
 

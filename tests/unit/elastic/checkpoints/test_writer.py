@@ -6,7 +6,6 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from elastic.driver.job.checkpoint_shares import (
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
+from harness.groups import at_once
 from harness.waiting import wait_until
 
 GENERATION = 2
@@ -103,11 +103,10 @@ class Job:
 
     def finish(self) -> None:
         last = Commit(GENERATION, self.step)
-        with ThreadPoolExecutor(len(self.writers)) as pool:
-            ranks = zip(self.states, self.writers, self.places, strict=True)
-            ends = [pool.submit(w.finish, s, last, at, lambda: self.over) for s, w, at in ranks]
-            for end in ends:
-                end.result(30)
+        at_once(
+            lambda writer, state, at: writer.finish(state, last, at, lambda: self.over),
+            *(self.writers, self.states, self.places),
+        )
 
     def has(self, number: int) -> None:
         """Waits until this commit is durable, and each rank knows that."""

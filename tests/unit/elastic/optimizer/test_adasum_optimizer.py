@@ -7,7 +7,6 @@ import functools
 import itertools
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from elastic.api import ops
 from elastic.api.compression import Compression
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.interface import Op
-from elastic.errors import CollectiveFailed, Invalid, PeerLost
+from elastic.errors import Invalid, PeerLost
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer.adasum_optimizer import AdasumDistributed
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
@@ -26,6 +25,7 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
+from harness.groups import at_once
 from harness.small_worlds import net
 
 
@@ -79,12 +79,7 @@ def threads(own):
                 groups[rank].abort()
                 raise
 
-        with ThreadPoolExecutor(size) as pool:
-            futures = [pool.submit(on_rank, rank) for rank in range(size)]
-            errors = [e for future in futures if (e := future.exception(30)) is not None]
-            if errors:
-                raise next((e for e in errors if not isinstance(e, CollectiveFailed)), errors[0])
-            return [future.result() for future in futures]
+        return at_once(on_rank, range(size))
 
     return run
 
