@@ -9,6 +9,7 @@ for this: it can't be aborted while it connects, lets anyone write, and needs 2 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import selectors
@@ -26,6 +27,7 @@ from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
 from elastic.protocol.messages import Address, ProtocolError
 from elastic.protocol.strangers import Strangers, count_limit
 
+log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
@@ -50,6 +52,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     key: str
     blobs: list[bytes]
+    error: str = ""  # why what was to be fetched can't be had
 
 
 _requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
@@ -147,6 +150,8 @@ class Store:
             reply = call.ask(request, derived(self._secret, "store", self.generation), deadline)
             if (reply.generation, reply.key) != (self.generation, key):
                 raise ProtocolError("the reply belongs to another exchange")
+            if reply.error:
+                raise ProtocolError(reply.error)
             return reply.blobs
         except (OSError, ProtocolError) as error:
             if call.aborted:
@@ -169,7 +174,8 @@ class Store:
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
         """On rank 0: who fetches this key gets what ``make`` returns, called in the store's thread.
 
-        Call it before `open`: peers may have connected by then, and are answered at once.
+        What it raises is logged here, and told to who has fetched. Call it before `open`: peers may have connected by
+        then, and are answered at once.
         """
         assert self._server is None
         self._provided[key] = make
@@ -403,7 +409,7 @@ class _Server:
 
     def _collect(self, sock: socket.socket, request: _Request) -> None:
         if request.size == _FETCH:
-            self._answer(sock, request, self.provided[request.key]())
+            self._provide(sock, request)
             return
         if request.size in (_ANNOUNCE, _LISTEN):
             self._tell(sock, request)
@@ -424,6 +430,15 @@ class _Server:
             assert asked is not None
             self._answer(each, asked, blobs)
 
+    def _provide(self, sock: socket.socket, request: _Request) -> None:
+        blobs, failed = [], ""
+        try:
+            blobs = self.provided[request.key]()
+        except Exception as error:  # this thread serves all others too
+            log.exception("the store can't provide %r", request.key)
+            failed = f"{request.key!r} can't be had there: {type(error).__name__}: {error}"
+        self._answer(sock, request, blobs, failed)
+
     def _tell(self, sock: socket.socket, request: _Request) -> None:
         listening = self._listening.setdefault(request.key, set())
         listening.add(sock)
@@ -433,8 +448,10 @@ class _Server:
             for each in list(listening):
                 self._answer(each, request, [self._announced[request.key]])
 
-    def _answer(self, sock: socket.socket, request: _Request, blobs: list[bytes]) -> None:
-        reply = _Reply(self._generation, request.key, blobs)
+    def _answer(
+        self, sock: socket.socket, request: _Request, blobs: list[bytes], error: str = ""
+    ) -> None:
+        reply = _Reply(self._generation, request.key, blobs, error)
         frame = self._peers[sock].wire.frame_of(msgspec.msgpack.encode(reply))
         with contextlib.suppress(OSError):
             sock.settimeout(1.0)  # a frozen peer with a full buffer must not hold up the others

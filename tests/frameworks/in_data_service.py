@@ -152,6 +152,26 @@ def test_a_file_is_there_only_as_long_as_its_service(rank, size):
     assert there == [False, False]
 
 
+def test_a_compute_job_replaces_no_file_but_one_of_its_own(rank, size):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hvd, "rank", lambda: 0)
+        service = create_autospec(ComputeService)
+        patch.setattr(compute_worker, "ComputeService", service)
+        notes = Path(folder, "notes.json")
+        for text in ("mine", "{}"):
+            notes.write_text(text)
+            with pytest.raises(ValueError, match=r"notes\.json is no file that.*; give another"):
+                compute_worker.main(1, "compute", str(notes), 1.0)
+            assert notes.read_text() == text
+        with pytest.raises(ValueError, match="Is a directory; give another"):
+            compute_worker.main(1, "compute", folder, 1.0)
+        service.assert_not_called()
+        notes.write_text("")  # as mktemp makes it
+        service.side_effect = ConnectionError("begun")
+        with pytest.raises(ConnectionError, match="begun"):
+            compute_worker.main(1, "compute", str(notes), 1.0)
+
+
 def test_a_file_that_others_could_have_written_is_refused(rank, size):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, 
 def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
     """Serves until a training calls ``compute_client().shutdown()``. Every rank calls it.
 
-    Rank 0 writes ``configfile`` for training jobs, and removes it at the end. Raises Invalid; as `compute_worker_fn`.
+    Rank 0 writes ``configfile`` for training jobs, and removes it at the end. Raises Invalid, also where something else
+    is in that file; as `compute_worker_fn`.
     """
     hvd.init()
     if dispatchers < 1 or hvd.size() % dispatchers:
@@ -33,8 +33,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     service = config = None
     try:
         if hvd.rank() == 0:
-            with contextlib.suppress(OSError):  # what a job that was killed has left
-                os.unlink(configfile)
+            _make_way(Path(configfile))
             key = secret.make_secret_key()
             workers = hvd.size() // dispatchers
             service = ComputeService(dispatchers, workers, key)
@@ -48,6 +47,22 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
             _remove(Path(configfile), config)
         if service is not None:
             service.shutdown()
+
+
+def _make_way(file: Path) -> None:
+    """Removes what a job that was killed has left. Raises Invalid where the file is not of one."""
+    try:
+        if file.stat().st_size:
+            TfDataServiceConfig.read(file)
+        file.unlink()
+    except FileNotFoundError:
+        pass
+    except Invalid as error:
+        raise Invalid(
+            f"{file} is no file that a compute job has left, and is not replaced ({error}); give another"
+        ) from None
+    except OSError as error:
+        raise Invalid(f"{file} can't be replaced: {error.strerror}; give another") from error
 
 
 def _remove(file: Path, config: TfDataServiceConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -237,6 +238,19 @@ def test_the_store_may_start_later_than_those_who_look_for_it():
         assert store.exchange("named", 0, 2, b"a") == [b"a", b"b"]
         assert found.result(5) == [b"a", b"b"]
     store.close()
+
+
+def test_who_fetches_what_the_store_can_not_make_is_told_why():
+    def fails():
+        raise ValueError("no rules yet")
+
+    address = store_to_be()
+    with contextlib.closing(Store(address, listen(address.host, address.port), TIMEOUT_S)) as store:
+        store.provide("rules", fails)
+        store.open()
+        for _ in range(2):
+            with pytest.raises(CollectiveFailed, match=r"'rules' can't be had.* no rules yet"):
+                store.fetch("rules", 0)
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from unittest.mock import create_autospec
+
 import pytest
 import torch
 
 from elastic.collectives.algorithms import reductions
-from elastic.collectives.interface import ALONE_BYTES, Op
+from elastic.collectives.interface import ALONE_BYTES, Op, ReducesInto
 from elastic.collectives.local import LocalCollectives
 
 
-class Seen(LocalCollectives):
-    """Of one rank; keeps what it was given."""
+def watched():
+    """A group of one rank that reduces, and whose calls can be asked for."""
+    group = LocalCollectives()
+    group.allreduce = create_autospec(group.allreduce, side_effect=group.allreduce)
+    return group
 
-    def __init__(self):
-        super().__init__()
-        self.sent = []
 
-    def allreduce(self, tensor, op, scale=1.0):
-        self.tensor = tensor
-        self.sent.append(tensor)
-        return super().allreduce(tensor, op, scale)
+def sent_by(group):
+    return [call.args[0] for call in group.allreduce.call_args_list]
 
 
 def reduced(tensors, in_place, op=Op.SUM):
-    group = Seen()
+    group = watched()
     works, finish = reductions.allreduce(group, tensors, op, 2.0, 1.0, in_place)
     for work in works:
         work.wait()
-    return group.tensor, finish()
+    (sent,) = sent_by(group)
+    return sent, finish()
 
 
 def test_tensors_one_after_the_other_are_reduced_where_they_are():
@@ -73,29 +74,28 @@ def test_what_is_not_to_be_overwritten_stays():
 def test_large_tensors_are_reduced_where_they_are_and_small_ones_share_a_buffer():
     large = [torch.ones(ALONE_BYTES // 4), torch.ones(2, ALONE_BYTES // 8)]
     small = [torch.ones(3), torch.ones(4), torch.ones(5, dtype=torch.float64)]
-    group = Seen()
+    group = watched()
     tensors = [small[0], large[0], small[1], large[1], small[2]]
     _, finish = reductions.allreduce(group, tensors, Op.SUM, 2.0, 1.0, [True] * 5)
     finish()
-    assert [tensor.numel() for tensor in group.sent] == [7, *(part.numel() for part in large), 5]
-    assert [part.data_ptr() for part in large] == [tensor.data_ptr() for tensor in group.sent[1:3]]
+    sent = sent_by(group)
+    assert [tensor.numel() for tensor in sent] == [7, *(part.numel() for part in large), 5]
+    assert [part.data_ptr() for part in large] == [tensor.data_ptr() for tensor in sent[1:3]]
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
 def test_a_mean_of_small_integers_is_widened():
     flat = torch.full((8,), 100, dtype=torch.uint8)
-    group = Seen()
+    group = watched()
     _, finish = reductions.allreduce(group, [flat[:4], flat[4:]], Op.AVERAGE, 1.0, 1.0, [True] * 2)
     finish()
-    assert group.tensor.dtype == torch.int32
+    assert [tensor.dtype for tensor in sent_by(group)] == [torch.int32]
     assert flat.tolist() == [100] * 8
 
 
 def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
-    class Scaling(Seen):
-        scales_inside = True
-
-    group, ints = Scaling(), torch.full((3,), 3, dtype=torch.int32)
+    group, ints = watched(), torch.full((3,), 3, dtype=torch.int32)
+    group.scales_inside = True
     floats = torch.ones(4)
     _, finish = reductions.allreduce(group, [floats, ints], Op.SUM, 1.0, 0.5, [True] * 2)
     assert floats.tolist() == [0.5] * 4  # before anybody has asked for the result
@@ -115,14 +115,13 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
     ],
 )
 def test_a_group_that_reduces_into_other_memory_reads_the_tensor_itself(tensor, op, prescale, read):
-    class Elsewhere(Seen):
-        def allreduce_into(self, result, tensor, op, scale=1.0):
-            self.read = tensor.data_ptr()
-            return self.allreduce(result.copy_(tensor), op, scale)
-
-    group, before = Elsewhere(), tensor.clone()
+    group, before = watched(), tensor.clone()
+    into = create_autospec(ReducesInto, instance=True).allreduce_into
+    into.side_effect = lambda result, tensor, *rest: group.allreduce(result.copy_(tensor), *rest)
+    group.allreduce_into = into
     _, finish = reductions.allreduce(group, [tensor], op, prescale, 1.0, [False])
     (result,) = finish()
     assert torch.equal(result, before * prescale) and result.dtype == tensor.dtype
-    assert (getattr(group, "read", None) == tensor.data_ptr()) is read
+    from_where = [call.args[1].data_ptr() for call in into.call_args_list]
+    assert (from_where == [tensor.data_ptr()]) is read
     assert torch.equal(tensor, before) and result.data_ptr() != tensor.data_ptr()

@@ -17,6 +17,10 @@ SECRET = b"k" * 32
 FETCH, ANNOUNCE, LISTEN = 0, -1, -2
 
 
+def fails():
+    raise ValueError("no rules yet")
+
+
 def asks(size: int, key: str = "end") -> bytes:
     """A request, as a caller sends it."""
     wire, nonce = Wire(store._replies), bytes(NONCE_BYTES)
@@ -24,12 +28,23 @@ def asks(size: int, key: str = "end") -> bytes:
     return nonce + wire.frame_of(msgspec.msgpack.encode(store._Request(0, key, 0, size, b"now")))
 
 
+def answered(caller):
+    """What a caller that has asked was told."""
+    wire = Wire(store._replies)
+    secret, nonce = derived(SECRET, "store", 0), bytes(NONCE_BYTES)
+    wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=1 << 20)
+    wire.feed(caller.sendall.call_args.args[0])
+    return wire.next()
+
+
 class Conversation:
     def __init__(self, monkeypatch):
         self.selector = create_autospec(selectors.DefaultSelector, instance=True)
         self.listener = create_autospec(socket.socket, instance=True)
         monkeypatch.setattr(selectors, "DefaultSelector", lambda: self.selector)
-        self.server = store._Server(self.listener, 0, SECRET, 30.0, {"end": lambda: []})
+        self.server = store._Server(
+            self.listener, 0, SECRET, 30.0, {"end": lambda: [], "fails": fails}
+        )
 
     def turn(self, *ready):
         self.selector.select.return_value = [
@@ -90,3 +105,12 @@ def test_without_descriptors_it_looks_again_in_a_while_and_serves_who_is_there(t
     talk.selector.register.assert_called_with(talk.listener, selectors.EVENT_READ)
     talk.comes()
     talk.selector.select.assert_called_with(30.0)
+
+
+def test_a_provider_that_fails_costs_who_asked_an_answer_and_nobody_else_anything(talk, caplog):
+    asker, other = talk.comes(), talk.comes()
+    talk.turn(talk.says(asker, asks(FETCH, "fails")), talk.says(other, asks(FETCH)))
+    error = "'fails' can't be had there: ValueError: no rules yet"
+    assert answered(asker) == store._Reply(0, "fails", [], error)
+    assert answered(other) == store._Reply(0, "end", [])
+    assert "no rules yet" in caplog.text
