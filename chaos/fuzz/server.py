@@ -27,7 +27,6 @@ from elastic.protocol.messages import Address, ProtocolError, Worker
 SECRET = b"fuzz" * 8
 HONEST = [Worker("honest", slot) for slot in range(2)]
 TALKERS = 16  # strangers and turncoats at a time
-ANSWER_S = 5.0  # for an honest worker's word; and for a connection that is to be closed
 TURNCOATS = 0.4  # share of those that know the secret
 FLOOD = 2000  # messages
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(192)
@@ -36,8 +35,10 @@ UNEXPECTED, SECOND = "a worker that is not expected", "a worker that is here alr
 KNOWN = (UNEXPECTED, SECOND)  # they know the secret, and are told why they are turned away
 
 
-class Peer:
+class Caller:
     """A caller's end."""
+
+    answer_s = 5.0  # for an honest worker's word; and for a connection that is to be closed
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -48,7 +49,7 @@ class Peer:
         """The next message, or None at the end of the connection."""
         while (message := self.wire.next()) is None:
             try:
-                data = await within(self.reader.read(65536), ANSWER_S)
+                data = await within(self.reader.read(65536), self.answer_s)
             except ConnectionError:
                 return None
             if not data:
@@ -63,7 +64,7 @@ class Peer:
             await self.writer.drain()
             with contextlib.suppress(OSError):  # it is closed already
                 self.writer.write_eof()
-            while part := await within(self.reader.read(65536), ANSWER_S):
+            while part := await within(self.reader.read(65536), self.answer_s):
                 data += part
         except ConnectionError:
             pass
@@ -146,7 +147,7 @@ class OnLoopback:
         self._stolen.append(_framed(self._inputs.body()) + bytes(16))
         return asyncio.create_task(self._work(peer, worker, over))
 
-    async def _work(self, peer: Peer, worker: Worker, over: asyncio.Event) -> None:
+    async def _work(self, peer: Caller, worker: Worker, over: asyncio.Event) -> None:
         number = 0
         while not over.is_set():
             number += 1
@@ -164,21 +165,21 @@ class OnLoopback:
             await asyncio.sleep(0.005)
         await self._leave(peer)
 
-    async def _reach(self) -> Peer:
+    async def _reach(self) -> Caller:
         address = self._address
-        peer = Peer(*await asyncio.open_connection(address.host, address.port))
+        peer = Caller(*await asyncio.open_connection(address.host, address.port))
         challenge = await peer.hear()
         assert isinstance(challenge, messages.Challenge), challenge
         peer.nonce = challenge.nonce
         return peer
 
-    def _answer(self, peer: Peer, worker: Worker, **changes: Any) -> messages.Answer:
+    def _answer(self, peer: Caller, worker: Worker, **changes: Any) -> messages.Answer:
         nonce = changes.pop("nonce", self._random.randbytes(NONCE_BYTES))
         role, secret = changes.pop("role", "worker"), changes.pop("secret", SECRET)
         mine = proof(secret, role, peer.nonce, nonce, str(worker))
         return messages.Answer(worker, nonce, mine, **changes)
 
-    async def _enter(self, peer: Peer, worker: Worker) -> None:
+    async def _enter(self, peer: Caller, worker: Worker) -> None:
         answer = self._answer(peer, worker)
         self._replayed.append(answer)
         peer.writer.write(peer.wire.frame(answer))
@@ -186,7 +187,7 @@ class OnLoopback:
         assert isinstance(accepted, messages.Accepted), accepted
         peer.wire.seal(SECRET, mine=answer.nonce, theirs=peer.nonce, caller=True)
 
-    async def _leave(self, peer: Peer) -> None:
+    async def _leave(self, peer: Caller) -> None:
         peer.writer.transport.abort()
 
     # ---- the others
@@ -204,7 +205,7 @@ class OnLoopback:
             finally:
                 await self._leave(peer)
 
-    async def _intrude(self, peer: Peer) -> None:
+    async def _intrude(self, peer: Caller) -> None:
         what, chunks = self._nonsense(peer)
         began = time.monotonic()
         for chunk in chunks:
@@ -213,7 +214,9 @@ class OnLoopback:
         try:
             told = await peer.ended()
         except asyncio.TimeoutError:
-            self.strangers.found(f"{what}: it was not closed within {ANSWER_S:g} s: {chunks!r}")
+            self.strangers.found(
+                f"{what}: it was not closed within {Caller.answer_s:g} s: {chunks!r}"
+            )
             return
         if what in KNOWN:
             self._check_reason(what, peer, told)
@@ -222,13 +225,13 @@ class OnLoopback:
             self.strangers.found(f"{what}: {chunks!r} was answered with {told!r}")
         self.strangers.note(what, taken=bool(told), seconds=time.monotonic() - began)
 
-    def _check_reason(self, what: str, peer: Peer, told: bytes) -> None:
+    def _check_reason(self, what: str, peer: Caller, told: bytes) -> None:
         """Who knows the secret is told why it is turned away, and nothing else."""
         peer.wire.feed(told)
         if not isinstance(peer.wire.next(), messages.TurnedAway) or peer.wire.unread:
             self.strangers.found(f"{what} was answered with {told!r}")
 
-    def _nonsense(self, peer: Peer) -> tuple[str, list[bytes]]:
+    def _nonsense(self, peer: Caller) -> tuple[str, list[bytes]]:
         """What a stranger says: it knows no secret, but what went over the network before."""
         pick, frame = self._random, peer.wire.frame
         someone = pick.choice([*HONEST, *self._inside, Worker("h", 0)])
@@ -269,7 +272,7 @@ class OnLoopback:
         what = pick.choice(list(kinds))
         return what, kinds[what]()
 
-    async def _betray(self, peer: Peer) -> None:
+    async def _betray(self, peer: Caller) -> None:
         """Enters by right, and then says what no worker says."""
         worker = Worker("turncoat", next(self._numbers))
         self._inside.add(worker)
@@ -284,11 +287,13 @@ class OnLoopback:
             elif await peer.hear() is not None:  # closed without being asked to
                 self.turncoats.found(f"{what} was answered")
         except asyncio.TimeoutError:
-            self.turncoats.found(f"{what}: it was not closed within {ANSWER_S:g} s: {chunks!r}")
+            self.turncoats.found(
+                f"{what}: it was not closed within {Caller.answer_s:g} s: {chunks!r}"
+            )
             return
         self.turncoats.note(what, taken=not closed, seconds=time.monotonic() - began)
 
-    def _treason(self, peer: Peer) -> tuple[str, list[bytes], bool]:
+    def _treason(self, peer: Caller) -> tuple[str, list[bytes], bool]:
         """What it is, the bytes, and whether the server has to cut the connection off because of it."""
         pick, wire = self._random, peer.wire
         body = self._harmless()

@@ -6,7 +6,9 @@ from horovod.absent import need as _need
 
 _need("mxnet", __name__)
 
+from elastic.mxnet import ops as _ops
 from elastic.mxnet.compression import Compression
+from elastic.mxnet.ops import *  # noqa: F403
 from elastic.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from elastic.mxnet.parameters import broadcast_parameters
 from horovod.common import door as _door
@@ -27,6 +29,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
-# mpi_ops has the door's names too; type checkers don't look that far.
+# mpi_ops has all of these names; type checkers don't look that far.
 __all__ += mpi_ops.__all__
+__all__ += _ops.__all__
 __all__ += _door.__all__

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.mxnet.ops import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
+from elastic.mxnet import ops
+from elastic.mxnet.ops import *  # noqa: F403
 from horovod.common import door
 from horovod.common.door import *  # noqa: F403
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "allreduce_",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_reducescatter",
-    "reducescatter",
-]
+__all__ = []
+__all__ += ops.__all__
 __all__ += door.__all__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from importlib import metadata
 
+from elastic.api import ops as _ops
 from elastic.api.broadcasting import (
     allgather_object,
     broadcast_object,
@@ -12,6 +13,7 @@ from elastic.api.broadcasting import (
     broadcast_parameters,
 )
 from elastic.api.compression import Compression
+from elastic.api.ops import *  # noqa: F403
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from horovod.common import door as _door
@@ -49,6 +51,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
-# mpi_ops has the door's names too; type checkers don't look that far.
+# mpi_ops has all of these names; type checkers don't look that far.
 __all__ += mpi_ops.__all__
+__all__ += _ops.__all__
 __all__ += _door.__all__

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from elastic.chaos.harness.processes import clean_environment
+from elastic.chaos.reductions.numbers import reduced
 from elastic.collectives.construct import Store, listen
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena, native_library, peer_memory
@@ -260,15 +261,6 @@ def drawn(rank: int, elements: int, dtype: torch.dtype, op: Op) -> torch.Tensor:
     return torch.randint(limits.min, limits.max, (elements,), generator=generator).to(dtype)
 
 
-def expected(inputs: list[torch.Tensor], op: Op, scale: float) -> torch.Tensor:
-    """To the last bit: in the order of the ranks, halves in float32 and rounded once."""
-    dtype = inputs[0].dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        inputs = [each.float() for each in inputs]
-    result = functools.reduce(REFERENCE[op], inputs)
-    return (result * scale if dtype.is_floating_point else result).to(dtype)
-
-
 def placed(tensor: torch.Tensor, inside: bool) -> torch.Tensor:
     return arena.zeros(len(tensor), tensor.dtype).copy_(tensor) if inside else tensor.clone()
 
@@ -289,7 +281,7 @@ def reduce_all(rank: int, size: int, address: Address, where: str, dtype: torch.
                     inputs = [drawn(r, elements, dtype, op) for r in range(size)]
                     tensor = placed(inputs[rank], PLACES[where](rank))
                     group.allreduce(tensor, op, scale).wait()
-                    if not torch.equal(tensor, expected(inputs, op, scale)):
+                    if not torch.equal(tensor, reduced(inputs, op, scale)):
                         wrong.append(f"{op.name} of {elements}, scaled by {scale}")
     return wrong
 

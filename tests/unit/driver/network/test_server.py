@@ -12,10 +12,11 @@ from typing import ClassVar
 
 import pytest
 
+from elastic.chaos.fuzz.server import Caller
 from elastic.driver.network import connection
 from elastic.driver.network.server import WORKERS, Server
 from elastic.protocol import messages as protocol
-from elastic.protocol.framing import Wire, proof
+from elastic.protocol.framing import proof
 from elastic.protocol.messages import Address, Commit, Worker
 
 SECRET = b"s" * 32
@@ -23,31 +24,19 @@ A, B = Worker("localhost", 0), Worker("localhost", 1)
 DEADLINE_S = 60.0
 
 
-class Peer:
+class Peer(Caller):
     """A worker's end, step by step."""
 
     opened: ClassVar[list[Peer]] = []
+    answer_s = DEADLINE_S
 
     def __init__(self, reader, writer) -> None:
+        super().__init__(reader, writer)
         self.opened.append(self)
-        self.reader, self.writer = reader, writer
-        self.wire = Wire(protocol.from_driver)
 
     @classmethod
     async def reach(cls, address: Address) -> Peer:
         return cls(*await asyncio.open_connection(address.host, address.port))
-
-    async def hear(self):
-        """The next message, or None at the end of the connection."""
-        while (message := self.wire.next()) is None:
-            try:
-                data = await asyncio.wait_for(self.reader.read(65536), DEADLINE_S)
-            except ConnectionError:
-                return None
-            if not data:
-                return None
-            self.wire.feed(data)
-        return message
 
     def say(self, *messages) -> None:
         self.writer.write(b"".join(self.wire.frame(m) for m in messages))

@@ -21,7 +21,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from harness.small_worlds import Twins, backward, net, sgd
+from harness.small_worlds import Rounding, Twins, backward, net, sgd
 
 
 def values(model) -> list[torch.Tensor]:
@@ -268,18 +268,6 @@ def test_halves_travel_and_floats_arrive(world):
         optimizer.step()
         assert model[0].bias.grad.dtype is torch.float32
         assert model[0].bias.grad.tolist() == [3.0, 3.0]
-
-
-class Rounding:
-    """A user's compression: integers travel."""
-
-    @staticmethod
-    def compress(tensor):
-        return tensor.round().to(torch.int32), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor, context):
-        return tensor.to(context)
 
 
 def test_a_users_compression_sees_each_gradient(world):

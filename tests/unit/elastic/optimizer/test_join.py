@@ -19,7 +19,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
-from harness.small_worlds import backward, net, ranks_as_threads, sgd
+from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd
 
 WAIT_S = 60.0
 
@@ -219,15 +219,6 @@ def test_a_world_of_one(world):
 
 
 def test_a_user_s_compression_is_followed(world):
-    class Rounding:
-        @staticmethod
-        def compress(tensor):
-            return tensor.round().to(torch.int32), tensor.dtype
-
-        @staticmethod
-        def decompress(tensor, context):
-            return tensor.to(context)
-
     def run(rank, attendance):
         model = net(3, 2)
         optimizer = sgd(model, lr=0.0, compression=Rounding)
