@@ -107,9 +107,9 @@ class Cost:
         return self.decide_ms * 1e3 / self.workers
 
 
-def regroup(workers: int, seed: int = 1) -> Cost:
+def regroup(workers: int) -> Cost:
     """One worker of a training world is killed; what it takes until all others train again."""
-    sim = Scale(seed, workers=workers, virtual_s=1e6, host_failures=0).simulation
+    sim = Scale(1, workers=workers, virtual_s=1e6, host_failures=0).simulation
     driver = sim.driver
     sim.clock.run(1e6, over=lambda: _trains(sim, workers))
     generation = driver.membership.generation
@@ -157,10 +157,6 @@ def _trains(sim: Simulation, workers: int) -> bool:
     )
 
 
-def table(sizes: tuple[int, ...] = SIZES) -> list[Cost]:
-    return [regroup(size) for size in sizes]
-
-
 def main() -> int:
     print(
         "Cost of a regroup after the loss of one worker: all survivors are told, come back, and are placed."
@@ -168,7 +164,7 @@ def main() -> int:
     print(
         f"{'workers':>8} {'driver ms':>10} {'us/worker':>10} {'events':>8} {'messages':>9} {'virtual s':>10}"
     )
-    for cost in table():
+    for cost in map(regroup, SIZES):
         print(
             f"{cost.workers:8} {cost.decide_ms:10.1f} {cost.per_worker_us:10.1f} {cost.events:8}"
             f" {cost.messages:9} {cost.virtual_s:10.3f}"

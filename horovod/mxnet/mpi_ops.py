@@ -7,6 +7,6 @@ from elastic.mxnet.ops import *  # noqa: F403
 from horovod.common import door
 from horovod.common.door import *  # noqa: F403
 
-__all__ = []
+__all__: list[str] = []
 __all__ += ops.__all__
 __all__ += door.__all__

@@ -5,13 +5,9 @@ from __future__ import annotations
 import warnings
 from importlib import metadata
 
+from elastic.api import broadcasting as _broadcasting
 from elastic.api import ops as _ops
-from elastic.api.broadcasting import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from elastic.api.broadcasting import *  # noqa: F403
 from elastic.api.compression import Compression
 from elastic.api.ops import *  # noqa: F403
 from elastic.api.sync_batch_norm import SyncBatchNorm
@@ -45,13 +41,10 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "SyncBatchNorm",
     "_check_has_gpu",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "elastic",
 ]
 # mpi_ops has all of these names; type checkers don't look that far.
 __all__ += mpi_ops.__all__
+__all__ += _broadcasting.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

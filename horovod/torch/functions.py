@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.api.broadcasting import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from elastic.api import broadcasting
+from elastic.api.broadcasting import *  # noqa: F403
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
+__all__: list[str] = []
+__all__ += broadcasting.__all__

@@ -204,10 +204,8 @@ class Namespace:
     def patch(self, kind: str, name: str, body: Object) -> Any:
         return self.api.patch(self.path(kind, name), body)
 
-    def delete(
-        self, kind: str, name: str, *, grace_s: int | None = None, uid: str | None = None
-    ) -> Any:
-        return self.api.delete(self.path(kind, name), grace_s=grace_s, uid=uid)
+    def delete(self, kind: str, name: str, *, grace_s: int | None = None) -> Any:
+        return self.api.delete(self.path(kind, name), grace_s=grace_s)
 
     def evict(self, pod: str) -> Any:
         """As a drain of its node does."""

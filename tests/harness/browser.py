@@ -104,11 +104,9 @@ class Browser:
             await asyncio.sleep(0.02)
         raise AssertionError(f"{expression} was not true within {timeout} s; {self.errors}")
 
-    async def picture(self, path: Path, *, whole: bool = True) -> None:
-        """A PNG of the whole page, or of what a window shows."""
-        answer = await self.call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole
-        )
+    async def picture(self, path: Path) -> None:
+        """A PNG of the whole page."""
+        answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     async def call(self, method: str, **parameters: Any) -> Any:

@@ -34,24 +34,15 @@ def missing() -> str:
 
 
 class Sshd:
-    """One server; it accepts connections once this returns. ``within`` goes before its command: ip netns exec NAME."""
+    """One server; it accepts connections once this returns."""
 
-    def __init__(
-        self,
-        folder: Path,
-        authorized: Path,
-        *,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        within: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, authorized: Path) -> None:
         folder.mkdir()
         self.folder = folder
-        self.address = address
-        self.port = port or free_port()
+        self.address = "127.0.0.1"
+        self.port = free_port()
         self.host_key = make_key(folder / "host_key")
         self._authorized = authorized
-        self._within = within
         self._process: subprocess.Popen[str] | None = None
         self.start()
 
@@ -78,7 +69,7 @@ class Sshd:
         config = self.folder / "sshd_config"
         config.write_text("".join(f"{key} {value}\n" for key, value in lines.items()))
         self._process = subprocess.Popen(
-            [*self._within, SSHD, "-D", "-e", "-f", str(config)],
+            [SSHD, "-D", "-e", "-f", str(config)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
