@@ -15,7 +15,7 @@ from elastic.collectives.local import LocalCollectives
 def watched():
     """A group of one rank that reduces, and whose calls can be asked for."""
     group = LocalCollectives()
-    group.allreduce = create_autospec(group.allreduce, side_effect=group.allreduce)
+    group.allreduce = create_autospec(group.allreduce, side_effect=group.allreduce)  # type: ignore[method-assign]
     return group
 
 
