@@ -158,9 +158,7 @@ def main() -> None:
     console.print(table(answers, options.rounds))
     if not all(answer.shared for answer in answers):
         console.print(f"no memory to share: {arena.why_not()}; the first two ways are the same")
-    marks = marks_of(answers)
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 
 if __name__ == "__main__":

@@ -150,8 +150,7 @@ def main() -> None:
         Mark(f"{each.ranks} workers, step with a commit / without", WANTED, each.ratio.median)
         for each in answers
     ]
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

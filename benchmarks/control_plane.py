@@ -164,8 +164,7 @@ def main() -> None:
     found.append(measure(options.workers, options.slots, options.losses, options.idle_s))
     console, marks = shown.console(), marks_of(found[-1])
     console.print(table(found))
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"sizes": found}, marks)
+    shown.conclude(console, options.json, {"sizes": found}, marks)
 
 
 if __name__ == "__main__":

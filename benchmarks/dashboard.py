@@ -155,8 +155,7 @@ def main() -> None:
     console, marks = shown.console(), marks_of(without, page)
     console.print(table)
     console.print(f"load {os.getloadavg()[0]:.1f}")
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"without": without, "page": page}, marks)
+    shown.conclude(console, options.json, {"without": without, "page": page}, marks)
 
 
 if __name__ == "__main__":

@@ -347,8 +347,7 @@ def main() -> None:
     console = shown.console()
     console.print(table(answers, options.rounds))
     marks = [mark for answer in answers for mark in marks_of(answer)]
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -186,8 +186,7 @@ def say_memory(options: argparse.Namespace) -> None:
     console = shown.console()
     console.print(found)
     marks = [answer.mark() for answer in answers]
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks)
 
 
 def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
@@ -231,9 +230,7 @@ def main() -> None:
     ]
     console = shown.console()
     console.print(table(answers, options.rounds))
-    marks = marks_of(answers)
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 
 if __name__ == "__main__":

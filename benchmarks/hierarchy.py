@@ -256,8 +256,7 @@ def main() -> None:
         )
         for each in answers
     ]
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

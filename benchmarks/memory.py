@@ -145,8 +145,7 @@ def main() -> None:
     console = shown.console()
     console.print(table(answers))
     marks = [answer.mark() for answer in answers]
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

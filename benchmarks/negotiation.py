@@ -119,8 +119,7 @@ def main() -> None:
         table.add_row(str(answer.tensors), size_text(answer.bytes_each), *ms)
     console, marks = shown.console(), marks_of(answers)
     console.print(table)
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"workers": options.workers, "answers": answers}, marks)
+    shown.conclude(console, options.json, {"workers": options.workers, "answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,14 @@ def table(title: str, *headings: str) -> Table:
     return shown
 
 
+def conclude(
+    console: Console, path: Path | None, figures: Mapping[str, Any], marks: Sequence[Mark]
+) -> None:
+    """Says whether the marks are met, and keeps the figures."""
+    say_marks(console, marks)
+    write_json(path, figures, marks)
+
+
 def say_marks(console: Console, marks: Sequence[Mark]) -> None:
     for mark in marks:
         style = None if mark.met else "bold"

@@ -218,8 +218,7 @@ def main() -> None:
         Mark("in effect after s, the slowest", WITHIN_S, max(each.seconds for each in effects)),
         Mark("steps made again and commits lost", 0, lost),
     ]
-    shown.say_marks(CONSOLE, marks)
-    shown.write_json(options.json, {"effects": [asdict(each) for each in effects]}, marks)
+    shown.conclude(CONSOLE, options.json, {"effects": [asdict(each) for each in effects]}, marks)
 
 
 if __name__ == "__main__":

@@ -206,9 +206,7 @@ def main() -> None:
         answers += [groups.ask(measure, ranks, question) for ranks in options.ranks]
     console = shown.console()
     console.print(table(answers, options.rounds, missing))
-    marks = marks_of(answers)
-    shown.say_marks(console, marks)
-    shown.write_json(options.json, {"answers": answers}, marks)
+    shown.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 
 if __name__ == "__main__":

@@ -352,6 +352,14 @@ async def test_an_exit_code_after_success_is_not_lost(s):
     assert any(text in x for x in s.log)
 
 
+async def is_stopped(s) -> None:
+    await s.train(A, B)
+    s.driver.tell(StopRequested("rank 0 ended"))
+    await s.settle()
+    for worker in (A, B):
+        await s.exit(worker, 1)
+
+
 @story()
 async def test_a_signal_while_all_is_closed_is_not_lost(s):
     async def close() -> None:
@@ -360,11 +368,7 @@ async def test_a_signal_while_all_is_closed_is_not_lost(s):
             await asyncio.sleep(0)
 
     s.server.close = close
-    await s.train(A, B)
-    s.driver.tell(StopRequested("rank 0 ended"))
-    await s.settle()
-    for worker in (A, B):
-        await s.exit(worker, 1)
+    await is_stopped(s)
     assert await s.code() == 130
 
 
@@ -378,11 +382,7 @@ async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
         close()
 
     s.driver._journal.close = closed
-    await s.train(A, B)
-    s.driver.tell(StopRequested("rank 0 ended"))
-    await s.settle()
-    for worker in (A, B):
-        await s.exit(worker, 1)
+    await is_stopped(s)
     assert await s.code() == 130
 
 
