@@ -337,7 +337,9 @@ class OutputFlags:
         given("--no-timeline-mark-cycles", False, keys=("timeline.mark_cycles=false",)),
     )
     journal: str | None = flag(
-        "--journal", "FILE", "Write every event and decision of the driver to FILE."
+        "--journal",
+        "FILE",
+        "Write every event and decision of the driver to FILE. Those of five jobs before stay; FILE.1 is the newest.",
     )
     summary: bool = switch(
         "--summary",

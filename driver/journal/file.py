@@ -7,9 +7,11 @@ lock on the file keeps a second driver from writing it for as long as the first 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
+KEPT = 5  # journals of jobs before, beside the file
 BLOCK = 1 << 20  # bytes, looked at in one go for the last snapshot
 _UNLOCKABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -71,10 +74,7 @@ class FileArchive:
                 self._end = end
                 file.seek(0)
                 first = file.readline()
-                if first and not first.startswith(BEGINNING[: len(first)]):
-                    raise Invalid(
-                        f"{str(self.path)!r} is not a journal, and would be overwritten; give another file"
-                    )
+                self._check(first)
                 if not end:
                     return None  # nothing, or a header that was not written to its end
                 start = _last(file.fileno(), b"\n" + SNAPSHOT, end - 1) + 1 or len(first)
@@ -88,6 +88,40 @@ class FileArchive:
         except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
             raise Invalid(
                 f"the journal {str(self.path)!r} can't be resumed: {error}; give --journal another file to begin anew"
+            ) from error
+
+    def _check(self, first: bytes) -> None:
+        if not first.startswith(BEGINNING[: len(first)]):
+            raise Invalid(
+                f"{str(self.path)!r} is not a journal, and would be overwritten; give another file"
+            )
+
+    def make_way(self) -> None:
+        """For a new journal. That of the job before is kept: with a number behind the name, the newest with 1.
+
+        Raises Invalid where it can't be, or where something else is in the file.
+        """
+        kept = [f"{self.path}.{number}" for number in range(1, KEPT + 1)]
+        copy = f"{self.path}.new"
+        try:
+            with open(self.path, "rb") as file:
+                first = file.readline()
+                self._check(first)
+                if not first:
+                    return
+                file.seek(0)
+                with open(copy, "wb", opener=_private) as beside:
+                    shutil.copyfileobj(file, beside)
+            for newer, older in zip(kept[-2::-1], kept[:0:-1], strict=True):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(newer, older)
+            os.replace(copy, kept[0])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(copy)
+            raise Invalid(
+                f"the journal in {str(self.path)!r}, of a job before, can't be kept as {kept[0]}: {error.strerror};"
+                " move it away, or give another file"
             ) from error
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> FileJournal:
@@ -129,6 +163,12 @@ class FileJournal(Journal):
         self._archive = archive
         self.writer = first.writer if isinstance(first, Header) else first.resumed
         if stat.S_ISREG(os.fstat(archive.fd).st_mode):
+            if at == 0:
+                try:
+                    archive.make_way()
+                except Invalid:
+                    archive.close()
+                    raise
             os.ftruncate(archive.fd, at)
             os.lseek(archive.fd, at, os.SEEK_SET)
         self._write(encoded(first))
@@ -137,7 +177,7 @@ class FileJournal(Journal):
     def begin(
         cls, path: Path, settings: Settings, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
-        """Of a job that ends with its driver. Raises Invalid."""
+        """Of a job that ends with its driver. Raises Invalid; see `FileArchive.make_way`."""
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
@@ -182,6 +222,10 @@ class FileJournal(Journal):
                     file.write(str(ABANDONED).encode())
         except OSError:
             return  # then the workers tell: they are in a generation that the journal does not know
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _last(fd: int, what: bytes, end: int) -> int:

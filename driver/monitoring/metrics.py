@@ -6,10 +6,12 @@ that a scrape never holds up the driver. Every name begins with ``elastic_``; la
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,7 @@ from elastic.driver.events import (
     WorkerSpent,
 )
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.monitoring.dashboard.http_requests import is_ours
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Why
@@ -388,6 +391,23 @@ def bound_visitors(server: Any) -> None:
     server.handle_error = lambda request, address: None
 
 
+def refuse_other_names(server: Any, own: str) -> None:
+    """Of a server on loopback: whoever calls it by a name that is not this machine's is a browser, sent by a site whose
+    name leads here now (DNS rebinding).
+    """
+    names = {"localhost", own.lower(), socket.gethostname().lower()}
+    app = server.get_app()
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST")
+        if host is None or is_ours(host, names):  # a browser says one
+            return app(environ, start_response)  # type: ignore[no-any-return]
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"ask by an address, or as localhost: another name may be somebody's trick\n"]
+
+    server.set_app(answer)
+
+
 class Metrics(Collector):
     """Serves the figures of one job. Raises Invalid where it can't listen."""
 
@@ -405,6 +425,8 @@ class Metrics(Collector):
                 " give another --metrics-port or --metrics-host"
             ) from None
         bound_visitors(self._server)
+        if ipaddress.ip_address(str(self._server.server_address[0])).is_loopback:
+            refuse_other_names(self._server, address)
         self.port = self._server.server_port
 
     def note(self, event: Event, actions: Sequence[Action], now: float) -> None:

@@ -53,7 +53,7 @@ class Guard:
             if not colon or name.lower() in headers:
                 return PageRefusal("400 Bad Request", "a header twice, or none at all")
             headers[name.lower()] = value.strip()
-        if not self._is_ours(headers.get("host", "")):
+        if not is_ours(headers.get("host", ""), self.names):
             why = "open the page by its address, or as localhost: another name may be somebody's trick"
             return PageRefusal("403 Forbidden", why)
         if method != "GET":
@@ -72,16 +72,17 @@ class Guard:
             case _:
                 return PageRefusal("404 Not Found", "there is only the page, at /")
 
-    def _is_ours(self, host: str) -> bool:
-        """An address can't be made to lead elsewhere, a name can."""
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-        if name.lower() in self.names:
-            return True
-        try:
-            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            return False
+
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Of the Host of a request. An address can't be made to lead elsewhere, a name can: it has to be of ``names``."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    if name.lower() in names:
         return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _foreign(headers: Mapping[str, str]) -> bool:

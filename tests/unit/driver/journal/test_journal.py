@@ -6,9 +6,11 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -365,6 +367,39 @@ def test_a_second_driver_is_told_who_writes_it(tmp_path):
     assert len(read(tmp_path / "j")[1]) == 1, "and has done no harm"
     log.close()
     FileJournal.begin(tmp_path / "j", settings()).close()
+
+
+def test_the_journals_of_the_jobs_before_are_kept(tmp_path):
+    path = tmp_path / "j"
+    told = []
+    for _ in range(journal_file.KEPT + 2):
+        written(path, Script(settings()))
+        told.append(path.read_bytes())
+    names = ["j", *(f"j.{number}" for number in range(1, journal_file.KEPT + 1))]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert [(tmp_path / name).read_bytes() for name in names] == told[:0:-1]
+    assert stat.S_IMODE((tmp_path / "j.1").stat().st_mode) == 0o600
+
+
+def test_a_journal_that_can_not_be_kept_is_not_replaced(tmp_path, monkeypatch):
+    path = written(tmp_path / "j", Script(settings()))
+    before = path.read_bytes()
+    full = create_autospec(shutil.copyfileobj, side_effect=OSError(errno.ENOSPC, "No space left"))
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(Invalid, match=r"can't be kept as .*j\.1: No space left; .* another file"):
+        FileJournal.begin(path, settings())
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+    monkeypatch.undo()
+    FileJournal.begin(path, settings()).close()  # the file is free again
+
+
+def test_what_is_no_journal_is_not_overwritten(tmp_path):
+    path = tmp_path / "thesis"
+    for text in ("my thesis", "my thesis\n", '{"a": 1}\n'):
+        path.write_text(text)
+        with pytest.raises(Invalid, match="is not a journal, and would be overwritten"):
+            FileJournal.begin(path, settings())
+        assert path.read_text() == text and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_is_never_taken_for_a_journal_to_be_resumed_if_it_is_none(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import re
 import socket
 import urllib.request
@@ -227,6 +229,34 @@ def test_they_are_served_on_loopback_until_the_end():
     metrics.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", metrics.port), timeout=10)
+
+
+def asked(metrics: Metrics, host: str) -> tuple[int, bytes]:
+    """What is answered to an HTTP/1.0 request whose Host is this; empty: it has none."""
+    call = http.client.HTTPConnection("127.0.0.1", metrics.port, timeout=30)
+    with contextlib.closing(call):
+        call.putrequest("GET", "/metrics", skip_host=True)
+        if host:
+            call.putheader("Host", host)
+        call.endheaders()
+        answer = call.getresponse()
+        return answer.status, answer.read()
+
+
+def test_on_loopback_no_other_site_reads_them_under_a_name_of_its_own():
+    with contextlib.closing(Metrics("127.0.0.1", 0)) as metrics:
+        own = socket.gethostname()
+        for host in ("", "localhost:9100", "127.0.0.1:9100", "[::1]:9100", "10.0.0.7", own):
+            assert asked(metrics, host)[0] == 200, host
+        for host in ("rebound.example:9100", "localhost.example", f"{own}.example:80"):
+            status, body = asked(metrics, host)
+            assert status == 403 and b"elastic_workers" not in body
+            assert b"by an address, or as localhost" in body
+
+
+def test_where_they_are_served_to_others_any_name_will_do():
+    with contextlib.closing(Metrics("0.0.0.0", 0)) as metrics:
+        assert asked(metrics, "driver.training.svc:9100")[0] == 200
 
 
 def test_recoveries_are_told_by_phase():

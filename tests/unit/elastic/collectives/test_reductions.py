@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -14,8 +15,8 @@ from elastic.collectives.local import LocalCollectives
 
 def watched():
     """A group of one rank that reduces, and whose calls can be asked for."""
-    group = LocalCollectives()
-    group.allreduce = create_autospec(group.allreduce, side_effect=group.allreduce)  # type: ignore[method-assign]
+    group: Any = LocalCollectives()
+    group.allreduce = create_autospec(group.allreduce, side_effect=group.allreduce)
     return group
 
 
