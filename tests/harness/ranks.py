@@ -103,19 +103,25 @@ class Ranks:
             process.close()
 
 
-def in_a_world(size: int, enter: Callable[..., Any] | None = None) -> Iterator[Ranks]:
-    """Ranks that have formed a world of a fixed size, by ``enter`` where that is given."""
+def in_a_world(size: int) -> Iterator[Ranks]:
+    """Ranks that have formed a world of a fixed size."""
     with contextlib.closing(Ranks(size)) as ranks:
-        ranks.run(enter or _join, store_to_be())
+        ranks.run(join, store_to_be())
         yield ranks
 
 
-def fixture(size: int, scope: Literal["function", "module"] = "module") -> Any:
-    """Ranks for a module's tests, or for each test of its own; they are in no world."""
+def fixture(
+    size: int,
+    scope: Literal["function", "module"] = "module",
+    enter: Callable[..., Any] | None = None,
+) -> Any:
+    """Ranks for a module's tests, or for each test of its own: in a world by ``enter``, or in none."""
 
     @pytest.fixture(scope=scope)
     def ranks() -> Iterator[Ranks]:
         with contextlib.closing(Ranks(size)) as ranks:
+            if enter is not None:
+                ranks.run(enter, store_to_be())
             yield ranks
 
     return ranks
@@ -126,11 +132,15 @@ def store_to_be() -> Address:
     return Address("127.0.0.1", free_port())
 
 
-def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
-    """A test whose body runs on every rank at once, with ``(rank, size)``."""
+def on_all(
+    test: Callable[[int, int], None], after: Callable[[int, int], None] | None = None
+) -> Callable[[Ranks], None]:
+    """A test whose body runs on every rank at once, with ``(rank, size)``; then ``after`` does, as another call."""
 
     def run(ranks: Ranks) -> None:
         ranks.run(test)
+        if after is not None:
+            ranks.run(after)
 
     run.__name__ = test.__name__
     run.__doc__ = test.__doc__
@@ -167,7 +177,7 @@ def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def _join(rank: int, size: int, address: Any) -> None:
+def join(rank: int, size: int, address: Any) -> None:
     from elastic.runtime import lifecycle
 
     lifecycle.init_static(rank, size, address)

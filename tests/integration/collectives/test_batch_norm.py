@@ -7,23 +7,19 @@ import io
 import os
 import pickle
 import signal
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 
 from elastic.api.ops import Sum, allreduce
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.errors import CollectiveFailed, PeerLost
-from harness.ranks import Died, Ranks, in_a_world, on_all
+from harness.ranks import Died, fixture, join, on_all
 
 SIZE = 2
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    yield from in_a_world(SIZE)
+ranks = fixture(SIZE, enter=join)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,14 +32,12 @@ from elastic.api.ops import (
 )
 from elastic.errors import PeerLost
 from elastic.runtime import lifecycle
-from harness.ranks import Ranks, in_a_world, on_all
+from harness.ranks import fixture, join, on_all
 
 SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    yield from in_a_world(SIZE)
+ranks = fixture(SIZE, enter=join)
 
 
 def raises(

@@ -5,17 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
+from harness.ranks import Died, Ranks, fixture, join
 
-from harness.ranks import Died, Ranks, in_a_world
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    yield from in_a_world(3)
+ranks = fixture(3, "function", enter=join)
 
 
 def test_three_ranks_train_like_one_with_the_whole_batch_in_several_buckets(ranks: Ranks):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,6 @@ from elastic.runtime import lifecycle
 from harness import ranks as processes
 from harness.history import RETURN, SCRIPTS
 from harness.job import Job
-from harness.ranks import Ranks, in_a_world
 from horovod.common.process_sets import get_process_set_ids_and_ranks
 
 SIZE = 3
@@ -32,26 +32,15 @@ def begin(rank: int, size: int, address: Any) -> None:
     hvd.init(process_sets="dynamic")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    yield from in_a_world(SIZE, begin)
-
-
-def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
-    """The body runs on every rank at once, with ``(rank, size)``; afterwards the world must be in order."""
-
-    def run(ranks: Ranks) -> None:
-        ranks.run(test)
-        ranks.run(in_order)
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
+ranks = processes.fixture(SIZE, enter=begin)
 
 
 def in_order(rank: int, size: int) -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == size
     assert sorted(get_process_set_ids_and_ranks()) == [0, 1, 2]
+
+
+on_all = functools.partial(processes.on_all, after=in_order)
 
 
 def mine(rank: int) -> list[hvd.ProcessSet]:

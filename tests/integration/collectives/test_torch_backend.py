@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from elastic.errors import CollectiveFailed, Invalid
 from harness import ranks as harness
-from harness.ranks import Ranks, in_a_world
+from harness.ranks import Ranks, in_a_world, on_all
 
 distributed: Any = torch.distributed  # its stubs lack what these tests need
 Group = Any
@@ -303,14 +303,6 @@ def test_it_gives_what_gloo_gives(ranks: Ranks, case: Callable[[Group, int, int]
 
 
 # ---- what Gloo does not have, or not so --------------------------------------------------------------------------
-
-
-def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
-    def run(ranks: Ranks) -> None:
-        ranks.run(test)
-
-    run.__name__ = test.__name__
-    return run
 
 
 @on_all

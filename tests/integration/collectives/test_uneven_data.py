@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from elastic.errors import CollectiveFailed, PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
-from harness.ranks import Ranks, in_a_world
+from harness.ranks import fixture
 from harness.waiting import wait_until
 
 SIZE = 3
@@ -30,9 +29,7 @@ def enter(rank: int, size: int, address: Any) -> None:
     elastic.init(process_sets="dynamic")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    yield from in_a_world(SIZE, enter)
+ranks = fixture(SIZE, enter=enter)
 
 
 # ---- in the ranks ------------------------------------------------------------------------------------------------
