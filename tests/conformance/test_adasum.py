@@ -6,21 +6,7 @@ import torch
 
 import horovod.torch as hvd
 from conformance.worlds import everywhere, raises, works
-
-
-def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The formula for two, in float64."""
-    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
-    left = 1 - dot / (2 * aa) if aa > 0 else 1.0
-    right = 1 - dot / (2 * bb) if bb > 0 else 1.0
-    return left * a + right * b
-
-
-def all_of(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """Neighbours first, then pairs of pairs."""
-    while len(vectors) > 1:
-        vectors = [pair(*vectors[n : n + 2]) for n in range(0, len(vectors), 2)]
-    return vectors[0]
+from harness.adasum import adasum_of
 
 
 @everywhere(2, 4)
@@ -41,7 +27,7 @@ def test_it_is_the_formula_for_any_length_and_dtype(rank, size):
             torch.randn(length, generator=torch.Generator().manual_seed(10 * length + r))
             for r in range(size)
         ]
-        wanted = all_of([vector.double() for vector in every])
+        wanted = adasum_of([vector.double() for vector in every])
         for dtype, tolerance in (
             (torch.float64, 1e-6),
             (torch.float32, 1e-4),

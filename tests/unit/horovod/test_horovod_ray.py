@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import random
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -68,11 +68,6 @@ SIGNATURES = """
     BaseHorovodWorker.execute(self, func)
     BaseHorovodWorker.set_queue(self, queue)
 """
-
-
-def there(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 @dataclass
@@ -147,16 +142,13 @@ def ours(monkeypatch):
 
 @pytest.mark.parametrize("path", PLACES.split())
 def test_names_are_where_horovod_has_them(path):
-    assert callable(there(path))
+    assert callable(resolve_name(path))
 
 
 @pytest.mark.parametrize("line", [each.strip() for each in SIGNATURES.strip().splitlines()])
 def test_arguments_are_horovods_with_their_order_and_defaults(line):
     path, _, listed = line.removesuffix(")").partition("(")
-    found = there("horovod.ray." + path) if path.count(".") == 0 else None
-    if found is None:
-        first, _, rest = path.partition(".")
-        found = getattr(there(f"horovod.ray.{first}"), rest)
+    found = resolve_name(f"horovod.ray.{path}")
     parameters = [
         name if each.default is each.empty else f"{name}={each.default!r}"
         for name, each in inspect.signature(found).parameters.items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -129,22 +130,6 @@ EMPTY = inspect.Parameter.empty
 STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
 
 
-def found(path: str) -> Any:
-    """``horovod.torch.elastic.run``: a module as far as there is one, and then attributes."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError as error:
-            if error.name is None or not path.startswith(error.name):
-                raise
-            continue
-        for name in parts[length:]:
-            value = getattr(value, name)
-        return value
-    raise AssertionError(f"there is no {path}")
-
-
 def shown(name: str, default: Any) -> str:
     """A default, as in the reference; empty if there is none."""
     if default is EMPTY:
@@ -168,7 +153,7 @@ def split(reference: str) -> tuple[str, list[tuple[str, str]]]:
 def test_every_name_takes_what_horovods_takes():
     for reference in REFERENCE:
         path, wanted = split(reference)
-        parameters = [*inspect.signature(found(path)).parameters.values()]
+        parameters = [*inspect.signature(resolve_name(path)).parameters.values()]
         ours = [(STARS.get(p.kind.name, "") + p.name, shown(p.name, p.default)) for p in parameters]
         last = len([name for name, _ in wanted if not name.startswith("**")])
         assert [name for name, _ in ours[:last]] == [name for name, _ in wanted[:last]], path
@@ -193,7 +178,7 @@ def test_every_name_takes_what_horovods_takes():
     ],
 )
 def test_attributes_that_scripts_read(path, attributes):
-    value = found(path)
+    value = resolve_name(path)
     if isinstance(value, type):
         value = value([1, 2, 3])
         for name in attributes.split():

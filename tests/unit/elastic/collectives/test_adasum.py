@@ -10,22 +10,11 @@ import torch
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Invalid
+from harness.adasum import adasum_of
 from harness.fakes import collectives as fake
 from harness.groups import at_once
 
 SHAPES = [(), (0,), (1,), (127,), (128,), (129,), (3, 5, 7), (1000,), (40_000,)]
-
-
-def adasum_of(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """The formula, in float64."""
-    if len(vectors) == 1:
-        return vectors[0].double()
-    middle = len(vectors) // 2
-    a, b = adasum_of(vectors[:middle]), adasum_of(vectors[middle:])
-    ab, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
-    left = 1 - ab / (2 * aa) if aa else 1
-    right = 1 - ab / (2 * bb) if bb else 1
-    return left * a + right * b
 
 
 def random(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -24,6 +24,7 @@ from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from harness.adasum import adasum_of
 from harness.fakes import collectives as fake
 from harness.groups import at_once
 from harness.small_worlds import net
@@ -100,15 +101,6 @@ def wrapped(model: Any, kind: Any = torch.optim.SGD, options: Any = None, **more
 
 def values(model: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def adasum_of(deltas: list[torch.Tensor]) -> torch.Tensor:
-    if len(deltas) == 1:
-        return deltas[0].double()
-    middle = len(deltas) // 2
-    a, b = adasum_of(deltas[:middle]), adasum_of(deltas[middle:])
-    ab, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
-    return (1 - ab / (2 * aa) if aa else 1) * a + (1 - ab / (2 * bb) if bb else 1) * b
 
 
 @pytest.mark.parametrize(
