@@ -22,6 +22,7 @@ from elastic.checkpoints.manifest import Manifest, Name
 from elastic.driver.commandline import checkpoints_cli, flags
 from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
 from elastic.errors import Invalid
+from harness.refusals import refusal_of
 
 OLDER, NEWER = Name(1, 2, 30), Name(1, 2, 40)
 
@@ -33,9 +34,7 @@ def planned(folder: object, *more: str) -> CheckpointPlan:
 
 def refused(folder: object, *more: str) -> str:
     """What is said."""
-    with pytest.raises(Invalid) as error:
-        planned(folder, *more)
-    said = str(error.value)
+    said = refusal_of(planned, folder, *more)
     assert "\n" not in said and str(folder) in said
     return said
 

@@ -15,6 +15,7 @@ from elastic.driver.launch.environment import job_environment
 from elastic.driver.network.hosts import ThisHost
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker
+from harness.refusals import refusal_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +30,7 @@ def ours(line: str, *, cores: int = 8, gpus: int = 0) -> Options:
 
 
 def refusal(line: str, **machine: int) -> str:
-    with pytest.raises(Invalid) as caught:
-        ours(line, **machine)
-    return str(caught.value)
+    return refusal_of(ours, line, **machine)
 
 
 def command(line: str) -> list[str]:
@@ -101,9 +100,8 @@ def test_what_is_said_where_they_are_nothing(line: str, said: str):
 def test_a_flag_that_is_not_there_names_what_is(names: str):
     valued, instead = REFUSED[names]
     for name in names.split():
-        with pytest.raises(Invalid) as caught:
-            parse([name, *(["1"] if valued else []), "-np", "1", "train.py"])
-        assert str(caught.value) == f"{name} of torchrun is not available; {instead}"
+        said = refusal_of(parse, [name, *(["1"] if valued else []), "-np", "1", "train.py"])
+        assert said == f"{name} of torchrun is not available; {instead}"
 
 
 def test_the_program_is_a_script_a_module_or_itself():

@@ -15,14 +15,7 @@ from elastic.driver.network.hosts import (
     read_hostfile,
     show,
 )
-from elastic.errors import Invalid
-
-
-def refusal(call, *args, **kwargs) -> str:
-    with pytest.raises(Invalid) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+from harness.refusals import refusal_of
 
 
 def this_host(**names: list[str]) -> ThisHost:
@@ -80,7 +73,7 @@ def test_a_host_without_slots_has_the_default():
     ],
 )
 def test_a_wrong_list_is_told(text, said):
-    answer = refusal(parse_hosts, text)
+    answer = refusal_of(parse_hosts, text)
     assert answer.startswith(f"-H {text}: ")
     assert said in answer
 
@@ -110,7 +103,7 @@ def test_lines_take_either_form_and_comments():
 def test_a_wrong_line_is_told_with_its_number(tmp_path, line, said):
     file = tmp_path / "hosts"
     file.write_text(f"gpu1 slots=4\n\n{line}\n")
-    answer = refusal(read_hostfile, str(file))
+    answer = refusal_of(read_hostfile, str(file))
     assert answer.startswith(f"hostfile {file} line 3 reads {line!r}: ")
     assert said in answer
 
@@ -121,12 +114,14 @@ def test_a_host_of_no_slots_is_left_out_where_that_is_allowed():
 
 def test_a_hostfile_that_cannot_be_read_is_told(tmp_path):
     missing = str(tmp_path / "none")
-    assert refusal(read_hostfile, missing).endswith("can't be read: No such file or directory")
-    assert "Is a directory" in refusal(read_hostfile, str(tmp_path))
+    assert refusal_of(read_hostfile, missing).endswith("can't be read: No such file or directory")
+    assert "Is a directory" in refusal_of(read_hostfile, str(tmp_path))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    assert "it is not UTF-8 text" in refusal(read_hostfile, str(tmp_path / "bytes"))
+    assert "it is not UTF-8 text" in refusal_of(read_hostfile, str(tmp_path / "bytes"))
     (tmp_path / "empty").write_text("# nothing\n")
-    assert "names no host; write lines such as" in refusal(read_hostfile, str(tmp_path / "empty"))
+    assert "names no host; write lines such as" in refusal_of(
+        read_hostfile, str(tmp_path / "empty")
+    )
 
 
 def test_lists_are_shown_as_they_are_written():
@@ -240,4 +235,4 @@ def test_addresses_with_a_port():
         "",
         "a:",
     ):
-        assert f"{text!r} is not an address" in refusal(parse_address, text)
+        assert f"{text!r} is not an address" in refusal_of(parse_address, text)

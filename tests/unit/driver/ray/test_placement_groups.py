@@ -19,8 +19,8 @@ from elastic.driver.ray.placement_groups import (
     shortage,
     suitable,
 )
-from elastic.errors import Invalid
 from harness.fake_ray import FakeRay
+from harness.refusals import refusal_of
 
 ALIVE, DRAINING, DEAD = Condition.ALIVE, Condition.DRAINING, Condition.DEAD
 UP = {"a": ALIVE, "b": ALIVE}
@@ -376,9 +376,9 @@ def test_what_a_caller_holds_is_told_by_the_names_of_its_resources():
     ],
 )
 def test_a_group_without_a_suitable_bundle_is_refused_with_what_it_has(in_use, taken):
-    with pytest.raises(Invalid) as caught:
-        suitable({0: {"CPU": 1.0, "memory": 2e9}, 1: ONE}, {"GPU": 1, "CPU": 1}, in_use)
-    assert str(caught.value) == (
+    assert refusal_of(
+        suitable, {0: {"CPU": 1.0, "memory": 2e9}, 1: ONE}, {"GPU": 1, "CPU": 1}, in_use
+    ) == (
         "no bundle of the placement group has room for a worker, which needs CPU 1, GPU 1: its 2"
         f" bundles are {{CPU 1, memory 2 GB}}, {{CPU 1}}{taken}; give it a bundle for each worker,"
         " or set resources_per_worker to what one of its bundles has"

@@ -19,6 +19,7 @@ from elastic.errors import Invalid
 from elastic.negotiation import execution, submission
 from elastic.negotiation.messages import ALLREDUCE, Request
 from elastic.rendezvous.store import Store
+from harness.refusals import refusal_of
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +87,7 @@ def test_a_submission_of_a_second_gpu_reaches_nobody(monkeypatch):
 
 def test_two_workers_on_one_gpu_are_refused_with_a_sentence():
     own_gpu.refuse_shared(["GPU-a", "GPU-b"], visible=2)
-    with pytest.raises(Invalid) as refused:
-        own_gpu.refuse_shared(["GPU-a", "GPU-b", "GPU-a"], visible=2)
-    assert str(refused.value) == (
+    assert refusal_of(own_gpu.refuse_shared, ["GPU-a", "GPU-b", "GPU-a"], visible=2) == (
         "ranks 0 and 2 use the same GPU (GPU-a), and NCCL needs one for each worker: call"
         " torch.cuda.set_device(local_rank()) before anything is put there, and start no more workers on a host"
         " than it has GPUs (2 are visible here)"

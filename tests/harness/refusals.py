@@ -1,0 +1,21 @@
+"""With what bad input is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic.errors import Invalid
+
+
+def refusal_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """The one sentence of the Invalid that it raises; where it returns a coroutine, as that runs."""
+    with pytest.raises(Invalid) as caught:
+        answer = call(*arguments, **named)
+        if asyncio.iscoroutine(answer):
+            asyncio.run(answer)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
