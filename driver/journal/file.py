@@ -110,7 +110,7 @@ class FileArchive:
                 if not first:
                     return
                 file.seek(0)
-                with open(copy, "wb", opener=_private) as beside:
+                with open(copy, "wb", opener=_for_the_user) as beside:
                     shutil.copyfileobj(file, beside)
             for newer, older in zip(kept[-2::-1], kept[:0:-1], strict=True):
                 with contextlib.suppress(FileNotFoundError):
@@ -224,7 +224,7 @@ class FileJournal(Journal):
             return  # then the workers tell: they are in a generation that the journal does not know
 
 
-def _private(path: str, flags: int) -> int:
+def _for_the_user(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 

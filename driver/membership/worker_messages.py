@@ -69,8 +69,10 @@ def event_of(worker: Worker, message: Any) -> Event:
                 tensors,
                 gradients,
             )
-        case messages.Raised(generation, commit, summary, traceback, hardware, final):
-            return WorkerRaised(worker, generation, commit, summary, traceback, hardware, final)
+        case messages.Raised(generation, commit, summary, traceback, hardware, final, beginning):
+            return WorkerRaised(
+                worker, generation, commit, summary, traceback, hardware, final, beginning
+            )
         case messages.Quit(generation, code):
             return WorkerQuit(worker, generation, code)
         case messages.Returned(generation):

@@ -318,6 +318,9 @@ class Raised(Message):
     # A GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`.
     hardware: bool = False
     final: bool = False  # whoever tries it again ends in the same way
+    beginning: bool = (
+        False  # of the training: no member of its world had a commit, and it has made none
+    )
 
 
 class Quit(Message):

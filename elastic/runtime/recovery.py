@@ -357,10 +357,12 @@ class Recovery:
     ) -> list[Action]:
         """User code raised: the process will exit with this."""
         generation = self.generation
+        nothing_held = self.world is not None and self.world.commit is None
+        beginning = nothing_held and (self.newest is None or self.newest.number == 0)
         self.phase = Phase.OVER
         self.reason = summary
         self._last_word = messages.Raised(
-            generation, self.newest, summary, traceback, hardware, final
+            generation, self.newest, summary, traceback, hardware, final, beginning
         )
         return [Send(self._last_word), Cut(generation, summary)]
 

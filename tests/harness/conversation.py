@@ -99,10 +99,13 @@ def raised(
     summary: str = "ValueError: x",
     *,
     hardware: bool = False,
+    beginning: bool = False,
 ) -> Event:
     held = Commit(*commit) if commit else None
     trace = f"Traceback ...\n{summary}\n"
-    return WorkerRaised(worker(name), generation, held, summary, trace, hardware)
+    return WorkerRaised(
+        worker(name), generation, held, summary, trace, hardware, beginning=beginning
+    )
 
 
 def has_quit(name: str, generation: int, code: int = 0) -> Event:

@@ -73,6 +73,7 @@ class RootCauseSearch:
         return worker not in self.reporters
 
 
+_BEGINNING = Commit(0, 0)  # of all worlds that had no commit
 # Addresses, indices and the like differ from rank to rank.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -97,11 +98,13 @@ class Exceptions:
 
     def repeats(self, event: WorkerRaised) -> Worker | None:
         """Who raised the same before, at the same commit or in the same incident; otherwise remembers this one."""
-        commit = self._first_name(event.commit or Commit(event.generation, 0))
+        places = [self._first_name(event.commit or Commit(event.generation, 0))]
+        if event.beginning:
+            places.append(_BEGINNING)
         summary = _NUMBERS.sub("#", event.summary)
         for worker, generation, place, said in self._raised:
-            if said == summary and (generation == event.generation or place == commit):
+            if said == summary and (generation == event.generation or place in places):
                 return worker
-        self._raised.append((event.worker, event.generation, commit, summary))
+        self._raised += [(event.worker, event.generation, place, summary) for place in places]
         del self._raised[:-64]
         return None

@@ -584,7 +584,7 @@ def test_every_message_has_its_event():
         protocol.Leaving("x"),
         protocol.Resumed(1, {"cut": 2.0}, 9),
         protocol.Digested(1, commit, 3, 4),
-        protocol.Raised(1, commit, "x", "y"),
+        protocol.Raised(1, commit, "x", "y", beginning=True),
         protocol.Quit(1, 3),
         protocol.Returned(1),
     ]

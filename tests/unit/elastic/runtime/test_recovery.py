@@ -49,12 +49,12 @@ def outside() -> Recovery:
     return r
 
 
-def training(generation: int = 2) -> Recovery:
+def training(generation: int = 2, commit: Commit | None = None) -> Recovery:
     """Inside elastic.run, with the state that all hold."""
     r = outside()
     r.enter()
     r.wait_for_world(STORE, "x")
-    r.receive(world(generation))
+    r.receive(world(generation, commit=commit))
     r.adopt()
     return r
 
@@ -388,12 +388,21 @@ def test_a_world_that_the_driver_broke_needs_no_word():
     assert said(r)[1:] == []
 
 
+def test_what_is_raised_in_a_world_without_a_commit_before_the_first_is_raised_at_the_beginning():
+    r = training()
+    r.raised("ValueError: x", "Traceback")
+    assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "Traceback", beginning=True)
+    r = training(commit=Commit(1, 0))
+    r.raised("ValueError: x", "Traceback")
+    assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "Traceback")
+
+
 def test_that_it_wants_to_leave_and_what_it_raised_are_said_again():
     r = training(2)
     assert r.ask_to_leave("SIGTERM") == [Send(Leaving("SIGTERM"))]
     assert said(r)[1:] == [Leaving("SIGTERM")]
     r.raised("ValueError: x", "trace")
-    assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "trace")
+    assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "trace", beginning=True)
     assert r.ask_to_leave("SIGTERM") == []
     r = training(2)
     r.quit(0)

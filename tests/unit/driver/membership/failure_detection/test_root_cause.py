@@ -26,6 +26,7 @@ from harness.conversation import (
     returned,
     running,
     said,
+    started,
     static,
     stranded,
     the,
@@ -122,6 +123,25 @@ def test_the_same_exception_elsewhere_in_the_training_is_another_one():
     talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
     talk.ready("h:0", "h:2", "h:3", commit=(2, 4))
     assert not has(EndJob, talk.tell(raised("h:2", 3, (3, 8))))
+
+
+def test_the_same_exception_at_the_beginning_is_the_same_though_nobody_had_got_that_state():
+    """Rank 0 has its own, and raises before it is with anybody else: the next world begins with nothing, too."""
+    talk = started(3)
+    talk.ready("h:0", "h:1", "h:2")
+    talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
+    assert the(PublishWorld, talk.ready("h:1", "h:2")).commit is None
+    other = raised("h:2", 3, None, "KeyError: y", beginning=True)
+    assert not has(EndJob, talk.tell(other))
+    end = the(EndJob, talk.tell(raised("h:1", 3, (3, 0), beginning=True)))
+    assert str(end.reason).startswith("h:0#1 and h:1#1 raised the same exception at commit 3.0:")
+
+
+def test_the_beginning_is_no_other_place_for_who_goes_on_with_its_state():
+    talk = running(3)
+    talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
+    assert the(PublishWorld, talk.ready("h:1", "h:2", commit=(2, 0))).commit == Commit(2, 0)
+    assert has(EndJob, talk.tell(raised("h:1", 3, (3, 0))))
 
 
 def test_another_exception_is_another_one():
