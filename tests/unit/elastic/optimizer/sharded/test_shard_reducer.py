@@ -19,7 +19,6 @@ from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
 from elastic.data import DataLoader, optimizer_steps
 from elastic.errors import Invalid, StateMismatch
-from elastic.exact import tree
 from elastic.exact.shards import Shards
 from elastic.exact.step import StepListener
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
@@ -29,6 +28,11 @@ from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
 from elastic.state import TorchState
 from harness.small_worlds import net, ranks_as_threads
+from simulation.test_shard_schedules import (
+    a_lost_partial,
+    a_stale_buffer,
+    sums_in_the_order_of_ranks,
+)
 
 STEPS = 3
 SHARDS = [1, 3, 5, 8]
@@ -324,34 +328,7 @@ def test_gradients_that_share_memory_are_added_up_apart(ranks):
 # ---- planted: each has to be seen by the comparison above ----------------------------------------
 
 
-def in_the_order_of_ranks(monkeypatch):
-    honest = tree.program
-
-    def program(partials, shards):
-        loads = [each for each in honest(partials, shards) if each is not None]
-        return (loads[0], *(each for load in sorted(loads)[1:] for each in (load, None)))
-
-    monkeypatch.setattr(tree, "program", program)
-
-
-def a_lost_partial(monkeypatch):
-    honest = tree.program
-
-    def program(partials, shards):
-        found = list(honest(partials, shards))
-        if len(found) > 1:
-            at = max(number for number, each in enumerate(found) if each is not None)
-            del found[at : at + 2]  # the last one, and its addition
-        return tuple(found)
-
-    monkeypatch.setattr(tree, "program", program)
-
-
-def stale_buffers(monkeypatch):
-    monkeypatch.setattr("elastic.exact.buffers.BufferKeeper.shard_ends", lambda self, shard: None)
-
-
-def an_ulp_in_one_gradient_of_one_rank(monkeypatch):
+def an_ulp_in_one_gradient_of_one_rank(setattr):
     honest = ShardBucket.take
 
     def take(self, position):
@@ -360,22 +337,22 @@ def an_ulp_in_one_gradient_of_one_rank(monkeypatch):
             gradient.view(torch.int32)[-1] += 1
         honest(self, position)
 
-    monkeypatch.setattr(ShardBucket, "take", take)
+    setattr(ShardBucket, "take", take)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
     [
-        in_the_order_of_ranks,
+        sums_in_the_order_of_ranks,
         a_lost_partial,
-        stale_buffers,
+        a_stale_buffer,
         an_ulp_in_one_gradient_of_one_rank,
     ],
 )
 def test_a_planted_bug_is_seen(ranks, monkeypatch, plant):
     (alone,) = ranks(1, lambda rank: train(7))
-    plant(monkeypatch)
+    plant(monkeypatch.setattr)
     found = ranks(3, lambda rank: train(7))
     assert not all(same(alone, each) for each in found)
 
