@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from elastic.driver.etcd.client import Etcd
 from elastic.driver.etcd.connection import Rejected, Unavailable
 from elastic.driver.etcd.endpoints import Log
 from elastic.driver.network.credentials import EtcdAccess
+from elastic.driver.processes.orphan_reaper import hear_out
 
 REVOKE_S = 10.0
 
@@ -76,26 +76,6 @@ class LeaseGuard:
 # ---- the process
 
 
-def watch(driver: int) -> bytes:
-    """Everything that the driver has said, when it is gone."""
-    said = b""
-    poll = select.poll()
-    poll.register(0, select.POLLIN)
-    with contextlib.suppress(OSError):  # no pidfd here: the pipe alone tells
-        # A fork of the driver may hold the pipe open for longer than the driver lives.
-        poll.register(os.pidfd_open(driver), select.POLLIN)
-    os.set_blocking(0, False)
-    while True:
-        gone = os.getppid() != driver or any(fd != 0 for fd, _ in poll.poll())
-        try:
-            while text := os.read(0, 65536):
-                said += text
-            return said
-        except BlockingIOError:
-            if gone:
-                return said
-
-
 async def revoke(access: EtcdAccess, lease: int) -> None:
     etcd = Etcd(access, lambda level, text: None)
     try:
@@ -108,7 +88,9 @@ async def revoke(access: EtcdAccess, lease: int) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    first, *leases = watch(int(sys.argv[1])).split(b"\n")[:-1] or [b""]
+    said = bytearray()
+    hear_out(int(sys.argv[1]), said.extend)
+    first, *leases = bytes(said).split(b"\n")[:-1] or [b""]
     if leases:
         asyncio.run(revoke(msgspec.json.decode(first, type=EtcdAccess), int(leases[-1])))
 

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 SCANS = 5  # a process may fork while its session is scanned; then it is found by the next scan
 
@@ -77,10 +77,8 @@ def heed(groups: set[int], text: bytes) -> bytes:
     return rest
 
 
-def watch(driver: int) -> set[int]:
-    """Returns the groups that are still listed when the driver is gone."""
-    groups: set[int] = set()
-    rest = b""
+def hear_out(driver: int, heard: Callable[[bytes], None]) -> None:
+    """Passes on what comes by standard input, until its end, or until the driver's process is gone."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -92,10 +90,22 @@ def watch(driver: int) -> set[int]:
         gone = os.getppid() != driver or any(fd != 0 for fd, _ in poll.poll())
         try:
             while text := os.read(0, 65536):
-                rest = heed(groups, rest + text)
-            return groups  # end of the pipe
+                heard(text)
+            return
         except BlockingIOError:
             continue
+
+
+def watch(driver: int) -> set[int]:
+    """Returns the groups that are still listed when the driver is gone."""
+    groups: set[int] = set()
+    rest = b""
+
+    def heard(text: bytes) -> None:
+        nonlocal rest
+        rest = heed(groups, rest + text)
+
+    hear_out(driver, heard)
     return groups
 
 

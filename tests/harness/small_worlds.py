@@ -195,3 +195,10 @@ def sgd(model: torch.nn.Module, lr: float = 0.1, **options):
 def backward(model, scale: float = 1.0) -> None:
     width = next(model.parameters()).shape[-1]
     (model(torch.ones(1, width)).sum() * scale).backward()
+
+
+def take_steps(model, optimizer, steps: int, scale: float = 1.0) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(model, scale)
+        optimizer.step()

@@ -21,7 +21,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from harness.small_worlds import Rounding, Twins, backward, net, sgd
+from harness.small_worlds import Rounding, Twins, backward, net, sgd, take_steps
 
 
 def values(model) -> list[torch.Tensor]:
@@ -182,9 +182,7 @@ def test_the_divisor_is_the_size_of_the_present_world(world):
     sizes = []
     for size in (2, 3, 1, 4):
         world.become(size)
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
+        take_steps(model, optimizer, 1)
         sizes.append(float(model[0].bias.grad[0]))
     assert sizes == [2.0, 3.0, 1.0, 4.0]
 
@@ -263,9 +261,7 @@ def test_halves_travel_and_floats_arrive(world):
     model = net(3, 2)
     optimizer = sgd(model, lr=0.0, compression=Compression.fp16)
     for _ in range(2):
-        optimizer.zero_grad()
-        backward(model, scale=3.0)
-        optimizer.step()
+        take_steps(model, optimizer, 1, scale=3.0)
         assert model[0].bias.grad.dtype is torch.float32
         assert model[0].bias.grad.tolist() == [3.0, 3.0]
 
@@ -274,9 +270,7 @@ def test_a_users_compression_sees_each_gradient(world):
     model = net(3, 2)
     optimizer = sgd(model, lr=0.0, compression=Rounding)
     for _ in range(2):
-        optimizer.zero_grad()
-        backward(model, scale=3.2)
-        optimizer.step()
+        take_steps(model, optimizer, 1, scale=3.2)
         assert model[0].bias.grad.tolist() == [3.0, 3.0]
         assert [numel for _, numel in world.gradients.calls[-2:]] == [2, 6]
 
@@ -383,9 +377,7 @@ def test_freezing_and_thawing_makes_a_new_plan(world):
         for parameter in model[0].parameters():
             parameter.requires_grad_(not frozen)
         before = len(world.gradients.calls)
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
+        take_steps(model, optimizer, 1)
         sent.append([numel for op, numel in world.gradients.calls[before:] if op == "SUM"])
         assert (model[0].weight.grad is None) == frozen
     # A change is told with the plan that all have.
@@ -428,9 +420,7 @@ def test_a_dropped_optimizer_takes_its_hooks_along(world):
     gc.collect()
     second = sgd(model)
     for _ in range(2):
-        second.zero_grad()
-        backward(model)
-        second.step()
+        take_steps(model, second, 1)
     assert [op for op, _ in world.gradients.calls] == ["MAX", "SUM", "MAX", "SUM", "SUM"]
 
 
@@ -631,9 +621,7 @@ def test_buffers_that_old_works_may_write_are_not_used_again(world):
         old.holding = holding
         optimizer._reset_passes()
         world.become(2)
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
+        take_steps(model, optimizer, 1)
         assert (model[0].bias.grad.data_ptr() == place) is not holding
         old = world.gradients
     assert kept is not None
@@ -841,9 +829,7 @@ def test_a_state_can_be_saved_and_loaded_into_another_run(world):
     theirs.load_state_dict(saved[1])
     assert theirs.param_groups[0]["lr"] == 0.1
     for each, optimizer in ((model, ours), (other, theirs)):
-        optimizer.zero_grad()
-        backward(each)
-        optimizer.step()
+        take_steps(each, optimizer, 1)
     torch.testing.assert_close(values(other), values(model))
 
 
@@ -861,9 +847,7 @@ def test_each_group_of_parameters_keeps_its_options(world):
     theirs.param_groups[0]["lr"] *= 0.5
     for _ in range(3):
         for each, optimizer in ((model, ours), (plain, theirs)):
-            optimizer.zero_grad()
-            backward(each)
-            optimizer.step()
+            take_steps(each, optimizer, 1)
         scheduler.step()
     torch.testing.assert_close(values(model), values(plain))
 
@@ -953,9 +937,7 @@ def freezing(rank: int, freezes: dict[tuple[int, int], bool], steps: int = 6) ->
     for step in range(steps):
         if (rank, step) in freezes:
             model[0].requires_grad_(not freezes[rank, step])
-        optimizer.zero_grad()
-        backward(model, scale=1.0 + rank)
-        optimizer.step()
+        take_steps(model, optimizer, 1, scale=1.0 + rank)
     return [each.tolist() for each in values(model)], model[0].bias.grad
 
 
@@ -983,9 +965,7 @@ def test_what_is_thawed_is_reduced_in_the_very_step_and_the_rest_only_once(threa
         optimizer = sgd(model, lr=0.0, op=Op.SUM)
         for step in range(3):
             model[0].requires_grad_(step > 0)
-            optimizer.zero_grad()
-            backward(model, scale=1.0 + rank)
-            optimizer.step()
+            take_steps(model, optimizer, 1, scale=1.0 + rank)
             if step == 1:
                 return [each.tolist() for each in grads(model)]
         return None

@@ -18,7 +18,7 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
-from harness.small_worlds import AllJoin, Twins, World, backward, net, sgd
+from harness.small_worlds import AllJoin, Twins, World, backward, net, sgd, take_steps
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 
@@ -117,9 +117,7 @@ def test_a_rank_that_joined_scales_as_the_others_do(threads, monkeypatch, inside
         for step in range(1 if rank == 0 else 4):
             if step == 3:  # another plan takes the first one's place
                 model[0].weight.requires_grad_(False)
-            optimizer.zero_grad()
-            backward(model, scale=6.0)
-            optimizer.step()
+            take_steps(model, optimizer, 1, scale=6.0)
         join.join()
         return model[-1].bias.grad.tolist()
 

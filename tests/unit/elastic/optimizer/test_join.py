@@ -19,7 +19,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
-from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd
+from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd, take_steps
 
 WAIT_S = 60.0
 
@@ -74,7 +74,7 @@ def test_it_helps_nobody_to_their_end_before_its_join_is_known(world):
     def run(rank, attendance):
         model = net(3, 2)
         optimizer = sgd(model, lr=0.0)
-        train(model, optimizer, 1)
+        take_steps(model, optimizer, 1)
         if rank == 0:
             looks = iter([False] * 50)
 
@@ -87,7 +87,7 @@ def test_it_helps_nobody_to_their_end_before_its_join_is_known(world):
             attendance.join_noted = noted
         if rank == 1:
             attendance.await_joined(1)
-            train(model, optimizer, 1)
+            take_steps(model, optimizer, 1)
             story.append("stepped")
         return join.join()
 
@@ -108,13 +108,6 @@ def grads(*models: torch.nn.Module) -> list[Any]:
     ]
 
 
-def train(model, optimizer, steps: int, scale: float = 1.0) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        backward(model, scale)
-        optimizer.step()
-
-
 # ---- what the others get -------------------------------------------------------------------------
 
 
@@ -130,10 +123,10 @@ def test_it_adds_zeros_whatever_the_reduction(world, monkeypatch, op, expected, 
     def run(rank, attendance):
         model = net(3, 4, 2)
         optimizer = sgd(model, lr=0.0, op=op, compression=compression)
-        train(model, optimizer, 2)
+        take_steps(model, optimizer, 2)
         if rank:
             attendance.await_joined(1)
-            train(model, optimizer, 3, scale=6.0)
+            take_steps(model, optimizer, 3, scale=6.0)
         join.join()
         return model[-1].bias.grad.tolist()
 
@@ -147,10 +140,10 @@ def test_its_parameters_gradients_and_optimizer_stay_as_they_are(world):
     def run(rank, attendance):
         model = net(3, 2)
         optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-        train(model, optimizer, 2)
+        take_steps(model, optimizer, 2)
         if rank:
             attendance.await_joined(1)
-            train(model, optimizer, 3)
+            take_steps(model, optimizer, 3)
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), grads(model)))
         join.join()
         after = (model.state_dict(), optimizer.state_dict(), grads(model))
@@ -167,15 +160,15 @@ def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(w
         seen = lifecycle.current().first_not_finite = FirstNotFinite()
         model = net(3, 2)
         optimizer = sgd(model, lr=0.0)
-        train(model, optimizer, 1, scale=math.inf)
+        take_steps(model, optimizer, 1, scale=math.inf)
         if rank:
             attendance.await_joined(1)
-            train(model, optimizer, 1, scale=math.inf)
+            take_steps(model, optimizer, 1, scale=math.inf)
         join.join()
         found = []
         for scale in (math.inf, 1.0, math.inf):
             found.append(seen.digest())
-            train(model, optimizer, 1, scale=scale)
+            take_steps(model, optimizer, 1, scale=scale)
         return [*found, seen.digest()]
 
     first, *others = world(3, run)
@@ -190,10 +183,10 @@ def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
         optimizer = sgd(model, lr=0.0)
         seen = []
         for epoch in range(3):
-            train(model, optimizer, 2, scale=3.0)
+            take_steps(model, optimizer, 2, scale=3.0)
             if (rank, epoch) == (2, 1):
                 attendance.await_joined(3 * epoch + 2)
-                train(model, optimizer, 2, scale=3.0)
+                take_steps(model, optimizer, 2, scale=3.0)
             seen.append(float(model[0].bias.grad[0]))
             join.join()
         return seen
@@ -212,7 +205,7 @@ def test_it_returns_who_joined_last(world):
 def test_a_world_of_one(world):
     def run(rank, attendance):
         model = net(3, 2)
-        train(model, sgd(model), 1)
+        take_steps(model, sgd(model), 1)
         return join.join()
 
     assert world(1, run) == [0]
@@ -222,10 +215,10 @@ def test_a_user_s_compression_is_followed(world):
     def run(rank, attendance):
         model = net(3, 2)
         optimizer = sgd(model, lr=0.0, compression=Rounding)
-        train(model, optimizer, 1)
+        take_steps(model, optimizer, 1)
         if rank:
             attendance.await_joined(1)
-            train(model, optimizer, 2, scale=4.2)
+            take_steps(model, optimizer, 2, scale=4.2)
         join.join()
         return model[0].bias.grad.tolist()
 
@@ -258,10 +251,10 @@ def test_a_rank_without_any_data_takes_part_from_the_first_step(world):
         for _ in range(2):
             if rank:
                 attendance.await_joined(1)
-                train(model, optimizer, 2, scale=2.0)
+                take_steps(model, optimizer, 2, scale=2.0)
             join.join()
         assert grads(model)[0] is None or rank
-        train(model, optimizer, 1, scale=2.0)  # it finds what the others agreed on
+        take_steps(model, optimizer, 1, scale=2.0)  # it finds what the others agreed on
         return float(model[0].bias.grad[0])
 
     assert world(2, run) == [2.0, 2.0]
@@ -271,15 +264,15 @@ def test_several_optimizers_may_step_in_any_order_and_at_different_rates(world):
     def run(rank, attendance):
         models = [net(3, 2), net(4, 2), net(5, 2)]
         optimizers = [sgd(model, lr=0.0) for model in models]
-        train(models[0], optimizers[0], 1)
-        train(models[1], optimizers[1], 1)
+        take_steps(models[0], optimizers[0], 1)
+        take_steps(models[1], optimizers[1], 1)
         if rank:
             attendance.await_joined(1)
             for number in (1, 0, 0, 2, 1, 2):  # the third for the first time
-                train(models[number], optimizers[number], 1, scale=2.0)
+                take_steps(models[number], optimizers[number], 1, scale=2.0)
         join.join()
         for number in (2, 1, 0):
-            train(models[number], optimizers[number], 1, scale=5.0)
+            take_steps(models[number], optimizers[number], 1, scale=5.0)
         return [float(model[-1].bias.grad[0]) for model in models]
 
     assert world(2, run) == [[5.0] * 3] * 2
@@ -311,15 +304,15 @@ def test_parameters_are_thawed_and_frozen_meanwhile(world):
         model = net(3, 4, 2)
         model[0].requires_grad_(False)
         optimizer = sgd(model, lr=0.0)
-        train(model, optimizer, 1)
+        take_steps(model, optimizer, 1)
         if rank:
             attendance.await_joined(1)
             for _ in range(2):
-                train(model, optimizer, 1)
+                take_steps(model, optimizer, 1)
                 model[0].requires_grad_(not model[0].weight.requires_grad)
-                train(model, optimizer, 2)
+                take_steps(model, optimizer, 2)
         join.join()
-        train(model, optimizer, 1, scale=3.0)
+        take_steps(model, optimizer, 1, scale=3.0)
         return float(model[-1].bias.grad[0])
 
     assert world(3, run) == [3.0] * 3
@@ -330,13 +323,13 @@ def test_a_rank_that_comes_back_follows_what_the_others_have_thawed(world):
         model = net(3, 4, 2)
         model[0].requires_grad_(False)
         optimizer = sgd(model, lr=0.0)
-        train(model, optimizer, 1)
+        take_steps(model, optimizer, 1)
         if rank:
             attendance.await_joined(1)
             model[0].requires_grad_(True)
-            train(model, optimizer, 1)
+            take_steps(model, optimizer, 1)
         join.join()
-        train(model, optimizer, 2, scale=3.0)
+        take_steps(model, optimizer, 2, scale=3.0)
         return model[0].bias.grad.tolist()
 
     one, two = world(2, run)
@@ -347,16 +340,16 @@ def test_an_optimizer_takes_the_place_of_one_that_is_gone(world):
     def run(rank, attendance):
         first = net(3, 2)
         optimizer = sgd(first, lr=0.0)
-        train(first, optimizer, 1)
+        take_steps(first, optimizer, 1)
         if rank == 0:
             del optimizer
             join.join()
             return sorted(purpose for purpose, _ in meeting().made)
         attendance.await_joined(1)
-        train(first, optimizer, 1)
+        take_steps(first, optimizer, 1)
         del optimizer
         second = net(7, 5)
-        train(second, sgd(second, lr=0.0), 2)
+        take_steps(second, sgd(second, lr=0.0), 2)
         join.join()
         return second[0].bias.grad.tolist()
 
@@ -374,7 +367,7 @@ def test_optimizers_that_differ_are_refused_on_every_rank(world):
         attendance.await_joined(1)
         model = net(3, rank)
         with pytest.raises(StateMismatch):
-            train(model, sgd(model), 1)
+            take_steps(model, sgd(model), 1)
         return "refused"
 
     assert world(3, run) == ["refused"] * 3
@@ -400,7 +393,7 @@ def test_a_world_that_breaks_ends_the_wait(world):
     def run(rank, attendance):
         model = net(3, 2)
         optimizer = sgd(model)
-        train(model, optimizer, 1)
+        take_steps(model, optimizer, 1)
         if rank == 0:
             with pytest.raises(PeerLost):
                 join.join()
@@ -425,7 +418,7 @@ def test_gradients_are_averaged_within_the_set_only(world):
         model = net(3, 2)
         process_set = registered(0, 1) if rank < 2 else registered(2)
         optimizer = sgd(model, lr=0.0, process_set=process_set)
-        train(model, optimizer, 2, scale=float(rank))
+        take_steps(model, optimizer, 2, scale=float(rank))
         return float(model[0].bias.grad[0])
 
     assert world(3, run) == [0.5, 0.5, 2.0]
@@ -441,7 +434,7 @@ def test_on_a_rank_outside_the_set_the_optimizer_is_a_plain_one(world):
             optimizer.zero_grad()
             backward(model, scale=3.0)
             optimizer.zero_grad()  # nothing is under way
-        train(model, optimizer, 1, scale=float(rank))
+        take_steps(model, optimizer, 1, scale=float(rank))
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -459,8 +452,8 @@ def test_a_member_that_joined_follows_its_set(world):
             attendance.await_joined(1)
             for _ in range(2):
                 if within is not None:
-                    train(model, within, 1, scale=2.0)
-                train(other, both, 1, scale=3.0)
+                    take_steps(model, within, 1, scale=2.0)
+                take_steps(other, both, 1, scale=3.0)
         join.join()
         return None if rank == 0 else (grads(model)[-1], float(other[-1].bias.grad[0]))
 
