@@ -11,6 +11,7 @@ import socket
 import time
 import urllib.request
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import msgspec
 import pytest
@@ -50,6 +51,14 @@ def test_a_short_run_of_the_fuzzer_finds_nothing(seconds):
     tallies, _ = command.fuzz(seconds, seed=11)
     assert [finding for tally in tallies for finding in tally.findings] == []
     assert all(tally.total > 5 for tally in tallies)
+
+
+@pytest.mark.slow
+def test_a_frame_that_is_cut_to_nothing_is_a_sign_of_life_and_may_stay(monkeypatch):
+    nothing = create_autospec(Inputs.spoilt, return_value=("cut off", b""))
+    monkeypatch.setattr(Inputs, "spoilt", nothing)
+    tallies, _ = command.fuzz(0.5, seed=11)
+    assert [finding for tally in tallies for finding in tally.findings] == []
 
 
 def test_the_same_seed_draws_the_same():
