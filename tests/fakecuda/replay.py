@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness.history import History, training_problem
+from harness.history import History, trained_alone
 
 
 def replayed(history: History, optimizer: str) -> tuple[list[float], torch.Tensor]:
@@ -17,26 +17,4 @@ def replayed(history: History, optimizer: str) -> tuple[list[float], torch.Tenso
             sizes.get(record["step"], (0, 0)), (record["generation"], record["size"])
         )
     assert sorted(sizes) == list(range(len(sizes))), sorted(sizes)
-    problem = training_problem()
-    model = problem.model()
-    descent = problem.optimizer(optimizer, model)
-    losses = []
-    for step in range(len(sizes)):
-        size = sizes[step][1]
-        inputs, wanted = problem.batch(step)
-        sums: list[torch.Tensor] = []
-        total = 0.0
-        for rank in range(size):
-            descent.zero_grad()
-            difference = model(inputs[rank::size]) - wanted[rank::size]
-            loss = difference.square().sum() / problem.SAMPLES
-            loss.backward()
-            total += float(loss.detach())
-            gradients = [p.grad.clone() for p in model.parameters()]
-            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
-        for parameter, gradient in zip(model.parameters(), sums, strict=True):
-            parameter.grad = gradient
-        descent.step()
-        problem.change_options(step, descent)
-        losses.append(total)
-    return losses, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return trained_alone([sizes[step][1] for step in range(len(sizes))], optimizer)

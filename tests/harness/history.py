@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -131,18 +131,32 @@ class History:
 @functools.cache
 def undisturbed(steps: int, optimizer: str = "SGD") -> tuple[list[float], torch.Tensor]:
     """Losses by step and final parameters, float32 [parameters], trained here without any of our code."""
+    return trained_alone([1] * steps, optimizer)
+
+
+def trained_alone(sizes: Sequence[int], optimizer: str) -> tuple[list[float], torch.Tensor]:
+    """The same, with so many ranks in each step, whose gradients are added in their order."""
     problem = training_problem()
     model = problem.model()
     descent = problem.optimizer(optimizer, model)
     losses = []
-    for step in range(steps):
+    for step, size in enumerate(sizes):
         inputs, wanted = problem.batch(step)
-        descent.zero_grad()
-        loss = (model(inputs) - wanted).square().sum() / problem.SAMPLES
-        loss.backward()
+        sums: list[torch.Tensor] = []
+        total = 0.0
+        for rank in range(size):
+            descent.zero_grad()
+            difference = model(inputs[rank::size]) - wanted[rank::size]
+            loss = difference.square().sum() / problem.SAMPLES
+            loss.backward()
+            total += float(loss.detach())
+            gradients = [p.grad.clone() for p in model.parameters()]
+            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
+        for parameter, gradient in zip(model.parameters(), sums, strict=True):
+            parameter.grad = gradient
         descent.step()
         problem.change_options(step, descent)
-        losses.append(float(loss.detach()))
+        losses.append(total)
     return losses, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
