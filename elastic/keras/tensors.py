@@ -12,9 +12,13 @@ import torch
 from elastic.api.arrays import to_numpy, to_torch, value_of
 from elastic.api.which_keras import keras
 from elastic.errors import Invalid
+from elastic.rendezvous import environment
 
 raised: deque[BaseException] = deque(maxlen=8)  # by collectives inside a step that JAX compiled
 BACKENDS = ("tensorflow", "torch", "jax")
+
+if keras.backend.backend() == "tensorflow":
+    environment.keep_tensors()
 
 
 def backend() -> str:

@@ -25,6 +25,7 @@ DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say whe
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+_BFC_MB = 64 << 10  # what TensorFlow's own allocator takes at most, where nobody says more
 _ON_OR_OFF = {"0": False, "false": False, "1": True, "true": True}
 TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
 
@@ -159,6 +160,24 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
     env = os.environ if environ is None else environ
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
+
+def keep_tensors(
+    environ: MutableMapping[str, str] | None = None, host_bytes: int | None = None
+) -> None:
+    """Has TensorFlow keep the memory of its tensors on the CPU from one step to the next, in an allocator of its own,
+    unless somebody has chosen another. Read by TensorFlow when it makes its first tensor.
+
+    With malloc's, gradients that wait for their reduction go back to the system after each step, and come back page by
+    page, filled with zeros. ``host_bytes``: the host's memory, all of which that allocator may take; by default asked.
+    """
+    env = os.environ if environ is None else environ
+    if "TF_CPU_ALLOCATOR_USE_BFC" in env or allocator_chosen(env):
+        return
+    env["TF_CPU_ALLOCATOR_USE_BFC"] = "1"
+    if host_bytes is None:
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    env.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(max(host_bytes >> 20, _BFC_MB)))
 
 
 def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -> None:

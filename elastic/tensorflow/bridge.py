@@ -19,6 +19,7 @@ import torch
 import torch.utils.dlpack
 
 from elastic.api.arrays import to_numpy, to_torch, value_of
+from elastic.rendezvous import environment
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -27,6 +28,8 @@ KEPT = 64  # errors on their way through TensorFlow; each is taken once, or neve
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
 _numbers = itertools.count(1)
+
+environment.keep_tensors()
 
 
 def call(

@@ -155,3 +155,21 @@ def test_what_is_right_already_is_not_written():
 
     env = environment.read({})
     environment.prepare(env, Written({**nccl_settings.needed(30.0), **nccl_settings.DEFAULTS}))
+
+
+@pytest.mark.parametrize(
+    ("given", "gb", "told"),
+    [
+        ({}, 24, ("1", "65536")),
+        ({}, 256, ("1", "262144")),  # all of the host's, where that is more than TensorFlow's 64 GB
+        ({"TF_CPU_BFC_MEM_LIMIT_IN_MB": "500"}, 256, ("1", "500")),
+        ({"TF_CPU_ALLOCATOR_USE_BFC": "0"}, 256, ("0", None)),
+        ({"MALLOC_TRIM_THRESHOLD_": "100"}, 256, (None, None)),
+        ({"LD_PRELOAD": "libtcmalloc_minimal.so.4"}, 256, (None, None)),
+    ],
+)
+def test_tensorflow_keeps_the_memory_of_its_tensors_unless_somebody_chose(given, gb, told):
+    environ = dict(given)
+    environment.keep_tensors(environ, gb << 30)
+    names = ("TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB")
+    assert tuple(map(environ.get, names)) == told

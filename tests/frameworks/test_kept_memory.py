@@ -1,0 +1,50 @@
+"""TensorFlow's gradients find their memory again in the next step, in a process that imports a door of Horovod's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Each too large for malloc to keep. oneDNN would keep them, on a processor that has it on by default.
+STEPS = """
+import resource
+
+import tensorflow as tf
+import {door}
+
+def step():
+    return [tf.zeros([10 << 20]) + 1.0 for _ in range(3)]
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+print("faults", (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+"""
+PAGES = 3 * (40 << 20) // os.sysconf("SC_PAGE_SIZE")  # of what a step holds at once
+
+
+def faults_a_step(door: str, **environ: str) -> int:
+    chosen = ("TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB", "KERAS_BACKEND")
+    env = {name: value for name, value in os.environ.items() if name not in chosen}
+    script = STEPS.format(door=door)
+    env |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", **environ}
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    return int(said.stdout.split("faults")[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("door", ["horovod.tensorflow", "horovod.keras"])
+def test_it_is_kept(door):
+    assert faults_a_step(door) < PAGES / 20
+
+
+@pytest.mark.nightly
+def test_it_is_given_back_where_somebody_chose_so():
+    assert faults_a_step("horovod.tensorflow", TF_CPU_ALLOCATOR_USE_BFC="0") > PAGES / 2
