@@ -101,7 +101,12 @@ class Fake:
         return [*self.living, "somebody-else"]
 
     def ask(self, actor: AgentActor, method: str, *args: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(self._ask(actor, method, *args), self.loop)
+        call = self._ask(actor, method, *args)
+        try:
+            return asyncio.run_coroutine_threadsafe(call, self.loop)
+        except RuntimeError:  # the test is over, and nobody waits for this thread any more
+            call.close()
+            raise
 
     async def _ask(self, actor: AgentActor, method: str, *args: Any) -> Any:
         if actor.silent:  # type: ignore[attr-defined]
