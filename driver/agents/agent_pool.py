@@ -126,9 +126,13 @@ class AgentPool:
 
     def awaits_agents(self) -> bool:
         """Whether an agent will still tell the exit of a worker, or hang up because it ends when it is dismissed. We do
-        not hang up first: if it is about to say something, that fails, and our last word to it is lost unread.
+        not hang up first: if it is about to say something, that fails, and our last word to it is lost unread. One that
+        was started, and would look for us for minutes, is to call first.
         """
-        return any(host.here and (host.running or host.ends) for host in self._hosts.values())
+        return any(
+            host.coming or (host.here and (host.running or host.ends))
+            for host in self._hosts.values()
+        )
 
     def next_deadline(self) -> float | None:
         """When to say TimePassed."""
@@ -152,8 +156,8 @@ class AgentPool:
                 self._kill(self._host(worker.host), worker)
             case GiveUpOrdered(host, why):
                 self._give_up_host(self._host(host), why)
-            case AgentStarted(host):
-                self._agent_started(self._host(host))
+            case AgentStarted(host, outlives):
+                self._agent_started(self._host(host), outlives)
             case AgentNotStarted(host, reason):
                 self._agent_not_started(self._host(host), reason)
             case HostsChanged(hosts):
@@ -211,6 +215,8 @@ class AgentPool:
         self._due.clear()
         for host in self._hosts.values():
             self._actions.tell(host, Detach("the job has ended"))
+            if host.coming:
+                self._due.put(host.name, Due.ARRIVAL, self._actions.now + CALL_S)
 
     # ---- agents come and go ----------------------------------------------------------------------------------------
 
@@ -263,7 +269,7 @@ class AgentPool:
             news = "has a new agent: the workers of the one before it are gone"
             self._actions.log("info", f"{agent.host} {news}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
-        host.ends = said.ends
+        host.ends, host.coming = said.ends, False
         host.given_up = False
         self._due.drop(host.name, Due.ARRIVAL)
         self._due.drop(host.name, Due.RETRY)
@@ -316,6 +322,9 @@ class AgentPool:
         self._due.put(host.name, Due.ARRIVAL, self._actions.now + within_s)
 
     def _missing(self, host: AgentRecord) -> None:
+        host.coming = False
+        if self._closing:
+            return
         if self._reach.overdue(host.name):
             self._lose(host, host.overdue_why)
         elif ("", Due.RESIGNATION) not in self._due:
@@ -384,8 +393,9 @@ class AgentPool:
         else:
             self._start_again(host)
 
-    def _agent_started(self, host: AgentRecord) -> None:
+    def _agent_started(self, host: AgentRecord, outlives: bool) -> None:
         host.starting = False
+        host.coming = outlives and not host.here and not self._closing
         if not host.here and not self._closing:
             self._expect(
                 host,

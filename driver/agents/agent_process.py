@@ -3,8 +3,8 @@
     python -m elastic.driver.agents.agent_process
 
 Once that is checked it writes a line that begins with READY, and its release, to standard output. Told to outlive who
-started it, it then goes on in the background, with nothing of its starter's; otherwise the end of its standard input
-is the end of its starter, and its own.
+started it, it goes on in the background when its standard input is at its end, with nothing of its starter's; otherwise
+that is the end of its starter, and its own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main() -> int:
         return 2
     print(f"{READY} {__version__}", flush=True)
     if bootstrap.outlives:
+        sys.stdin.buffer.read()  # who has started it closes that when it has heard, and may end it until then
         _leave()
     log = Console(write_stderr, level=bootstrap.log_level, colour=False, timestamps=True)
     return asyncio.run(serve(bootstrap, slots=slots, bound=True, log=log))

@@ -235,9 +235,10 @@ class Fleet:
 
     async def _start_agent(self, host: str) -> None:
         assert self._starter is not None and self._reach is not None
+        bootstrap = self._reach(host)
         try:
-            await self._starter.start(self._reach(host))
+            await self._starter.start(bootstrap)
         except StartFailed as error:
             self._handle(AgentNotStarted(host, str(error)))
         else:
-            self._handle(AgentStarted(host))
+            self._handle(AgentStarted(host, bootstrap.outlives))

@@ -39,9 +39,10 @@ class AgentGone(msgspec.Struct, frozen=True):
 
 
 class AgentStarted(msgspec.Struct, frozen=True):
-    """What `StartAgent` asked for was done. The agent has yet to call."""
+    """What `StartAgent` asked for was done. The agent has yet to call. ``outlives``: it may, who has started it."""
 
     host: str
+    outlives: bool = False
 
 
 class AgentNotStarted(msgspec.Struct, frozen=True):

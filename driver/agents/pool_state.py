@@ -21,6 +21,7 @@ class AgentRecord:
     agent: HostAgent | None = None  # the one that has registered last
     here: bool = False  # it is connected, and has said who runs
     ends: bool = False  # once it is dismissed
+    coming: bool = False  # it was started, outlives us, and has not called yet
     starts: list[Start] = field(default_factory=list)  # that wait for it
     starting: bool = False  # an agent is being started
     running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not

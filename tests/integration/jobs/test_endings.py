@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment
+from elastic.driver.launch.starter import AGENT_MODULE
 from elastic.driver.network.secret import make_secret_file
 from harness.etcd import one_etcd
 from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
@@ -85,6 +86,20 @@ def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     interrupt(stubborn)
     interrupt(stubborn)
     assert stubborn.wait(30) == 130
+
+
+def test_ctrl_c_twice_leaves_no_agent_that_was_just_starting(job):
+    """With --resume it outlives its driver, but for the end of the job."""
+    training = job("-np 2 --min-np 1 -H localhost:2 --resume", TRAINING)
+
+    def begun() -> bool:
+        return any(AGENT_MODULE in process.command for process in training.processes())
+
+    training.until(begun, "an agent")
+    interrupt(training)
+    training.wait_for("stopping: Ctrl-C at the driver")
+    interrupt(training)
+    assert training.wait(30) == 130
 
 
 @pytest.mark.etcd

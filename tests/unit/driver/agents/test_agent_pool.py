@@ -301,6 +301,27 @@ def test_one_that_ends_with_the_job_is_awaited_until_it_has_hung_up():
     assert not talk.pool.awaits_agents()
 
 
+def test_one_that_was_started_and_outlives_its_starter_is_awaited_to_be_dismissed():
+    talk = Talk(starts_agents=True)
+    talk.hear(StartOrdered(order(A)), AgentStarted("here", outlives=True), KillOrdered(A))
+    talk.hear(JobEnded())
+    assert talk.pool.awaits_agents()
+    assert talk.here(FIRST, ends=True) == [told(FIRST, Detach("the job has ended"))]
+    talk.hear(AgentGone(FIRST, False))
+    assert not talk.pool.awaits_agents()
+
+
+def test_one_that_does_not_call_is_awaited_for_a_moment_and_one_that_ends_with_us_not_at_all():
+    talk = Talk(starts_agents=True)
+    talk.hear(StartOrdered(order(A)), AgentStarted("here", outlives=True), KillOrdered(A))
+    talk.hear(JobEnded())
+    assert talk.deadline() == [] and talk.now == 100.0 + CALL_S
+    assert not talk.pool.awaits_agents() and talk.pool.next_deadline() is None
+    talk = Talk(starts_agents=True)
+    talk.hear(StartOrdered(order(A)), AgentStarted("here"), KillOrdered(A), JobEnded())
+    assert not talk.pool.awaits_agents()
+
+
 # ---- where the driver starts agents --------------------------------------------------------------------------------
 
 

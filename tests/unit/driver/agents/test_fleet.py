@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest.mock import create_autospec
 
 from elastic.driver.agents import agent_pool
 from elastic.driver.agents import fleet as fleet_module
@@ -29,6 +30,7 @@ from elastic.driver.agents.pool_events import HangUp
 from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import HostLost, HostReported, WorkerExited
 from elastic.driver.launch.starter import Bootstrap, StartFailed
+from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.network.server import Server
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Worker
@@ -108,7 +110,9 @@ class Agent:
 class Driver:
     """What the loop would see of the fleet."""
 
-    def __init__(self, starter=None, adopted=(), deposed=lambda: False) -> None:
+    def __init__(
+        self, starter=None, adopted=(), deposed=lambda: False, outlives: bool = False
+    ) -> None:
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.log: list[str] = []
         self.printed: asyncio.Queue[Any] = asyncio.Queue()
@@ -121,7 +125,9 @@ class Driver:
             sink=Screen(lambda *printed: self.printed.put_nowait(printed)),
             log=lambda level, text: self.log.append(text),
             starter=starter,
-            reach=lambda host: Bootstrap("j", host, SECRET.hex(), ["127.0.0.1:1"]),
+            reach=lambda host: Bootstrap(
+                "j", host, SECRET.hex(), ["127.0.0.1:1"], outlives=outlives
+            ),
             folder="/",
             adopted=adopted,
             deposed=deposed,
@@ -323,6 +329,26 @@ async def test_one_that_ends_with_the_job_hangs_up_before_the_driver_does(driver
     assert not closing.done()
     await agent.die()
     await closing
+
+
+starter = create_autospec(ChildStarter, instance=True)
+
+
+@conversation(starter=starter, outlives=True)
+async def test_one_that_was_just_started_is_awaited_and_dismissed(driver, patch):
+    patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
+    patch.setattr(agent_pool, "CALL_S", DEADLINE_S)
+    driver.start(A)
+    while not driver.fleet.pool.awaits_agents():
+        await asyncio.sleep(0)
+    driver.fleet.kill(A)
+    closing = asyncio.ensure_future(driver.fleet.close())
+    agent = await Agent(driver, "here").register(ends=True)
+    assert await agent.next() == Detach("the job has ended")
+    starter.close.assert_not_awaited()
+    await agent.die()
+    await closing
+    starter.close.assert_awaited_once()
 
 
 @conversation()
