@@ -7,6 +7,7 @@ import select
 import socket
 import sys
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ def fork(group: Collectives) -> None:
     """The child ends as programs do, while the parent's collectives are under way."""
     mine = tensors()
     works = [group.allreduce(tensor, Op.SUM) for tensor in mine] if group.rank == 0 else []
-    child = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 and newer warn where there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         sys.exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import select
+import selectors
 import signal
 import socket
 import time
@@ -143,6 +144,25 @@ class Registered:
         return next(self.settling, 0.0)
 
 
+class NobodyWaits(selectors.DefaultSelector):
+    """The time for which a loop would wait has passed at once."""
+
+    passed_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.passed_s += timeout or 0.0
+        return super().select(0.0)
+
+
+class Hurried(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._selected = NobodyWaits()
+        super().__init__(self._selected)
+
+    def time(self) -> float:
+        return self._selected.passed_s
+
+
 def listed(etcd: Registered) -> tuple[list[dict[str, int]], Log]:
     """What is yielded until nothing comes any more."""
     log = Log()
@@ -153,9 +173,11 @@ def listed(etcd: Registered) -> tuple[list[dict[str, int]], Log]:
         with contextlib.suppress(asyncio.TimeoutError):
             while True:
                 seen.append(await asyncio.wait_for(anext(lists), 0.02))
+        await lists.aclose()
         return seen
 
-    return asyncio.run(conversation()), log
+    with contextlib.closing(Hurried()) as loop:
+        return loop.run_until_complete(conversation()), log
 
 
 def test_who_was_registered_first_is_preferred():
