@@ -2,7 +2,8 @@
 training function adds anew whenever it starts.
 
 What each set gathered is appended to ``history/<worker>.jsonl``. ``DIE`` has pairs of slot and step: the first worker
-of the slot dies there, with the others of its sets in a collective. ``HOLD``: a step and the size to wait for.
+of the slot dies there, with the others of its sets in a collective, once all that die at this step have come so far.
+``HOLD``: a step and the size to wait for.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ odd = hvd.add_process_set(range(1, hvd.size(), 2))
 Path("history").mkdir(exist_ok=True)
 
 
+def die() -> None:
+    Path(f"history/dying-{SLOT}").touch()
+    together = [Path(f"history/dying-{slot}") for slot, step in DIE.items() if step == DIES_AT]
+    deadline = time.monotonic() + 20
+    while not all(each.exists() for each in together) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @hvd.elastic.run
 def train(state: hvd.elastic.ObjectState) -> None:
     late = hvd.add_process_set([1, 2, 3])
@@ -49,7 +59,7 @@ def train(state: hvd.elastic.ObjectState) -> None:
                 continue
             # Not only at that step: who is not in the set may have committed it, and all go on from there.
             if name == "late" and state.step >= DIES_AT:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             rank = torch.tensor([hvd.rank()])
             seen[name] = hvd.allgather(rank, name=name, process_set=each).tolist()
             total = hvd.allreduce(rank, op=hvd.Sum, name=name, process_set=each)
