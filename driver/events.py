@@ -196,9 +196,8 @@ class WorkerRaised(Event):
     traceback: str
     hardware: bool = False  # a GPU or NCCL has failed, and not the script
     final: bool = False  # whoever tries it again ends in the same way
-    beginning: bool = (
-        False  # of the training: no member of its world had a commit, and it has made none
-    )
+    # Of the training: no member of its world had a commit, and it has made none.
+    beginning: bool = False
 
 
 class WorkerQuit(Event):

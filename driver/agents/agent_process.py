@@ -3,8 +3,8 @@
     python -m elastic.driver.agents.agent_process
 
 Once that is checked it writes a line that begins with READY, and its release, to standard output. Told to outlive who
-started it, it goes on in the background when its standard input is at its end, with nothing of its starter's; otherwise
-that is the end of its starter, and its own.
+started it, it goes on in the background when its standard input is at its end, or after two minutes, with nothing of
+its starter's; otherwise that is the end of its starter, and its own.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 
 from elastic.driver.agents.etcd_agent import serve_by_etcd
-from elastic.driver.agents.host_agent import AgentProcess, Find
+from elastic.driver.agents.host_agent import FIND_S, AgentProcess, Find
 from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.network.hosts import parse_address
@@ -44,7 +46,7 @@ def main() -> int:
         return 2
     print(f"{READY} {__version__}", flush=True)
     if bootstrap.outlives:
-        sys.stdin.buffer.read()  # who has started it closes that when it has heard, and may end it until then
+        _hear_out(FIND_S)
         _leave()
     log = Console(write_stderr, level=bootstrap.log_level, colour=False, timestamps=True)
     return asyncio.run(serve(bootstrap, slots=slots, bound=True, log=log))
@@ -134,6 +136,17 @@ def _listed(file: str) -> list[str]:
 
 
 # ---- in the background -----------------------------------------------------------------------------------------------
+
+
+def _hear_out(within_s: float) -> None:
+    """Until who has started it has heard that it is ready, and closed its standard input: it may be ended until then.
+    After so long the host of that is gone, and nobody will.
+    """
+    deadline = time.monotonic() + within_s
+    fd = sys.stdin.fileno()
+    while (left_s := deadline - time.monotonic()) > 0:
+        if select.select([fd], [], [], left_s)[0] and not os.read(fd, 4096):
+            return
 
 
 def _leave() -> None:

@@ -318,9 +318,8 @@ class Raised(Message):
     # A GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`.
     hardware: bool = False
     final: bool = False  # whoever tries it again ends in the same way
-    beginning: bool = (
-        False  # of the training: no member of its world had a commit, and it has made none
-    )
+    # Of the training: no member of its world had a commit, and it has made none.
+    beginning: bool = False
 
 
 class Quit(Message):

@@ -105,8 +105,13 @@ class Ranks:
 
 def in_a_world(size: int) -> Iterator[Ranks]:
     """Ranks that have formed a world of a fixed size."""
+    return _entered(size, join)
+
+
+def _entered(size: int, enter: Callable[..., Any] | None) -> Iterator[Ranks]:
     with contextlib.closing(Ranks(size)) as ranks:
-        ranks.run(join, store_to_be())
+        if enter is not None:
+            ranks.run(enter, store_to_be())
         yield ranks
 
 
@@ -119,10 +124,7 @@ def fixture(
 
     @pytest.fixture(scope=scope)
     def ranks() -> Iterator[Ranks]:
-        with contextlib.closing(Ranks(size)) as ranks:
-            if enter is not None:
-                ranks.run(enter, store_to_be())
-            yield ranks
+        yield from _entered(size, enter)
 
     return ranks
 

@@ -301,10 +301,16 @@ def test_one_that_ends_with_the_job_is_awaited_until_it_has_hung_up():
     assert not talk.pool.awaits_agents()
 
 
-def test_one_that_was_started_and_outlives_its_starter_is_awaited_to_be_dismissed():
+def ended_as_it_started(*, outlives: bool) -> Talk:
+    """An agent was started, and the job has ended before it called."""
     talk = Talk(starts_agents=True)
-    talk.hear(StartOrdered(order(A)), AgentStarted("here", outlives=True), KillOrdered(A))
-    talk.hear(JobEnded())
+    started = AgentStarted("here", outlives=outlives)
+    talk.hear(StartOrdered(order(A)), started, KillOrdered(A), JobEnded())
+    return talk
+
+
+def test_one_that_was_started_and_outlives_its_starter_is_awaited_to_be_dismissed():
+    talk = ended_as_it_started(outlives=True)
     assert talk.pool.awaits_agents()
     assert talk.here(FIRST, ends=True) == [told(FIRST, Detach("the job has ended"))]
     talk.hear(AgentGone(FIRST, False))
@@ -312,14 +318,10 @@ def test_one_that_was_started_and_outlives_its_starter_is_awaited_to_be_dismisse
 
 
 def test_one_that_does_not_call_is_awaited_for_a_moment_and_one_that_ends_with_us_not_at_all():
-    talk = Talk(starts_agents=True)
-    talk.hear(StartOrdered(order(A)), AgentStarted("here", outlives=True), KillOrdered(A))
-    talk.hear(JobEnded())
+    talk = ended_as_it_started(outlives=True)
     assert talk.deadline() == [] and talk.now == 100.0 + CALL_S
     assert not talk.pool.awaits_agents() and talk.pool.next_deadline() is None
-    talk = Talk(starts_agents=True)
-    talk.hear(StartOrdered(order(A)), AgentStarted("here"), KillOrdered(A), JobEnded())
-    assert not talk.pool.awaits_agents()
+    assert not ended_as_it_started(outlives=False).pool.awaits_agents()
 
 
 # ---- where the driver starts agents --------------------------------------------------------------------------------

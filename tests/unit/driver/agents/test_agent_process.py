@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-import io
+import os
+import select
 import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
 from unittest.mock import create_autospec
 
 import msgspec
+import pytest
 
 from elastic.driver.agents import agent_process
+from elastic.driver.agents.host_agent import FIND_S
 from elastic.driver.launch.starter import READY, Bootstrap
+
+
+def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -> list[str]:
+    """Of an agent that may outlive its starter: it waits for the end of its input, by ``wait`` given the other end."""
+    story: list[str] = []
+    read, write = os.pipe()
+    starter = os.fdopen(write, "wb", buffering=0)
+
+    def waits(reading: list[int], writing: list[int], odd: list[int], timeout_s: float) -> Any:
+        assert (reading, writing, odd) == ([read], [], []) and 0 < timeout_s <= FIND_S
+        story.append("waits")
+        return wait(starter), [], []
+
+    bootstrap = Bootstrap("j", "here", "5e" * 32, ["127.0.0.1:1"], outlives=True)
+    starter.write(msgspec.json.encode(bootstrap) + b"\n")
+    with starter, os.fdopen(read) as told:
+        patch.setattr(sys, "stdin", told)
+        patch.setattr(select, "select", waits)
+        leave = create_autospec(agent_process._leave, side_effect=lambda: story.append("leaves"))
+        patch.setattr(agent_process, "_leave", leave)
+        serve = create_autospec(agent_process.serve, return_value=0)
+        patch.setattr(agent_process, "serve", serve)
+        assert agent_process.main() == 0
+    return story
 
 
 def test_one_that_outlives_its_starter_leaves_only_when_that_has_heard_that_it_is_ready(
     monkeypatch, capsys
 ):
     """Until then it is in the starter's hands, who kills it if the job ends meanwhile."""
-    story: list[str] = []
 
-    class Told(io.BytesIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            story.append("hears the end of its input")
-            return super().read(size)
+    def hangs_up(starter: BinaryIO) -> list[int]:
+        assert capsys.readouterr().out.startswith(READY)
+        starter.close()
+        return [sys.stdin.fileno()]
 
-    bootstrap = Bootstrap("j", "here", "5e" * 32, ["127.0.0.1:1"], outlives=True)
-    told = Told(msgspec.json.encode(bootstrap) + b"\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(told))
-    leave = create_autospec(agent_process._leave, side_effect=lambda: story.append("leaves"))
-    monkeypatch.setattr(agent_process, "_leave", leave)
-    monkeypatch.setattr(
-        agent_process, "serve", create_autospec(agent_process.serve, return_value=0)
-    )
-    assert agent_process.main() == 0
-    assert capsys.readouterr().out.startswith(READY)
-    assert story == ["hears the end of its input", "leaves"]
+    assert story_of(monkeypatch, hangs_up) == ["waits", "leaves"]
+
+
+def test_one_whose_starters_host_is_gone_leaves_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(agent_process, "FIND_S", 0.0)
+    assert story_of(monkeypatch, lambda starter: []) == ["leaves"]
