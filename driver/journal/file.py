@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,7 @@ from elastic.errors import Invalid
 
 KEPT = 5  # journals of jobs before, beside the file
 BLOCK = 1 << 20  # bytes, looked at in one go for the last snapshot
-_UNLOCKABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FileArchive:
@@ -54,11 +55,11 @@ class FileArchive:
             self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_writable(path, error) from error
+        self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)  # no device and no pipe
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(self.fd, 0o600)  # an old file keeps its mode when it is opened
         except OSError as error:
-            if error.errno in _UNLOCKABLE:
+            if error.errno in _LACKING:
                 return  # a device, or a file system without locks
             os.close(self.fd)
             if isinstance(error, BlockingIOError):
@@ -74,7 +75,7 @@ class FileArchive:
                 self._end = end
                 file.seek(0)
                 first = file.readline()
-                self._check(first)
+                _check(self.path, first)
                 if not end:
                     return None  # nothing, or a header that was not written to its end
                 start = _last(file.fileno(), b"\n" + SNAPSHOT, end - 1) + 1 or len(first)
@@ -90,28 +91,22 @@ class FileArchive:
                 f"the journal {str(self.path)!r} can't be resumed: {error}; give --journal another file to begin anew"
             ) from error
 
-    def _check(self, first: bytes) -> None:
-        if not first.startswith(BEGINNING[: len(first)]):
-            raise Invalid(
-                f"{str(self.path)!r} is not a journal, and would be overwritten; give another file"
-            )
-
     def make_way(self) -> None:
         """For a new journal. That of the job before is kept: with a number behind the name, the newest with 1.
 
-        Raises Invalid where it can't be, or where something else is in the file.
+        Raises Invalid where it can't be, or where something else is in one of these files.
         """
-        kept = [f"{self.path}.{number}" for number in range(1, KEPT + 1)]
-        copy = f"{self.path}.new"
+        kept = [Path(f"{self.path}.{number}") for number in range(1, KEPT + 1)]
+        copy = ""
         try:
-            with open(self.path, "rb") as file:
-                first = file.readline()
-                self._check(first)
-                if not first:
-                    return
-                file.seek(0)
-                with open(copy, "wb", opener=_for_the_user) as beside:
-                    shutil.copyfileobj(file, beside)
+            if not _has_journal(self.path):
+                return
+            for each in kept:
+                _has_journal(each)
+            # With a name that nobody has, and for the user alone.
+            handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
+            with open(self.path, "rb") as file, open(handle, "wb") as beside:
+                shutil.copyfileobj(file, beside)
             for newer, older in zip(kept[-2::-1], kept[:0:-1], strict=True):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(newer, older)
@@ -124,6 +119,14 @@ class FileArchive:
                 " move it away, or give another file"
             ) from error
 
+    def keep_private(self) -> None:
+        """An old file keeps its mode when it is opened. Raises Invalid."""
+        try:
+            os.fchmod(self.fd, 0o600)
+        except OSError as error:
+            if error.errno not in _LACKING:
+                raise _not_writable(self.path, error) from error
+
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> FileJournal:
         return FileJournal(self, header, 0, policy)
 
@@ -135,6 +138,8 @@ class FileArchive:
 
     def outlives(self) -> bool:
         """Whether the workers of the job written there outlive their driver. Reads no more than its beginning."""
+        if not self.regular:
+            return False
         try:
             with open(self.path, "rb") as file:
                 return decoded_header(file.readline()).outlives
@@ -162,13 +167,14 @@ class FileJournal(Journal):
         super().__init__(policy, entries=entries)
         self._archive = archive
         self.writer = first.writer if isinstance(first, Header) else first.resumed
-        if stat.S_ISREG(os.fstat(archive.fd).st_mode):
-            if at == 0:
-                try:
+        if archive.regular:
+            try:
+                if at == 0:
                     archive.make_way()
-                except Invalid:
-                    archive.close()
-                    raise
+                archive.keep_private()
+            except Invalid:
+                archive.close()
+                raise
             os.ftruncate(archive.fd, at)
             os.lseek(archive.fd, at, os.SEEK_SET)
         self._write(encoded(first))
@@ -224,8 +230,28 @@ class FileJournal(Journal):
             return  # then the workers tell: they are in a generation that the journal does not know
 
 
-def _for_the_user(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _has_journal(path: Path) -> bool:
+    """Or nothing yet. Raises Invalid where it is something else, and OSError."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+    if not regular:
+        raise _no_journal(path)
+    with open(path, "rb") as file:
+        first = file.read(len(BEGINNING))
+    _check(path, first)
+    return bool(first)
+
+
+def _check(path: Path, first: bytes) -> None:
+    """By what it begins with, however little. Raises Invalid."""
+    if not first.startswith(BEGINNING[: len(first)]):
+        raise _no_journal(path)
+
+
+def _no_journal(path: Path) -> Invalid:
+    return Invalid(f"{str(path)!r} is not a journal, and would be overwritten; give another file")
 
 
 def _last(fd: int, what: bytes, end: int) -> int:

@@ -397,9 +397,53 @@ def test_what_is_no_journal_is_not_overwritten(tmp_path):
     path = tmp_path / "thesis"
     for text in ("my thesis", "my thesis\n", '{"a": 1}\n'):
         path.write_text(text)
+        path.chmod(0o755)
         with pytest.raises(Invalid, match="is not a journal, and would be overwritten"):
             FileJournal.begin(path, settings())
         assert path.read_text() == text and [*tmp_path.iterdir()] == [path]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+def test_a_pipe_takes_a_journal_and_has_none(tmp_path):
+    """As in --journal >(gzip >j.gz): whoever read it would wait for himself."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    archive = FileArchive(path)
+    assert not archive.outlives()
+    FileJournal(archive, header_of(settings()), 0, None).close()
+    assert os.read(reader, 11) == b'{"journal":'
+    os.close(reader)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.write_text("notes")])
+def test_what_is_no_journal_makes_no_way_for_one(tmp_path, make):
+    """It stands where the journal of a job before would go, or be moved on from."""
+    path = written(tmp_path / "j", Script(settings()))
+    before = path.read_bytes()
+    for number in (1, journal_file.KEPT):
+        other = tmp_path / f"j.{number}"
+        make(other)
+        known = os.lstat(other)
+        with pytest.raises(
+            Invalid, match=rf"j\.{number}' is not a journal, and would be overwritten"
+        ):
+            FileJournal.begin(path, settings())
+        assert os.lstat(other) == known and path.read_bytes() == before
+        assert {*tmp_path.iterdir()} == {path, other}
+        other.rename(tmp_path.with_name(f"{tmp_path.name}-{number}"))
+
+
+def test_what_others_have_beside_a_journal_is_neither_written_nor_read_by_them(tmp_path):
+    """Some name has to be the copy's until all of it is there."""
+    path = written(tmp_path / "j", Script(settings()))
+    before = path.read_bytes()
+    theirs = tmp_path / "notes"
+    theirs.write_text("mine")
+    (tmp_path / "j.new").symlink_to(theirs)
+    FileJournal.begin(path, settings()).close()
+    assert theirs.read_text() == "mine" and (tmp_path / "j.new").is_symlink()
+    assert (tmp_path / "j.1").read_bytes() == before and not (tmp_path / "j.1").is_symlink()
 
 
 def test_a_file_is_never_taken_for_a_journal_to_be_resumed_if_it_is_none(tmp_path):
