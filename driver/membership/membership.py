@@ -193,6 +193,7 @@ class Membership:
                 self.stuck.restarted()
             case CheckpointMade():
                 self.worlds.give_up.checkpoint_made()
+                self.worlds.exceptions.checkpoint_made()
                 self.notices.checkpoint_made(event)
             case StopRequested():
                 self.stop.requested(event)

@@ -73,7 +73,7 @@ class RootCauseSearch:
         return worker not in self.reporters
 
 
-_BEGINNING = Commit(0, 0)  # of all worlds that had no commit
+_BEGINNING = Commit(0, 0)  # of all worlds that had no commit, and the same checkpoint or none
 # Addresses, indices and the like differ from rank to rank.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -90,6 +90,10 @@ class Exceptions:
             self._began_with[generation] = self._first_name(commit)
         for old in [g for g in self._began_with if g < generation - 8]:
             del self._began_with[old]
+
+    def checkpoint_made(self) -> None:
+        """Whoever begins anew does so there: what was raised at the beginning until now was raised elsewhere."""
+        self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:
         if commit.number > 0:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld, WorkerRaised
+from elastic.driver.events import (
+    BreakWorld,
+    CheckpointMade,
+    EndJob,
+    KillWorker,
+    PublishWorld,
+    WorkerRaised,
+)
 from elastic.driver.membership.failure_detection.root_cause import (
     Exceptions,
     RootCauseSearch,
@@ -142,6 +149,19 @@ def test_the_beginning_is_no_other_place_for_who_goes_on_with_its_state():
     talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
     assert the(PublishWorld, talk.ready("h:1", "h:2", commit=(2, 0))).commit == Commit(2, 0)
     assert has(EndJob, talk.tell(raised("h:1", 3, (3, 0))))
+
+
+def test_the_beginning_is_another_place_once_there_is_a_checkpoint_to_go_on_from():
+    talk = started(2, workers_min=1, restarts=3)
+    talk.ready("h:0", "h:1")
+    talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
+    talk.ready("h:1")
+    talk.tell(CheckpointMade(Commit(3, 400)), exited("h:1"))
+    talk.wait(60)
+    assert the(PublishWorld, talk.join("h:0#2")).commit is None
+    assert not has(EndJob, talk.tell(raised("h:0#2", 4, (4, 0), beginning=True)))
+    assert the(PublishWorld, talk.join("h:1#2")).commit is None
+    assert has(EndJob, talk.tell(raised("h:1#2", 5, (5, 0), beginning=True)))
 
 
 def test_another_exception_is_another_one():
