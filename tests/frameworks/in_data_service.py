@@ -163,8 +163,12 @@ def test_a_compute_job_replaces_no_file_but_one_of_its_own(rank, size):
             with pytest.raises(ValueError, match=r"notes\.json is no file that.*; give another"):
                 compute_worker.main(1, "compute", str(notes), 1.0)
             assert notes.read_text() == text
-        with pytest.raises(ValueError, match="Is a directory; give another"):
-            compute_worker.main(1, "compute", folder, 1.0)
+        pipe = Path(folder, "pipe")
+        os.mkfifo(pipe)
+        for other in (folder, str(pipe)):
+            with pytest.raises(ValueError, match=r"is no file that.*\(.*\); give another"):
+                compute_worker.main(1, "compute", other, 1.0)
+        assert pipe.is_fifo()
         service.assert_not_called()
         notes.write_text("")  # as mktemp makes it
         service.side_effect = ConnectionError("begun")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +53,10 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
 def _make_way(file: Path) -> None:
     """Removes what a job that was killed has left. Raises Invalid where the file is not of one."""
     try:
-        if file.stat().st_size:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Invalid("it is a folder, a pipe or a device")
+        if found.st_size:
             TfDataServiceConfig.read(file)
         file.unlink()
     except FileNotFoundError:
