@@ -8,12 +8,15 @@ namespace elastic {
 
 namespace baseline {
 Reduce reduce(DType dtype, Op op);
+SumTree sum_tree(DType dtype);
 }
 namespace avx2 {
 Reduce reduce(DType dtype, Op op);
+SumTree sum_tree(DType dtype);
 }
 namespace avx512 {
 Reduce reduce(DType dtype, Op op);
+SumTree sum_tree(DType dtype);
 }
 
 namespace {
@@ -32,16 +35,16 @@ constexpr const char* kBaseline = "baseline";
 // The widest first.
 const Set kSets[] = {
 #if defined(ELASTIC_X86_SETS)
-    {{"avx512", avx512::reduce},
+    {{"avx512", avx512::reduce, avx512::sum_tree},
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      }},
     // Every processor with AVX2 that was ever sold has F16C, but a virtual machine may hide it.
-    {{"avx2", avx2::reduce},
+    {{"avx2", avx2::reduce, avx2::sum_tree},
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
 #endif
-    {{kBaseline, baseline::reduce}, [] { return true; }},
+    {{kBaseline, baseline::reduce, baseline::sum_tree}, [] { return true; }},
 };
 
 // Null where no set has that name, or this machine can't run it.

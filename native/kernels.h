@@ -45,10 +45,25 @@ size_t element_bytes(DType dtype);
 using Reduce = void (*)(void* const* destinations, int n_destinations, const void* const* sources, int n_sources,
                         size_t count, double scale);
 
+constexpr int kTreeDepth = 16;  // values that wait in the evaluation of a tree: one for each level
+
+// One step of a sum in an order of its own: `n` values are added up, the first with the second and so on. `from` names each:
+// buffer `word >> 16` at place `word & 0xffff`, or, where it is negative, what waits at `-1 - word`.
+struct Row {
+  int32_t n;
+  int32_t into;  // where the sum waits; -1: it is the result, multiplied by the scale, and replaces every destination
+  int32_t from[kTreeDepth];
+};
+
+// As `Reduce`, row after row: the places of a buffer lie `stride` bytes apart. A row of float16 or bfloat16 is rounded once.
+using SumTree = void (*)(const Row* rows, size_t n_rows, void* const* destinations, int n_destinations,
+                         const void* const* buffers, size_t stride, size_t count, double scale);
+
 struct Kernels {
   const char* name;  // "avx512", "avx2", "neon", "baseline"
   // The function for a dtype and an op; null for numbers that are none.
   Reduce (*reduce)(DType dtype, Op op);
+  SumTree (*sum_tree)(DType dtype);
 };
 
 // The widest that this machine runs; ELASTIC_KERNELS in the environment names a narrower one (for tests).

@@ -11,8 +11,6 @@ namespace {
 constexpr int kChunksAtOnce = 8;   // in one `advance`, so that nobody waits long for the lock around it
 constexpr int kCopiesAtOnce = 2;   // windows copied into staging in one `advance`
 constexpr int kTakesAtOnce = 8;
-constexpr int kTreeDepth = 16;       // values that wait in the evaluation of a tree: one for each level
-constexpr size_t kBlock = 4 << 10;   // bytes that are evaluated at once: with what waits they fit into the first cache
 
 uint64_t mixed(uint64_t hash, uint64_t word) {  // FNV-1a over words: http://www.isthe.com/chongo/tech/comp/fnv
   return (hash ^ word) * 0x100000001b3u;
@@ -27,6 +25,32 @@ uint64_t signature_of(Kind kind, uint64_t bytes, uint64_t a, uint64_t b, double 
 }
 
 uint64_t windows_of(uint64_t bytes) { return std::max<uint64_t>(1, (bytes + kWindow - 1) / kWindow); }
+
+// Additions that follow each other are one row, from the top of the stack down: a + (b + (c + d)) is ((d + c) + b) + a, in
+// the same bits. Not of halves, which are rounded at each addition, and before they are scaled.
+std::vector<Row> rows_of(const int32_t* program, uint64_t length, DType dtype, double scale) {
+  const bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
+  std::vector<Row> rows;
+  std::vector<int32_t> stack;
+  for (uint64_t i = 0; i < length;) {
+    if (program[i] >= 0) {
+      stack.push_back(program[i++]);
+      continue;
+    }
+    Row row{1, 0, {stack.back()}};
+    do {
+      stack.pop_back();
+      row.from[row.n++] = stack.back();
+      ++i;
+    } while (!half && i < length && program[i] == -1);
+    row.into = static_cast<int32_t>(stack.size()) - 1;
+    stack.back() = -1 - row.into;
+    rows.push_back(row);
+  }
+  if (rows.empty() || (half && scale != 1.0)) rows.push_back(Row{1, 0, {stack.back()}});
+  rows.back().into = -1;
+  return rows;
+}
 
 void copy(uint8_t* to, const uint8_t* from, uint64_t bytes) {
   if (bytes != 0) std::memcpy(to, from, bytes);
@@ -103,7 +127,8 @@ Collective Rounds::tree(void* data, uint64_t count, uint64_t stride, int32_t dty
     }
   }
   *sense = *sense && depth == 1 && owns(data, made.reach[static_cast<size_t>(rank_)] + made.bytes);
-  if (*sense) made.program.assign(program, program + length);
+  made.sum_tree = kernels().sum_tree(made.dtype);
+  if (*sense) made.rows = rows_of(program, length, made.dtype, scale);
   made.signature = signature_of(made.kind, made.bytes, static_cast<uint64_t>(dtype), hash, scale);
   return made;
 }
@@ -308,7 +333,12 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
     collective.reduce(to, size_, from, size_, (end - begin) / element, collective.scale);
     return;
   }
-  if (collective.kind == Kind::kReduceTree) return run_tree(collective, buffers, begin, end);
+  if (collective.kind == Kind::kReduceTree) {
+    for (int rank = 0; rank < size_; ++rank) from[rank] = to[rank] = buffers[rank] + begin;
+    collective.sum_tree(collective.rows.data(), collective.rows.size(), to, size_, from, collective.stride,
+                        (end - begin) / element, collective.scale);
+    return;
+  }
   // The chunk's part in each owner's share.
   const uint64_t window_at = round.window * kWindow;
   for (int owner = 0; owner < size_; ++owner) {
@@ -327,34 +357,6 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
         if (rank != owner) copy(buffers[rank] + at, buffers[owner] + at, high - low);
       }
     }
-  }
-}
-
-// Block by block: what waits to be added lies in the first cache, and every addition is the one that all others use.
-void Rounds::run_tree(const Collective& collective, uint8_t* const* buffers, uint64_t begin, uint64_t end) const {
-  alignas(64) uint8_t waiting[kTreeDepth][kBlock];
-  const size_t element = element_bytes(collective.dtype);
-  const bool half = collective.dtype == DType::kFloat16 || collective.dtype == DType::kBfloat16;
-  const bool rounds_first = half && collective.scale != 1.0;  // the kernels would scale before they round
-  for (uint64_t at = begin; at < end; at += kBlock) {
-    const size_t count = std::min<uint64_t>(kBlock, end - at) / element;
-    const void* stack[kTreeDepth];
-    void* to[kMaxRanks];
-    for (int rank = 0; rank < size_; ++rank) to[rank] = buffers[rank] + at;
-    int depth = 0;
-    for (size_t i = 0; i < collective.program.size(); ++i) {
-      const int32_t word = collective.program[i];
-      if (word >= 0) {
-        stack[depth++] = buffers[word >> 16] + static_cast<uint64_t>(word & 0xffff) * collective.stride + at;
-        continue;
-      }
-      --depth;
-      const bool last = i + 1 == collective.program.size() && !rounds_first;
-      void* sum = waiting[depth - 1];
-      collective.reduce(last ? to : &sum, last ? size_ : 1, stack + depth - 1, 2, count, last ? collective.scale : 1.0);
-      stack[depth - 1] = sum;
-    }
-    if (rounds_first || collective.program.size() == 1) collective.reduce(to, size_, stack, 1, count, collective.scale);
   }
 }
 

@@ -33,7 +33,8 @@ struct Collective {
   DType dtype = DType::kUint8;
   Reduce reduce = nullptr;
   double scale = 1.0;
-  std::vector<int32_t> program;  // of a tree
+  SumTree sum_tree = nullptr;
+  std::vector<Row> rows;  // of a tree
   uint64_t stride = 0;
   std::vector<uint64_t> reach;  // bytes of each rank from where its buffer begins to the place of its last one
   // moves
@@ -111,7 +112,6 @@ class Rounds {
   bool agrees(const Collective& collective, uint64_t window, uint64_t number, int rank);
   int odd_one(uint64_t number, int differs) const;
   bool check(Round& round, uint64_t number);
-  void run_tree(const Collective& collective, uint8_t* const* buffers, uint64_t begin, uint64_t end) const;
   void run_chunk(const Round& round, uint64_t number, uint64_t chunk);
   bool move(Round& round, uint64_t number);
   void learn_sizes(Collective& collective, uint64_t number);

@@ -138,7 +138,8 @@ class GradientPlan:
     def _build(self) -> None:
         dense = [slot for slot in self.slots if slot.number not in self.sparse]
         in_memory = [slot.parameter for slot in dense if slot.parameter.device.type == "cpu"]
-        malloc_tuning.of_process().keep(max((each.nbytes for each in in_memory), default=0))
+        sizes = [each.nbytes for each in in_memory]
+        malloc_tuning.of_process().keep(max(sizes, default=0), sum(sizes))
         for slot in self.slots:
             slot.bucket = None
         self.buckets, self.rows = [], []

@@ -54,9 +54,9 @@ class ShardPlan:
         return True
 
     def keep_memory(self, waiting: int) -> None:
-        """So many gradients of each parameter wait at once, in every step."""
+        """So many gradients of each parameter wait at once, in every step; all are made and freed in any case."""
         memory = malloc_tuning.of_process()
-        memory.keep(max(self._in_memory, default=0), waiting * sum(self._in_memory))
+        memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
         """What was agreed before, else what this rank has seen."""

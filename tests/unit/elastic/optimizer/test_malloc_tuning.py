@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.api.compression import Compression
 from elastic.optimizer import malloc_tuning
 from elastic.optimizer.malloc_tuning import FreedMemory
+from elastic.optimizer.sharded.plan import ShardPlan
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.small_worlds import World, backward, net, sgd
@@ -56,13 +58,13 @@ def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
     assert libc.told[2:] == [("mmap threshold", 48 * MB + 4096), ("mmap threshold", 64 * MB)]
 
 
-def test_what_waits_and_is_freed_together_is_kept():
+def test_what_a_step_frees_is_kept():
     libc = Libc()
     memory = FreedMemory(libc, may=True)
-    memory.keep(1000, waiting=300 * MB)  # many small gradients
+    memory.keep(1000, freed=300 * MB)  # many small gradients
     assert libc.told == [("trim threshold", 556 * MB), ("mmap threshold", 32 * MB)]
-    memory.keep(1000, waiting=100 * MB)  # in a larger world
-    memory.keep(1000, waiting=1 << 40)
+    memory.keep(1000, freed=100 * MB)  # in a larger world
+    memory.keep(1000, freed=1 << 40)
     assert libc.told[2:] == [("trim threshold", (1 << 31) - 1)]
 
 
@@ -118,17 +120,31 @@ def test_an_allocator_is_chosen_by_the_usual_variables(environ, chosen):
     assert environment.allocator_chosen(environ) is chosen
 
 
-def test_an_optimizer_of_large_gradients_says_so_in_its_first_step(monkeypatch):
+def test_an_optimizer_of_many_bytes_of_gradients_says_so_in_its_first_step(monkeypatch):
     world = World(2)
     libc = Libc()
     monkeypatch.setattr(lifecycle, "current", lambda: world)
     monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
-    small, large = net(3, 2), net(1, 256 << 10, 1)
-    for model, told in ((small, []), (large, [KEPT, ("mmap threshold", 32 * MB), ("trim", 0)])):
+    for model, large in ((net(3, 2), False), (net(*[256] * 6), True), (net(1, 1 << 20, 1), True)):
+        freed = sum(each.nbytes for each in model.parameters())
+        told = [*libc.told, ("trim threshold", 256 * MB + freed)] if large else []
+        if large and not libc.told:
+            told += [("mmap threshold", 32 * MB), ("trim", 0)]
         optimizer = sgd(model)
         for _ in range(3):
             backward(model)
             optimizer.step()
             assert libc.told == told
             optimizer.zero_grad()
-    assert torch.is_tensor(large[0].weight.grad) is False
+    assert not torch.is_tensor(model[0].weight.grad)
+
+
+def test_gradients_of_shards_are_freed_whether_they_wait_or_not(monkeypatch):
+    libc = Libc()
+    monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
+    plan = ShardPlan(Compression.none)
+    plan.train([torch.zeros(64 << 10) for _ in range(8)], MB)
+    for waiting, freed in ((0, 2 * MB), (1, 2 * MB), (3, 6 * MB)):
+        plan.keep_memory(waiting)
+        told = [value for what, value in libc.told if what == "trim threshold"]
+        assert told[-1] == 256 * MB + freed
