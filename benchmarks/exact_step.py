@@ -12,8 +12,15 @@ S shards on W workers: beside workers that compute as many shards, have the byte
 allreduce, and step their optimizers. The slowest counts, so with a core for each that is the time of the most shards
 that one has; where workers share cores, both ways have the same work in all. An allreduce of n bytes on W ranks reads
 W n and writes W n; all partials together are read, and every rank gets a result. `alone` is the same without the
-allreduce: what the bytes cost shows between the two. Every rank computes in one thread. That losses and weights are the
-same bits everywhere is what the tests show; here the ranks' models are compared at the end.
+allreduce: what the bytes cost shows between the two. Each way takes 20 steps first: until then ranks meet pages of each
+other's memory that they have not mapped, which takes up to a second in all for 100 MB on 8 workers.
+
+A gradient that is a partial by itself, as all are of 8 workers, lies where backward has made it, and no other rank
+reaches it there. `copied` is `beside`, with each of these copied once to where they do, as an ordinary step of this
+package does, and DDP. A sum of several gradients is written there in any case.
+
+Every rank computes in one thread. That losses and weights are the same bits everywhere is what the tests show; here the
+ranks' models are compared at the end.
 
 --memory: PSS (see memory.py) of the worker that has most, each time that backward has made a gradient, at its highest;
 beside that of an ordinary step, in processes of their own. Wanted: at most log2(S) + 1 gradients more.
@@ -34,6 +41,7 @@ from torch import distributed
 import groups
 import models
 import shown
+from elastic.collectives.shared_memory import host_copy
 from elastic.exact import tree
 from elastic.exact.assignment import assign
 from elastic.exact.shards import Shards
@@ -43,6 +51,7 @@ from figures import Mark, Spread, ratio, spread
 from memory import pss
 
 EVEN_MARK, MANY_MARK = 1.05, 1.08
+WARMUP = 20  # steps of each way, of many shards
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,17 @@ class ShardAnswer:
     mark: float
     ms: dict[str, Spread]
     ratio: Spread
+    copied: Spread | None  # the ratio to what copies, too
 
 
 class ShardSteps:
     """Training steps of so many shards, one for each call. Without ``reduced`` the same computation; ``moved``: and an
-    allreduce of as many bytes as partials have.
+    allreduce of as many bytes as partials have. ``copied``: and a copy of each partial that is one shard's gradient.
     """
 
-    def __init__(self, name: str, count: int, reduced: bool, moved: bool = False) -> None:
+    def __init__(
+        self, name: str, count: int, reduced: bool, moved: bool = False, copied: bool = False
+    ) -> None:
         rank = distributed.get_rank()
         training = models.make(name, rank)
         self.model, self._training = training.model, training
@@ -90,15 +102,30 @@ class ShardSteps:
             elements = models.parameters(self.model) * (partials + ranks) // (2 * ranks)
             self._moved = zeros(elements, torch.float32, groups.CPU)
             self._sum = groups.sum_with(groups.ours())
+        self._copies: list[host_copy.HostCopy] = []
+        single = [
+            each for each in tree.schedule(self._held, count)[1] if each.stop - each.start == 1
+        ]
+        if copied and ranks > 1:
+            trained: list[torch.Tensor] = list(self.model.parameters())
+            for _ in single:
+                flat = zeros(models.parameters(self.model), torch.float32, groups.CPU)
+                parts = flat.split([each.numel() for each in trained])
+                views = [part.view_as(each) for part, each in zip(parts, trained, strict=True)]
+                self._copies.append(host_copy.HostCopy(trained, views))
 
     def __call__(self) -> None:
-        self.optimizer.zero_grad()
         for shard in self._shards if self._reduced else self._held:
             inputs, targets = self._training.batches[shard % len(self._training.batches)]
             self._training.loss(self.model, inputs, targets).backward()
+        for copy in self._copies:
+            gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+            copy.run(gradients, [each.data_ptr() for each in gradients])
         if self._moved is not None:
             self._sum(self._moved)
         self.optimizer.step()
+        # Not in the next step: the gradients of all ways would lie side by side, and be found in ever new places.
+        self.optimizer.zero_grad()
 
 
 def measure(question: ShardQuestion) -> ShardAnswer:
@@ -112,13 +139,16 @@ def measure(question: ShardQuestion) -> ShardAnswer:
         ways["beside"] = models.Steps(training, training.model, optimizer)
     else:
         ways["beside"] = ShardSteps(question.model, shards, reduced=False, moved=True)
+        ways["copied"] = ShardSteps(question.model, shards, reduced=False, moved=True, copied=True)
         ways["alone"] = ShardSteps(question.model, shards, reduced=False)
-    times = groups.take_turns(ways, question.rounds)
+    warmup = WARMUP if question.shards else 3
+    times = groups.take_turns(ways, question.rounds, warmup=warmup)
     groups.same_everywhere("the model in shards", list(steps.model.parameters()))
     ms = {name: spread(each).times(1e3) for name, each in times.items()}
     even = ratio(times["shards"], times["beside"])
     mark = MANY_MARK if question.shards else EVEN_MARK
-    return ShardAnswer(question.model, shards, ranks, mark, ms, even)
+    copied = ratio(times["shards"], times["copied"]) if "copied" in times else None
+    return ShardAnswer(question.model, shards, ranks, mark, ms, even, copied)
 
 
 @dataclass(frozen=True)
@@ -203,12 +233,14 @@ def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
 def table(answers: list[ShardAnswer], rounds: int) -> Table:
     found = shown.table(
         f"a step in shards; median and quartiles of {rounds} rounds",
-        *("model", "shards", "workers", "in shards, ms", "beside, ms", "alone, ms", "ratio"),
+        *("model", "shards", "workers", "in shards, ms", "beside, ms", "copied, ms", "alone, ms"),
+        *("to beside", "to copied"),
     )
     for each in answers:
-        names = ("shards", "beside", "alone")
+        names = ("shards", "beside", "copied", "alone")
         ms = (each.ms[name].text(1) if name in each.ms else "" for name in names)
-        found.add_row(each.model, str(each.shards), str(each.ranks), *ms, each.ratio.text())
+        ratios = (each.ratio.text(), "" if each.copied is None else each.copied.text())
+        found.add_row(each.model, str(each.shards), str(each.ranks), *ms, *ratios)
     return found
 
 
