@@ -1,10 +1,12 @@
 """What does it cost to come from TensorFlow? A reduction of gradients, through torch's door and through TensorFlow's.
 
-Two workers. Both doors reduce the same tensors in one job, in turns: those of an MLP with 25M parameters, and 1,000
-small ones. Torch's are reduced in place, as its optimizer does, and into new tensors, as TensorFlow's have to be, which
-can't be written to. TensorFlow's is what a `tf.function` takes longer with the reduction than without. Then a whole
-step of that MLP with `DistributedGradientTape`, beside one with TensorFlow's own ``MultiWorkerMirroredStrategy``, each
-in a job of its own.
+Two workers, an MLP of 25M parameters. A step of TensorFlow's and the same step of torch's, each with the reduction and
+on its rank alone, take turns in one job: what the reduction costs is the difference of the two. The slower rank counts.
+A step of TensorFlow's own ``MultiWorkerMirroredStrategy``, in a job of its own, stands beside them.
+
+Then the reduction by itself, of those gradients and of 1,000 small ones: torch's in place, in memory that the ranks
+share, where no step has its gradients unless it copies them there; torch's into new tensors; and TensorFlow's, which
+can't be written to, and are copied there.
 
     python benchmarks/tensorflow_step.py --steps 40
 """
@@ -23,10 +25,12 @@ from typing import Any
 
 import shown
 from elastic.chaos.harness.ports import free_ports
+from figures import order
 
 WIDTH, LAYERS = 2880, 3  # 25M parameters
 BATCH = 16
 SMALL = 1000
+WARMUP = 5
 
 
 def median_ms(call: Any, steps: int) -> float:
@@ -67,6 +71,63 @@ def steps_of(tf: Any, hvd: Any, variables: list[Any]) -> tuple[Any, Any]:
     return alone, reduced
 
 
+def step_of(tf: Any, hvd: Any) -> Any:
+    """A training step of the MLP; without ``hvd`` on this rank alone."""
+    model, optimizer = model_of(tf), tf.keras.optimizers.SGD(0.01)
+    data = tf.random.uniform([BATCH, WIDTH])
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(data, training=True))
+        if hvd is not None:
+            tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return lambda: step().numpy()
+
+
+def step_of_torch(torch: Any, hvd: Any) -> Any:
+    """The same, with torch."""
+    layers = [
+        each
+        for _ in range(LAYERS)
+        for each in (torch.nn.Linear(WIDTH, WIDTH, bias=False), torch.nn.ReLU())
+    ]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if hvd is not None:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    data = torch.rand(BATCH, WIDTH)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(data).mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def take_turns(hvd: Any, calls: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """Milliseconds of each step of each, that of the slower rank; the ranks meet before each."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-WARMUP, steps):
+        for name in order(list(calls), turn):
+            hvd.barrier()
+            begin = time.perf_counter()
+            calls[name]()
+            took[name].append((time.perf_counter() - begin) * 1000)
+    of_ranks = hvd.allgather_object(took)
+    return {
+        name: [max(each) for each in zip(*(took[name] for took in of_ranks), strict=True)][WARMUP:]
+        for name in calls
+    }
+
+
 def doors(steps: int) -> dict[str, float]:
     """In a worker."""
     import tensorflow as tf
@@ -100,18 +161,18 @@ def doors(steps: int) -> dict[str, float]:
         differences = [r - a for r, a in zip(turns["reduced"], turns["alone"], strict=True)]
         found[f"{kind} tensorflow"] = statistics.median(differences)
 
-    model, optimizer = model_of(tf), tf.keras.optimizers.SGD(0.01)
-    data = tf.random.uniform([BATCH, WIDTH])
-
-    @tf.function
-    def step() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(data, training=True))
-        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    found["step with hvd"] = median_ms(lambda: step().numpy(), steps)
+    calls = {
+        "tensorflow alone": step_of(tf, None),
+        "tensorflow": step_of(tf, hvd),
+        "torch alone": step_of_torch(torch, None),
+        "torch": step_of_torch(torch, of_torch),
+    }
+    turns = take_turns(of_torch, calls, steps)
+    for name, took in turns.items():
+        found[f"step of {name}"] = statistics.median(took)
+    for name in ("tensorflow", "torch"):
+        pairs = zip(turns[name], turns[f"{name} alone"], strict=True)
+        found[f"reduction in a step of {name}"] = statistics.median(r - a for r, a in pairs)
     return found if hvd.rank() == 0 else {}
 
 
@@ -189,20 +250,27 @@ def main() -> None:
     run = str(Path(sys.executable).with_name("elasticrun"))
     command = [sys.executable, __file__, "--steps", str(args.steps), "--as", "doors"]
     found = answers([run, "-np", "2", *command], environ) | beside(args.steps, environ)
-    table = shown.table("through TensorFlow, and beside it", "", "ms", "TensorFlow's beside it")
-    for kind in ("25M", "small"):
-        theirs = found[f"{kind} tensorflow"]
-        for way, ours in (
-            ("in place", found[f"{kind} torch"]),
-            ("into new tensors", found[f"{kind} torch, new tensors"]),
-        ):
-            name = f"{kind}: through torch's door, {way}"
-            table.add_row(name, f"{ours:.2f}", f"{theirs / ours:.2f}")
-        table.add_row(f"{kind}: through TensorFlow's", f"{theirs:.2f}", "")
-    ours, theirs = found["step with hvd"], found["step with MultiWorkerMirroredStrategy"]
-    table.add_row("a step with hvd", f"{ours:.1f}", "")
-    name = "a step with MultiWorkerMirroredStrategy"
-    table.add_row(name, f"{theirs:.1f}", f"{ours / theirs:.2f}")
+    table = shown.table("TensorFlow beside torch, 2 workers", "ms", "torch", "TensorFlow", "ratio")
+    rows = {
+        "a step alone": ("step of torch alone", "step of tensorflow alone"),
+        "a step": ("step of torch", "step of tensorflow"),
+        "the reduction in it": (
+            "reduction in a step of torch",
+            "reduction in a step of tensorflow",
+        ),
+        "25M by themselves": ("25M torch", "25M tensorflow"),
+        "25M, into new tensors": ("25M torch, new tensors", "25M tensorflow"),
+        "1,000 small ones": ("small torch", "small tensorflow"),
+        "1,000, into new tensors": ("small torch, new tensors", "small tensorflow"),
+    }
+    for what, (ours, theirs) in rows.items():
+        ratio = f"{found[theirs] / found[ours]:.2f}"
+        table.add_row(what, f"{found[ours]:.1f}", f"{found[theirs]:.1f}", ratio)
+    other = found["step with MultiWorkerMirroredStrategy"]
+    share = f"{found['step of tensorflow'] / other:.2f}"
+    table.add_row(
+        "a step, beside its strategy", f"{other:.1f}", f"{found['step of tensorflow']:.1f}", share
+    )
     shown.console().print(table)
     shown.write_json(args.json, found)
 

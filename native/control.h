@@ -22,6 +22,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "other processes see t
 struct Offer {  // what a rank says of a round; written before `ready` counts it
   uint64_t signature;  // of the collective: equal on all ranks that call the same
   uint64_t offset;     // where this rank's window lies in its arena
+  uint64_t result;     // of a reduction: where its result goes, also in its arena
 };
 
 struct alignas(128) Seat {  // of one rank; nobody else writes it

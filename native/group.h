@@ -41,8 +41,8 @@ elastic_group* elastic_open(const elastic_options* options);
 // sense. A group that has failed still gives tickets; waiting for them fails.
 //
 // allreduce: of `source` into `data`, which may be the same; else `source` is only read. In place, a buffer that lies in this
-// rank's arena is reduced where it is; all else goes through staging. The ranks need not agree on where theirs lie. `scale`
-// multiplies the result of floating point numbers.
+// rank's arena is reduced where it is; all else goes through staging, from where the result goes back, or straight to a `data`
+// that lies in the arena. The ranks need not agree on where theirs lie. `scale` multiplies the result of floating point numbers.
 uint64_t elastic_allreduce(elastic_group* group, const void* source, void* data, uint64_t count, int32_t dtype,
                            int32_t op, double scale);
 // The two halves of an allreduce: rank r owns the r-th of `size` shares (of `count` elements, see elastic_share).

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <new>
 
+#include "copy.h"
+
 namespace elastic {
 
 namespace {
@@ -11,6 +13,7 @@ namespace {
 constexpr int kChunksAtOnce = 8;   // in one `advance`, so that nobody waits long for the lock around it
 constexpr int kCopiesAtOnce = 2;   // windows copied into staging in one `advance`
 constexpr int kTakesAtOnce = 8;
+constexpr uint64_t kBlock = 8 << 10;  // bytes that are reduced in the first cache, to be written past all of them
 
 uint64_t mixed(uint64_t hash, uint64_t word) {  // FNV-1a over words: http://www.isthe.com/chongo/tech/comp/fnv
   return (hash ^ word) * 0x100000001b3u;
@@ -101,6 +104,7 @@ Collective Rounds::allreduce(const void* source, void* data, uint64_t count, int
                              double scale) const {
   Collective made = reduction(Kind::kReduce, data, count, dtype, op, scale);
   made.source = static_cast<const uint8_t*>(source);
+  made.lands = made.in_place;
   made.in_place = made.in_place && source == data;
   return made;
 }
@@ -236,7 +240,7 @@ void Rounds::offer_window(Collective& collective) {
   const uint64_t number = offered_, window = collective.offered, entry = number % kRing;
   const uint64_t bytes = length(collective, window), at = window * kWindow;
   uint8_t* slot = staged(rank_, number);
-  uint64_t offset = static_cast<uint64_t>(slot - arenas_[rank_]);
+  uint64_t offset = static_cast<uint64_t>(slot - arenas_[rank_]), result = offset;
   const uint64_t chunks = reduces(collective) ? (bytes + kChunk - 1) / kChunk : 0;
   switch (collective.kind) {
     case Kind::kReduce:
@@ -244,9 +248,10 @@ void Rounds::offer_window(Collective& collective) {
     case Kind::kReduceTree:
     case Kind::kSpreadShares:
       if (collective.in_place) {
-        offset = static_cast<uint64_t>(collective.data - arenas_[rank_]) + at;
+        offset = result = static_cast<uint64_t>(collective.data - arenas_[rank_]) + at;
       } else {
         copy(slot, collective.source + at, bytes);
+        if (collective.lands) result = static_cast<uint64_t>(collective.data - arenas_[rank_]) + at;
       }
       break;
     case Kind::kBroadcast:
@@ -270,7 +275,7 @@ void Rounds::offer_window(Collective& collective) {
     case Kind::kBarrier:
       break;
   }
-  offer_of(rank_, number) = Offer{collective.signature, offset};
+  offer_of(rank_, number) = Offer{collective.signature, offset, result};
   ring_[entry] = Round{&collective, window, expected_[entry], expected_[entry] + chunks, false};
   expected_[entry] += chunks;
   ++collective.offered;
@@ -329,7 +334,13 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
   void* to[kMaxRanks];
   const void* from[kMaxRanks];
   if (collective.kind == Kind::kReduce) {
-    for (int rank = 0; rank < size_; ++rank) from[rank] = to[rank] = buffers[rank] + begin;
+    bool elsewhere = true;
+    for (int rank = 0; rank < size_; ++rank) {
+      from[rank] = buffers[rank] + begin;
+      to[rank] = arenas_[rank] + offer_of(rank, number).result + begin;
+      elsewhere &= to[rank] != from[rank];
+    }
+    if (elsewhere) return reduce_past_caches(collective, to, from, end - begin);
     collective.reduce(to, size_, from, size_, (end - begin) / element, collective.scale);
     return;
   }
@@ -360,6 +371,25 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
   }
 }
 
+// Into memory that was not read: an ordinary store would read each line of it before.
+void Rounds::reduce_past_caches(const Collective& collective, void** to, const void** from, uint64_t bytes) const {
+  alignas(64) uint8_t sums[kBlock];
+  void* const into = sums;
+  const void* sources[kMaxRanks];
+  uint64_t lengths[kMaxRanks];
+  for (uint64_t done = 0; done < bytes; done += kBlock) {
+    const uint64_t now = std::min(kBlock, bytes - done);
+    collective.reduce(&into, 1, from, size_, now / element_bytes(collective.dtype), collective.scale);
+    std::fill_n(sources, size_, sums);
+    std::fill_n(lengths, size_, now);
+    elastic_copy(to, sources, lengths, size_);
+    for (int rank = 0; rank < size_; ++rank) {
+      from[rank] = static_cast<const uint8_t*>(from[rank]) + now;
+      to[rank] = static_cast<uint8_t*>(to[rank]) + now;
+    }
+  }
+}
+
 bool Rounds::take_one() {
   if (taken_ == reduced_) return false;
   const uint64_t number = taken_;
@@ -368,7 +398,7 @@ bool Rounds::take_one() {
   if (reduces(collective)) {
     if (control()->tallies[number % kRing].finished.load(std::memory_order_seq_cst) < round.end) return false;
     if (!round.checked && !check(round, number)) return false;  // one without elements
-    if (!collective.in_place) {
+    if (!collective.in_place && !collective.lands) {
       copy(collective.data + round.window * kWindow, staged(rank_, number), length(collective, round.window));
     }
   } else if (!move(round, number)) {
@@ -450,8 +480,8 @@ bool Rounds::agrees(const Collective& collective, uint64_t window, uint64_t numb
   const Offer& offer = offer_of(rank, number);
   uint64_t bytes = reduces(collective) ? length(collective, window) : 0;
   if (collective.kind == Kind::kReduceTree) bytes += collective.reach[static_cast<size_t>(rank)];
-  if (offer.signature == collective.signature && offer.offset <= arena_bytes_[rank] &&
-      bytes <= arena_bytes_[rank] - offer.offset) {
+  const uint64_t last = std::max(offer.offset, offer.result);
+  if (offer.signature == collective.signature && last <= arena_bytes_[rank] && bytes <= arena_bytes_[rank] - last) {
     return true;
   }
   fail(kOther, odd_one(number, rank));

@@ -28,6 +28,7 @@ struct Collective {
   uint64_t offered = 0;  // windows
   uint64_t taken = 0;
   bool in_place = false;
+  bool lands = false;  // the result is written to where it is to be, though what is read goes through staging
   // reductions
   uint8_t* data = nullptr;  // the result; also where a broadcast comes from and goes to
   DType dtype = DType::kUint8;
@@ -112,6 +113,7 @@ class Rounds {
   bool agrees(const Collective& collective, uint64_t window, uint64_t number, int rank);
   int odd_one(uint64_t number, int differs) const;
   bool check(Round& round, uint64_t number);
+  void reduce_past_caches(const Collective& collective, void** to, const void** from, uint64_t bytes) const;
   void run_chunk(const Round& round, uint64_t number, uint64_t chunk);
   bool move(Round& round, uint64_t number);
   void learn_sizes(Collective& collective, uint64_t number);

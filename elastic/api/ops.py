@@ -133,7 +133,7 @@ def allreduce_(
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
-        [tensor], name, reduction, *scales, members=members, in_place=True, pick=_only, soon=True
+        [tensor], name, reduction, *scales, members=members, into=[tensor], pick=_only, soon=True
     )
     result: torch.Tensor = synchronize(handle)
     return result
@@ -152,7 +152,7 @@ def allreduce_async_(
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
-        [tensor], name, reduction, *scales, members=members, in_place=True, pick=_only
+        [tensor], name, reduction, *scales, members=members, into=[tensor], pick=_only
     )
 
 
@@ -218,7 +218,7 @@ def grouped_allreduce_(
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
-        tensors, name, reduction, *scales, members=members, in_place=True, soon=True
+        tensors, name, reduction, *scales, members=members, into=tensors, soon=True
     )
     result: list[torch.Tensor] = synchronize(handle)
     return result
@@ -236,7 +236,7 @@ def grouped_allreduce_async_(
     """Starts a `grouped_allreduce` into the tensors themselves; don't touch them before `synchronize`."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
-    return start_allreduce(tensors, name, reduction, *scales, members=members, in_place=True)
+    return start_allreduce(tensors, name, reduction, *scales, members=members, into=tensors)
 
 
 def sparse_allreduce_async(

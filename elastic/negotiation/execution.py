@@ -76,12 +76,12 @@ def _start_allreduce(
 ) -> None:
     request = batch[0][0].request
     tensors: list[torch.Tensor] = []
-    in_place: list[bool] = []
+    into: list[torch.Tensor | None] = []
     for response, pending in batch:
         own = _zeros(response.request, device) if pending is None else pending.tensors
         tensors.extend(own)
-        in_place += [pending is None or pending.in_place] * len(own)
-    started = reductions.allreduce(group, tensors, Op(request.op), *request.scales, in_place)
+        into.extend(own if pending is None else pending.targets())
+    started = reductions.allreduce(group, tensors, Op(request.op), *request.scales, into)
     _mark(rows, began_ns)
     whole = FusedBatch(started, rows, _backend(request), timeline.now_ns() if rows else 0)
     at = 0

@@ -84,7 +84,7 @@ class Pending:
         "decided",
         "device",
         "error",
-        "in_place",
+        "into",
         "key",
         "kind",
         "lasting",
@@ -112,7 +112,7 @@ class Pending:
         scales: tuple[float, float] = (1.0, 1.0),
         splits: tuple[int, ...] = (),
         payload: str = "",
-        in_place: bool = False,
+        into: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.kind = kind
         self.name = name  # empty: the engine numbers it
@@ -124,7 +124,7 @@ class Pending:
         self.scales = scales
         self.splits = splits
         self.payload = payload
-        self.in_place = in_place
+        self.into = into
         self.lasting = bool(name) and bool(tensors)
         self.key: Hashable = None
         self.decided = False  # it runs, or failed
@@ -176,7 +176,7 @@ class Pending:
             case "broadcast":
                 root = self.members.index(self.root) if self.members else self.root
                 root = root if group.size > 1 else 0
-                return exchanges.broadcast(group, self.tensors[0], root, self.in_place)
+                return exchanges.broadcast(group, self.tensors[0], root, self.into is not None)
         parts = [
             reductions.reducescatter(group, tensor, Op(self.op), *self.scales)
             for tensor in self.tensors
@@ -233,6 +233,10 @@ class Pending:
         self._value, self.error = value, error
         self.decided = True
 
+    def targets(self) -> Sequence[torch.Tensor | None]:
+        """Of an allreduce: where each tensor's result goes; see `reductions.allreduce`."""
+        return [None] * len(self.tensors) if self.into is None else self.into
+
     def await_tensors(self) -> None:
         """On a GPU: what comes after this in the present stream sees the tensors as they were when submitted."""
         if self._ready is not None:
@@ -249,10 +253,9 @@ def run_alone(pending: Pending, group: Collectives) -> None:
         case "barrier":
             pending.settled()
         case "allreduce":
-            in_place = [pending.in_place] * len(pending.tensors)
             with torch.no_grad():
                 started = reductions.allreduce(
-                    group, pending.tensors, Op(pending.op), *pending.scales, in_place
+                    group, pending.tensors, Op(pending.op), *pending.scales, pending.targets()
                 )
             pending.started(FusedBatch(started, (), "", 0))
         case kind:

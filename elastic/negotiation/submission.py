@@ -68,18 +68,17 @@ def start_allreduce(
     postscale: float = 1.0,
     *,
     members: Members = None,
-    in_place: bool = False,
+    into: Tensors | None = None,
     pick: Callable[[list[torch.Tensor]], Any] = list,
     soon: bool = False,
 ) -> int:
+    """``into``: where the results go, as `reductions.allreduce` has it."""
     _need_tensors(ALLREDUCE, tensors)
     reductions.check(ALLREDUCE, tensors, op, (prescale, postscale) != (1.0, 1.0))
     if op is Op.ADASUM:
         adasum.check(group_size(_CPU, members))
     scales = (float(prescale), float(postscale))
-    return _submit(
-        ALLREDUCE, name, tensors, pick, members, soon, in_place=in_place, op=op, scales=scales
-    )
+    return _submit(ALLREDUCE, name, tensors, pick, members, soon, into=into, op=op, scales=scales)
 
 
 def start_reducescatter(
@@ -139,7 +138,14 @@ def start_broadcast(
         )
 
     return _submit(
-        BROADCAST, name, [tensor], None, members, soon, in_place=in_place, root=root_rank
+        BROADCAST,
+        name,
+        [tensor],
+        None,
+        members,
+        soon,
+        into=[tensor] if in_place else None,
+        root=root_rank,
     )
 
 
@@ -199,7 +205,7 @@ def _submit(
     members: Members,
     soon: bool,
     *,
-    in_place: bool = False,
+    into: Tensors | None = None,
     op: int = 0,
     root: int = 0,
     scales: tuple[float, float] = (1.0, 1.0),
@@ -229,7 +235,7 @@ def _submit(
         scales=scales,
         splits=splits,
         payload=payload,
-        in_place=in_place,
+        into=into,
     )
     handle = _handles.claim(rt, pending, pick)
     try:

@@ -143,10 +143,17 @@ def _reduce(
     name = bridge.named("allreduce", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        reused = op is not Op.ADASUM and result_memory.pays(found)
-        places, given = result_memory.copied(found) if reused else (range(len(found)), found)
+        into, places = None, list(range(len(found)))
+        if op is not Op.ADASUM and result_memory.pays(found):
+            places, into = result_memory.made(found)
         handle = submission.start_allreduce(
-            given, name, op, *factors, members=members(), in_place=reused, soon=True
+            [found[place] for place in places],
+            name,
+            op,
+            *factors,
+            members=members(),
+            into=into,
+            soon=True,
         )
         made = dict(zip(places, submission.synchronize(handle), strict=True))
         return [made[place] for place in range(len(found))]

@@ -119,14 +119,16 @@ void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the
   });
 }
 
-// From memory that is only read into other memory, each of them in the arena or outside, as the rank and the call say.
+// From memory that is only read into other memory, each of them in the arena or outside, as the rank and the call say; in the
+// last calls all ranks' alike.
 void reduces_into_other_memory(World& world, uint64_t count) {
   world.each([&](int rank, elastic_group* group) {
     std::vector<int32_t> source_outside(count), result_outside(count + 1);
     auto* arena = reinterpret_cast<int32_t*>(world.arenas[rank]);
-    for (int call = 0; call < 4; ++call) {
-      int32_t* source = (call + rank) % 2 == 0 ? source_outside.data() : arena + 1024;
-      int32_t* result = (call / 2 + rank) % 2 == 0 ? arena + 2048 + count : result_outside.data();
+    for (int call = 0; call < 8; ++call) {
+      const int says = call < 4 ? rank : 0;
+      int32_t* source = (call + says) % 2 == 0 ? source_outside.data() : arena + 1024;
+      int32_t* result = (call / 2 + says) % 2 == 0 ? arena + 2048 + count : result_outside.data();
       for (uint64_t i = 0; i < count; ++i) source[i] = element(rank, i, call), result[i] = -3;
       result[count] = -7;  // nobody's
       finish(group, elastic_allreduce(group, source, result, count, kInt32, kSum, 1.0));
@@ -352,7 +354,7 @@ void nothing_is_written_after_a_drain(int size, int seed) {
   world.each([&](int rank, elastic_group* group) {
     constexpr int kCalls = 4;
     constexpr uint64_t kCount = 2 << 20;
-    std::vector<int32_t> outside(kCount);
+    std::vector<int32_t> outside(kCount), source(kCount, 1);
     int32_t* buffers[kCalls];
     uint64_t tickets[kCalls];
     for (int call = 0; call < kCalls; ++call) {
@@ -362,7 +364,8 @@ void nothing_is_written_after_a_drain(int size, int seed) {
     }
     finish(group, elastic_barrier(group));  // all have filled theirs
     for (int call = 0; call < kCalls; ++call) {
-      tickets[call] = elastic_allreduce(group, buffers[call], buffers[call], kCount, kInt32, kSum, 1.0);
+      const int32_t* from = (call + seed) % 2 == 0 ? source.data() : buffers[call];
+      tickets[call] = elastic_allreduce(group, from, buffers[call], kCount, kInt32, kSum, 1.0);
     }
     const auto everywhere = [&](int call, int32_t expected) {
       for (uint64_t i = 0; i < kCount; ++i) CHECK(buffers[call][i] == expected);

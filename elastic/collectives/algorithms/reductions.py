@@ -41,38 +41,40 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
         )
 
 
+Into = Sequence[torch.Tensor | None]
+
+
 def allreduce(
     group: Collectives,
     tensors: Sequence[torch.Tensor],
     op: Op,
     prescale: float,
     postscale: float,
-    in_place: Sequence[bool],
+    into: Into,
 ) -> Started:
     """``postscale * reduce(prescale * tensor)`` of each; small tensors of one dtype travel in one buffer.
 
-    The result is a list: for each of ``tensors`` itself, where it is to be overwritten in place, or a new tensor.
+    ``into`` says for each where its result goes: into the tensor itself, into other memory like it (of its shape and
+    dtype, contiguous, none of it shared with any of ``tensors``), or, for None, into memory of its own. The result is a
+    list of these.
     """
     if op is Op.ADASUM:
-        return _adasum(group, tensors, prescale, postscale, in_place)
+        return _adasum(group, tensors, prescale, postscale, into)
     together = _batches(tensors)
     buffers: list[tuple[torch.Tensor, int, float]] = []
     works = []
     sent, divisor = (Op.SUM, group.size) if op is Op.AVERAGE else (op, 1)
     for indices in together:
-        dtype = tensors[indices[0]].dtype
-        widened = op is Op.AVERAGE and dtype in _SMALL
-        own = not widened and all(in_place[index] for index in indices)
+        first, target = tensors[indices[0]], into[indices[0]]
+        widened = op is Op.AVERAGE and first.dtype in _SMALL
         begin: Callable[..., Work]
-        alone = len(indices) == 1 and not (own or widened) and prescale == 1.0
+        alone = len(indices) == 1 and target is not first and not widened and prescale == 1.0
         if alone and isinstance(group, ReducesInto):  # asked last: it takes 5 to 15 us
-            source = tensors[indices[0]].detach().resolve_neg().contiguous().reshape(-1)
-            flat = torch.empty_like(source)
+            source = first.detach().resolve_neg().contiguous().reshape(-1)
+            flat = torch.empty_like(source) if target is None else target.detach().view(-1)
             begin = functools.partial(group.allreduce_into, flat, source)
         else:
-            flat = _flat([tensors[index] for index in indices], own)
-            if widened:
-                flat = flat.to(torch.int32)
+            flat = _flat([tensors[at] for at in indices], [into[at] for at in indices], widened)
             scale_(flat, prescale)
             begin = functools.partial(group.allreduce, flat)
         if group.scales_inside and flat.is_floating_point():
@@ -86,7 +88,7 @@ def allreduce(
         results = list(tensors)
         for indices, (flat, size, factor) in zip(together, buffers, strict=True):
             divide_(flat, size, factor)
-            _place_all(flat, tensors, indices, in_place, results)
+            _place_all(flat, tensors, indices, into, results)
         return results
 
     return works, finish
@@ -112,7 +114,7 @@ def _adasum(
     tensors: Sequence[torch.Tensor],
     prescale: float,
     postscale: float,
-    in_place: Sequence[bool],
+    into: Into,
 ) -> Started:
     """Blocks: its steps depend on each other."""
     adasum.check(group.size)
@@ -124,12 +126,11 @@ def _adasum(
         scale_(copy, postscale)
 
     def finish() -> list[torch.Tensor]:
-        for tensor, copy, overwritten in zip(tensors, copies, in_place, strict=True):
-            if overwritten:
-                tensor.detach().copy_(copy)
+        for copy, target in zip(copies, into, strict=True):
+            if target is not None:
+                target.detach().copy_(copy)
         return [
-            tensor if overwritten else copy
-            for tensor, copy, overwritten in zip(tensors, copies, in_place, strict=True)
+            copy if target is None else target for copy, target in zip(copies, into, strict=True)
         ]
 
     return [], finish
@@ -188,14 +189,21 @@ def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
     return tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
 
 
-def _flat(tensors: Sequence[torch.Tensor], own: bool) -> torch.Tensor:
-    """One vector of all elements: the tensors' own memory if it may be, and is in one piece, else a copy."""
-    first = tensors[0].detach()
-    if own and _in_one_piece(tensors):
-        return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+def _flat(tensors: Sequence[torch.Tensor], into: Into, widened: bool) -> torch.Tensor:
+    """One vector of all elements: where the results go, if that is in one piece, else a copy."""
+    targets = [target for target in into if target is not None]
+    if not widened and len(targets) == len(tensors) and _in_one_piece(targets):
+        moved = [each for each in zip(targets, tensors, strict=True) if each[0] is not each[1]]
+        if moved:
+            torch._foreach_copy_(
+                [target.detach() for target, _ in moved], [source.detach() for _, source in moved]
+            )
+        return targets[0].detach().as_strided((sum(each.numel() for each in targets),), (1,))
     if len(tensors) > 1:
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    return first.clone(memory_format=torch.contiguous_format).view(-1)
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    else:
+        flat = tensors[0].detach().clone(memory_format=torch.contiguous_format).view(-1)
+    return flat.to(torch.int32) if widened else flat
 
 
 def _in_one_piece(tensors: Sequence[torch.Tensor]) -> bool:
@@ -214,26 +222,27 @@ def _place_all(
     flat: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     indices: list[int],
-    in_place: Sequence[bool],
+    into: Into,
     results: list[torch.Tensor],
 ) -> None:
     """The reduced elements in the shape and dtype of ``tensors``, into ``results``."""
     if len(indices) == 1:
         (index,) = indices
-        results[index] = _place(flat, tensors[index], in_place[index])
+        results[index] = _place(flat, tensors[index], into[index])
         return
-    if all(in_place[index] for index in indices) and flat.data_ptr() == (
-        tensors[indices[0]].data_ptr()
-    ):
-        return  # it is their own memory, in which they are already
+    given = {index: target for index in indices if (target := into[index]) is not None}
+    if len(given) == len(indices) and flat.data_ptr() == given[indices[0]].data_ptr():
+        for index, target in given.items():  # in which they are already
+            results[index] = target
+        return
     parts = torch.split(flat, [tensors[index].numel() for index in indices])
     targets, sources = [], []
     for index, part in zip(indices, parts, strict=True):
-        tensor = tensors[index]
-        if in_place[index]:
-            target = tensor.detach()
+        if index in given:
+            target = given[index].detach()
+            results[index] = given[index]
         else:  # of its own, so that keeping one result does not keep the whole buffer
-            target = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            target = torch.empty_like(tensors[index], memory_format=torch.contiguous_format)
             results[index] = target
         targets.append(target)
         sources.append(part.view(target.shape))
@@ -241,10 +250,10 @@ def _place_all(
     torch._foreach_copy_(targets, sources)
 
 
-def _place(part: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
-    if in_place:
-        target = tensor.detach()
-        if part.data_ptr() != target.data_ptr():
-            target.copy_(part.view(target.shape))
-        return tensor
-    return part.to(tensor.dtype).view(tensor.shape)
+def _place(part: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is None:
+        return part.to(like.dtype).view(like.shape)
+    target = into.detach()
+    if part.data_ptr() != target.data_ptr():
+        target.copy_(part.view(target.shape))
+    return into

@@ -1,7 +1,8 @@
 """Collectives in shared memory, among ranks of one host: the seam on the native group. See native/group.h.
 
 The native thread of a group makes progress while the script computes; whoever waits helps. A tensor that lies in this
-process's arena is reduced where it is, any other goes through staging; both give the same bits.
+process's arena is reduced where it is, any other goes through staging, from which the result goes back, or to where it
+is wanted, if that lies in the arena. All give the same bits.
 """
 
 from __future__ import annotations

@@ -20,13 +20,24 @@ def watched():
     return group
 
 
+def reading(group):
+    """What it takes to be one that reduces into other memory."""
+    into = create_autospec(ReducesInto, instance=True).allreduce_into
+    into.side_effect = lambda result, tensor, *rest: group.allreduce(result.copy_(tensor), *rest)
+    return into
+
+
+def read_by(group):
+    return [call.args[1].data_ptr() for call in group.allreduce_into.call_args_list]
+
+
 def sent_by(group):
     return [call.args[0] for call in group.allreduce.call_args_list]
 
 
-def reduced(tensors, in_place, op=Op.SUM):
+def reduced(tensors, into, op=Op.SUM):
     group = watched()
-    works, finish = reductions.allreduce(group, tensors, op, 2.0, 1.0, in_place)
+    works, finish = reductions.allreduce(group, tensors, op, 2.0, 1.0, into)
     for work in works:
         work.wait()
     (sent,) = sent_by(group)
@@ -36,7 +47,7 @@ def reduced(tensors, in_place, op=Op.SUM):
 def test_tensors_one_after_the_other_are_reduced_where_they_are():
     flat = torch.arange(24.0)
     parts = [flat[2:8].view(2, 3), flat[8:9], flat[9:20]]
-    sent, results = reduced(parts, [True] * 3)
+    sent, results = reduced(parts, parts)
     assert sent.data_ptr() == parts[0].data_ptr() and sent.shape == (18,)
     assert all(result is part for result, part in zip(results, parts, strict=True))
     scaled = torch.arange(24.0)
@@ -57,7 +68,7 @@ def test_others_travel_as_a_copy_and_come_back(cut):
     flat = torch.arange(12.0)
     parts = cut(flat)
     wanted = [part * 2 for part in parts]
-    sent, results = reduced(parts, [True] * 2)
+    sent, results = reduced(parts, parts)
     assert sent.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
     for result, part, each in zip(results, parts, wanted, strict=True):
         assert result is part
@@ -66,7 +77,8 @@ def test_others_travel_as_a_copy_and_come_back(cut):
 
 def test_what_is_not_to_be_overwritten_stays():
     flat = torch.arange(8.0)
-    sent, results = reduced([flat[:4], flat[4:]], [True, False])
+    parts = [flat[:4], flat[4:]]
+    sent, results = reduced(parts, [parts[0], None])
     assert sent.data_ptr() != flat.data_ptr()
     assert torch.equal(flat, torch.cat([torch.arange(4.0) * 2, torch.arange(4.0, 8.0)]))
     assert torch.equal(results[1], torch.arange(4.0, 8.0) * 2)
@@ -77,7 +89,7 @@ def test_large_tensors_are_reduced_where_they_are_and_small_ones_share_a_buffer(
     small = [torch.ones(3), torch.ones(4), torch.ones(5, dtype=torch.float64)]
     group = watched()
     tensors = [small[0], large[0], small[1], large[1], small[2]]
-    _, finish = reductions.allreduce(group, tensors, Op.SUM, 2.0, 1.0, [True] * 5)
+    _, finish = reductions.allreduce(group, tensors, Op.SUM, 2.0, 1.0, tensors)
     finish()
     sent = sent_by(group)
     assert [tensor.numel() for tensor in sent] == [7, *(part.numel() for part in large), 5]
@@ -85,10 +97,33 @@ def test_large_tensors_are_reduced_where_they_are_and_small_ones_share_a_buffer(
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
+def test_results_go_into_other_memory_and_are_reduced_there():
+    flat = torch.full((9,), -1.0)
+    tensors, into = [torch.ones(2, 3), torch.arange(3.0)], [flat[:6].view(2, 3), flat[6:]]
+    sent, results = reduced(tensors, into)
+    assert sent.data_ptr() == flat.data_ptr()
+    assert all(result is target for result, target in zip(results, into, strict=True))
+    assert flat.tolist() == [2.0] * 6 + [0.0, 2.0, 4.0]
+    assert tensors[0].tolist() == [[1.0] * 3] * 2
+
+
+def test_one_of_them_may_go_elsewhere():
+    tensors = [torch.ones(2), torch.ones(3), torch.ones(4)]
+    elsewhere = torch.zeros(3)
+    _, results = reduced(tensors, [tensors[0], elsewhere, None])
+    assert results[0] is tensors[0]
+    assert results[1] is elsewhere
+    assert [each.tolist() for each in (*results, *tensors)] == [
+        *([2.0] * 2, [2.0] * 3, [2.0] * 4),
+        *([2.0] * 2, [1.0] * 3, [1.0] * 4),
+    ]
+
+
 def test_a_mean_of_small_integers_is_widened():
     flat = torch.full((8,), 100, dtype=torch.uint8)
     group = watched()
-    _, finish = reductions.allreduce(group, [flat[:4], flat[4:]], Op.AVERAGE, 1.0, 1.0, [True] * 2)
+    parts = [flat[:4], flat[4:]]
+    _, finish = reductions.allreduce(group, parts, Op.AVERAGE, 1.0, 1.0, parts)
     finish()
     assert [tensor.dtype for tensor in sent_by(group)] == [torch.int32]
     assert flat.tolist() == [100] * 8
@@ -98,7 +133,8 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
     group, ints = watched(), torch.full((3,), 3, dtype=torch.int32)
     group.scales_inside = True
     floats = torch.ones(4)
-    _, finish = reductions.allreduce(group, [floats, ints], Op.SUM, 1.0, 0.5, [True] * 2)
+    both = [floats, ints]
+    _, finish = reductions.allreduce(group, both, Op.SUM, 1.0, 0.5, both)
     assert floats.tolist() == [0.5] * 4  # before anybody has asked for the result
     finish()
     assert (floats.tolist(), ints.tolist()) == ([0.5] * 4, [1] * 3)
@@ -117,12 +153,21 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
 )
 def test_a_group_that_reduces_into_other_memory_reads_the_tensor_itself(tensor, op, prescale, read):
     group, before = watched(), tensor.clone()
-    into = create_autospec(ReducesInto, instance=True).allreduce_into
-    into.side_effect = lambda result, tensor, *rest: group.allreduce(result.copy_(tensor), *rest)
-    group.allreduce_into = into
-    _, finish = reductions.allreduce(group, [tensor], op, prescale, 1.0, [False])
+    group.allreduce_into = reading(group)
+    _, finish = reductions.allreduce(group, [tensor], op, prescale, 1.0, [None])
     (result,) = finish()
     assert torch.equal(result, before * prescale) and result.dtype == tensor.dtype
-    from_where = [call.args[1].data_ptr() for call in into.call_args_list]
-    assert (from_where == [tensor.data_ptr()]) is read
+    assert (read_by(group) == [tensor.data_ptr()]) is read
     assert torch.equal(tensor, before) and result.data_ptr() != tensor.data_ptr()
+
+
+def test_such_a_group_leaves_it_where_it_is_wanted():
+    group, tensor, wanted = watched(), torch.ones(2, 3), torch.zeros(2, 3)
+    group.allreduce_into = reading(group)
+    _, finish = reductions.allreduce(group, [tensor], Op.SUM, 1.0, 1.0, [wanted])
+    assert finish()[0] is wanted
+    assert read_by(group) == [tensor.data_ptr()]
+    assert wanted.tolist() == [[1.0] * 3] * 2
+    finish = reductions.allreduce(group, [tensor], Op.SUM, 1.0, 1.0, [tensor])[1]
+    assert finish()[0] is tensor
+    assert len(read_by(group)) == 1  # in place it has nothing to read

@@ -1,0 +1,29 @@
+"""Where the results of a step's gradients lie side by side."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.collectives.interface import ALONE_BYTES
+from elastic.tensorflow import result_memory
+
+
+def test_what_travels_alone_comes_first_and_each_dtype_lies_in_one_piece():
+    large = ALONE_BYTES // 4
+    shapes = [(3,), (large + 1,), (2, 8), (large,), (4, 4), (large,)]
+    tensors = [torch.zeros(shape) for shape in shapes]
+    tensors[2] = tensors[2].double()
+    places, found = result_memory.made(tensors)
+    assert places == [3, 5, 1, 4, 0, 2]
+    for place, each in zip(places, found, strict=True):
+        assert (each.shape, each.dtype) == (tensors[place].shape, tensors[place].dtype)
+    floats = found[:5]
+    for each, following in zip(floats, floats[1:], strict=False):
+        assert following.data_ptr() == each.data_ptr() + each.nbytes
+    # TensorFlow takes over what starts at a multiple: that of the largest, as long as their sizes are multiples.
+    assert [each.data_ptr() % result_memory.ALIGNED for each in floats[:3]] == [0, 0, 0]
+
+
+def test_little_is_not_worth_it():
+    assert not result_memory.pays([torch.zeros(ALONE_BYTES // 8)] * 1)
+    assert result_memory.pays([torch.zeros(ALONE_BYTES // 8)] * 2)
