@@ -2,9 +2,9 @@
 
     python -m elastic.driver.agents.agent_process
 
-Once that is checked it writes a line that begins with READY, and its release, to standard output. Told to outlive who
-started it, it goes on in the background when its standard input is at its end, or after two minutes, with nothing of
-its starter's, unless nobody hears its standard output any more; otherwise that is the end of its starter, and its own.
+Once that is checked it writes a line that begins with READY, and its release, to standard output. The end of its
+standard input is its own. But where it is told to outlive who started it, it goes on in the background then, or after
+two minutes, with nothing of its starter's, unless nobody reads its standard output any more.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _listed(file: str) -> list[str]:
 
 def _hear_out(within_s: float) -> bool:
     """Until who has started it has heard that it is ready, and closed its standard input: it may be ended until then.
-    After so long the host of that is gone, and nobody will. False: its starter was ended, or what it was started by.
+    After so long the host of that is gone, and nobody will. False: it was ended indeed, or the ssh between them was.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
