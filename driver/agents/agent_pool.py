@@ -288,6 +288,9 @@ class AgentPool:
         for order in host.starts:
             self._actions.tell(host, order)
         host.starts.clear()
+        for worker in sorted(host.doomed & host.running):
+            self._actions.tell(host, Kill(worker))
+        host.doomed.clear()
         trouble = self._networks.note(host.name, said.bind, said.addresses, caller)
         if trouble:
             self._actions.log("warning", trouble)
@@ -436,8 +439,10 @@ class AgentPool:
         if waiting:
             host.starts.remove(waiting[0])
             self._exited(host, WorkerExited(worker, -9))
-        else:
+        elif host.here:
             self._actions.tell(host, Kill(worker))
+        else:
+            host.doomed.add(worker)
 
     def _seen(self, host: AgentRecord, event: Event) -> None:
         if isinstance(event, WorkerExited):

@@ -2,9 +2,9 @@
 
     python -m elastic.driver.agents.agent_process
 
-Once that is checked it writes a line that begins with READY, and its release, to standard output. Told to outlive who
-started it, it goes on in the background when its standard input is at its end, or after two minutes, with nothing of
-its starter's; otherwise that is the end of its starter, and its own.
+Once that is checked it writes a line that begins with READY, and its release, to standard output. The end of its
+standard input is its own. But where it is told to outlive who started it, it goes on in the background then, or after
+two minutes, with nothing of its starter's, unless nobody reads its standard output any more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from elastic.errors import Invalid
 from elastic.version import __version__
 
 BOOTSTRAP_LIMIT = 1 << 20  # bytes
+STDOUT = 1
 
 
 def main() -> int:
@@ -46,7 +47,8 @@ def main() -> int:
         return 2
     print(f"{READY} {__version__}", flush=True)
     if bootstrap.outlives:
-        _hear_out(FIND_S)
+        if not _hear_out(FIND_S):
+            return 1
         _leave()
     log = Console(write_stderr, level=bootstrap.log_level, colour=False, timestamps=True)
     return asyncio.run(serve(bootstrap, slots=slots, bound=True, log=log))
@@ -138,15 +140,18 @@ def _listed(file: str) -> list[str]:
 # ---- in the background -----------------------------------------------------------------------------------------------
 
 
-def _hear_out(within_s: float) -> None:
+def _hear_out(within_s: float) -> bool:
     """Until who has started it has heard that it is ready, and closed its standard input: it may be ended until then.
-    After so long the host of that is gone, and nobody will.
+    After so long the host of that is gone, and nobody will. False: it was ended indeed, or the ssh between them was.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
     while (left_s := deadline - time.monotonic()) > 0:
         if select.select([fd], [], [], left_s)[0] and not os.read(fd, 4096):
-            return
+            break
+    heard = select.poll()
+    heard.register(STDOUT, 0)
+    return not heard.poll(0)
 
 
 def _leave() -> None:

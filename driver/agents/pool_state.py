@@ -25,6 +25,7 @@ class AgentRecord:
     starts: list[Start] = field(default_factory=list)  # that wait for it
     starting: bool = False  # an agent is being started
     running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not
+    doomed: set[Worker] = field(default_factory=set)  # to be killed once the agent is here
     overdue_why: str = ""  # why it is lost, if it is not here in time
     again_s: float = AGAIN_S[0]  # until the next try to start an agent here
     given_up: bool = False  # we have hung up, and do not wait for its return

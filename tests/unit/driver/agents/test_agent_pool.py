@@ -128,6 +128,18 @@ def test_an_order_that_still_waits_is_withdrawn():
     assert talk.here(FIRST)[1:] == [told(FIRST, order(A2))]
 
 
+def test_who_is_to_be_killed_while_its_agent_is_away_is_killed_when_that_is_back():
+    talk = Talk(adopted=[A, A2])
+    talk.hear(DriverReady(), KillOrdered(A), KillOrdered(A2))
+    assert talk.here(FIRST, A, exits=[WorkerExited(A2, 0)]) == [
+        TellDriver(WorkerExited(A2, 0)),
+        TellDriver(HostReported("here", [A], [A])),
+        told(FIRST, Kill(A)),
+    ]
+    talk.hear(AgentGone(FIRST, False))
+    assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
+
+
 def test_who_does_not_come_ends_the_workers_that_wait_for_it():
     talk = Talk()
     talk.hear(StartOrdered(order(A)))

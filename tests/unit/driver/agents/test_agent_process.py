@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -37,8 +38,14 @@ def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -
         patch.setattr(agent_process, "_leave", leave)
         serve = create_autospec(agent_process.serve, return_value=0)
         patch.setattr(agent_process, "serve", serve)
-        assert agent_process.main() == 0
+        assert agent_process.main() == (0 if "leaves" in story else 1)
+        assert serve.called == ("leaves" in story)
     return story
+
+
+def hangs_up(starter: BinaryIO) -> list[int]:
+    starter.close()
+    return [sys.stdin.fileno()]
 
 
 def test_one_that_outlives_its_starter_leaves_only_when_that_has_heard_that_it_is_ready(
@@ -46,14 +53,27 @@ def test_one_that_outlives_its_starter_leaves_only_when_that_has_heard_that_it_i
 ):
     """Until then it is in the starter's hands, who kills it if the job ends meanwhile."""
 
-    def hangs_up(starter: BinaryIO) -> list[int]:
+    def hears(starter: BinaryIO) -> list[int]:
         assert capsys.readouterr().out.startswith(READY)
-        starter.close()
-        return [sys.stdin.fileno()]
+        return hangs_up(starter)
 
-    assert story_of(monkeypatch, hangs_up) == ["waits", "leaves"]
+    assert story_of(monkeypatch, hears) == ["waits", "leaves"]
 
 
 def test_one_whose_starters_host_is_gone_leaves_when_its_time_is_over(monkeypatch):
     monkeypatch.setattr(agent_process, "FIND_S", 0.0)
     assert story_of(monkeypatch, lambda starter: []) == ["leaves"]
+
+
+@pytest.mark.parametrize("pair", [os.pipe, lambda: [s.detach() for s in socket.socketpair()]])
+def test_one_that_nobody_hears_any_more_does_not_leave(monkeypatch, pair):
+    """Its starter was ended: the ssh by which it was started, say, where the job ends as it becomes ready."""
+    reader, writer = pair()
+    monkeypatch.setattr(agent_process, "STDOUT", writer)
+
+    def ends(starter: BinaryIO) -> list[int]:
+        os.close(reader)
+        return hangs_up(starter)
+
+    assert story_of(monkeypatch, ends) == ["waits"]
+    os.close(writer)
