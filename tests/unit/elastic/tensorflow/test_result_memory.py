@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from elastic.collectives.interface import ALONE_BYTES
@@ -18,7 +20,7 @@ def test_what_travels_alone_comes_first_and_each_dtype_lies_in_one_piece():
     for place, each in zip(places, found, strict=True):
         assert (each.shape, each.dtype) == (tensors[place].shape, tensors[place].dtype)
     floats = found[:5]
-    for each, following in zip(floats, floats[1:], strict=False):
+    for each, following in itertools.pairwise(floats):
         assert following.data_ptr() == each.data_ptr() + each.nbytes
     # TensorFlow takes over what starts at a multiple: that of the largest, as long as their sizes are multiples.
     assert [each.data_ptr() % result_memory.ALIGNED for each in floats[:3]] == [0, 0, 0]
