@@ -4,8 +4,6 @@
 #include <cstring>
 #include <new>
 
-#include "copy.h"
-
 namespace elastic {
 
 namespace {
@@ -13,7 +11,6 @@ namespace {
 constexpr int kChunksAtOnce = 8;   // in one `advance`, so that nobody waits long for the lock around it
 constexpr int kCopiesAtOnce = 2;   // windows copied into staging in one `advance`
 constexpr int kTakesAtOnce = 8;
-constexpr uint64_t kBlock = 8 << 10;  // bytes that are reduced in the first cache, to be written past all of them
 
 uint64_t mixed(uint64_t hash, uint64_t word) {  // FNV-1a over words: http://www.isthe.com/chongo/tech/comp/fnv
   return (hash ^ word) * 0x100000001b3u;
@@ -334,13 +331,10 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
   void* to[kMaxRanks];
   const void* from[kMaxRanks];
   if (collective.kind == Kind::kReduce) {
-    bool elsewhere = true;
     for (int rank = 0; rank < size_; ++rank) {
       from[rank] = buffers[rank] + begin;
       to[rank] = arenas_[rank] + offer_of(rank, number).result + begin;
-      elsewhere &= to[rank] != from[rank];
     }
-    if (elsewhere) return reduce_past_caches(collective, to, from, end - begin);
     collective.reduce(to, size_, from, size_, (end - begin) / element, collective.scale);
     return;
   }
@@ -367,25 +361,6 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
       for (int rank = 0; rank < size_; ++rank) {
         if (rank != owner) copy(buffers[rank] + at, buffers[owner] + at, high - low);
       }
-    }
-  }
-}
-
-// Into memory that was not read: an ordinary store would read each line of it before.
-void Rounds::reduce_past_caches(const Collective& collective, void** to, const void** from, uint64_t bytes) const {
-  alignas(64) uint8_t sums[kBlock];
-  void* const into = sums;
-  const void* sources[kMaxRanks];
-  uint64_t lengths[kMaxRanks];
-  for (uint64_t done = 0; done < bytes; done += kBlock) {
-    const uint64_t now = std::min(kBlock, bytes - done);
-    collective.reduce(&into, 1, from, size_, now / element_bytes(collective.dtype), collective.scale);
-    std::fill_n(sources, size_, sums);
-    std::fill_n(lengths, size_, now);
-    elastic_copy(to, sources, lengths, size_);
-    for (int rank = 0; rank < size_; ++rank) {
-      from[rank] = static_cast<const uint8_t*>(from[rank]) + now;
-      to[rank] = static_cast<uint8_t*>(to[rank]) + now;
     }
   }
 }

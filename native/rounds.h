@@ -113,7 +113,6 @@ class Rounds {
   bool agrees(const Collective& collective, uint64_t window, uint64_t number, int rank);
   int odd_one(uint64_t number, int differs) const;
   bool check(Round& round, uint64_t number);
-  void reduce_past_caches(const Collective& collective, void** to, const void** from, uint64_t bytes) const;
   void run_chunk(const Round& round, uint64_t number, uint64_t chunk);
   bool move(Round& round, uint64_t number);
   void learn_sizes(Collective& collective, uint64_t number);
