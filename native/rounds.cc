@@ -330,18 +330,18 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
   for (int rank = 0; rank < size_; ++rank) buffers[rank] = arenas_[rank] + offer_of(rank, number).offset;
   void* to[kMaxRanks];
   const void* from[kMaxRanks];
-  if (collective.kind == Kind::kReduce) {
+  if (collective.kind == Kind::kReduce || collective.kind == Kind::kReduceTree) {
     for (int rank = 0; rank < size_; ++rank) {
       from[rank] = buffers[rank] + begin;
       to[rank] = arenas_[rank] + offer_of(rank, number).result + begin;
     }
-    collective.reduce(to, size_, from, size_, (end - begin) / element, collective.scale);
-    return;
-  }
-  if (collective.kind == Kind::kReduceTree) {
-    for (int rank = 0; rank < size_; ++rank) from[rank] = to[rank] = buffers[rank] + begin;
-    collective.sum_tree(collective.rows.data(), collective.rows.size(), to, size_, from, collective.stride,
-                        (end - begin) / element, collective.scale);
+    const size_t count = (end - begin) / element;
+    if (collective.kind == Kind::kReduce) {
+      collective.reduce(to, size_, from, size_, count, collective.scale);
+    } else {
+      collective.sum_tree(collective.rows.data(), collective.rows.size(), to, size_, from, collective.stride, count,
+                          collective.scale);
+    }
     return;
   }
   // The chunk's part in each owner's share.

@@ -24,17 +24,16 @@ def pays(tensors: Sequence[torch.Tensor]) -> bool:
     return sum(tensor.nbytes for tensor in tensors) >= ALONE_BYTES
 
 
+def _order(tensor: torch.Tensor) -> tuple[str, bool, int]:
+    """What is no multiple comes after what is: it moves those after it off the multiples."""
+    return str(tensor.dtype), tensor.nbytes < ALONE_BYTES, tensor.nbytes % ALIGNED
+
+
 def made(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
     """Memory like these, that of one dtype in one piece, what travels alone first; and for which of the tensors each
     is. The order depends on shapes and dtypes, and on nothing else.
     """
-
-    # What is no multiple comes last: each moves those after it off it.
-    def key(at: int) -> tuple[str, bool, int]:
-        bytes_ = tensors[at].nbytes
-        return str(tensors[at].dtype), bytes_ < ALONE_BYTES, bytes_ % ALIGNED
-
-    places = sorted(range(len(tensors)), key=key)
+    places = sorted(range(len(tensors)), key=lambda at: _order(tensors[at]))
     elements: dict[torch.dtype, int] = {}
     for tensor in tensors:
         elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()

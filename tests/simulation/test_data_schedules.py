@@ -22,8 +22,7 @@ from elastic.state.handlers.loader_state import LoaderStateHandler
 from harness.data_job import DataJob, SetAttr, drawn, position_by_rank
 
 IN_EACH_RUN = 60
-NIGHTLY = 1000
-WITH_WORKERS = 1000  # of those that have real loader workers
+NIGHTLY = 1000  # without real loader workers, and as many with them
 
 
 def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, most_workers: int = 0) -> DataJob:
@@ -59,7 +58,7 @@ def test_with_loader_workers(monkeypatch, seed):
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("first", range(0, WITH_WORKERS, 100))
+@pytest.mark.parametrize("first", range(0, NIGHTLY, 100))
 def test_in_many_more_jobs_with_loader_workers(monkeypatch, first):
     for seed in range(first, first + 100):
         run(seed, monkeypatch, most_workers=4)

@@ -18,6 +18,7 @@ from elastic.collectives.interface import ALONE_BYTES, Collectives, Op, ReducesI
 from elastic.errors import UnsupportedType
 
 Started = tuple[list[Work], Callable[[], Any]]
+Into = Sequence[torch.Tensor | None]  # where results go; see `allreduce`
 
 _HALF = (torch.float16, torch.bfloat16)
 _SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, the sum before it may not
@@ -39,9 +40,6 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
         raise ValueError(
             f"prescale_factor and postscale_factor have no meaning with {op.name.title()}; leave them at 1.0"
         )
-
-
-Into = Sequence[torch.Tensor | None]
 
 
 def allreduce(
