@@ -255,7 +255,7 @@ def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
     if isinstance(way, ByFile) or not way.host:
         return "127.0.0.1"
     to = numeric(way.host)
-    return _own_address(to) or to
+    return own_address(to) or to
 
 
 def numeric(host: str) -> str:
@@ -268,21 +268,22 @@ def numeric(host: str) -> str:
         raise Invalid(f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}") from None
     every = [str(row[4][0]) for row in rows]
     # A name may have an address of each family, and this host only one way there.
-    found = next((each for each in every if _own_address(each) is not None), every[0])
+    found = next((each for each in every if own_address(each) is not None), every[0])
     if host == "localhost" or not _loopback(found) or _is_numeric(host):
         return found
     for public in _PUBLIC:
-        own = _own_address(public)
+        own = own_address(public)
         if own is not None and not _loopback(own):
             return own
     return found
 
 
-def _own_address(towards: str) -> str | None:
+def own_address(towards: str) -> str | None:
+    """Of this host on the way to that numeric address; None where there is no way. Sends nothing."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((towards, 9))  # sends nothing
+            probe.connect((towards, 9))
             return str(probe.getsockname()[0])
         except OSError:
             return None

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
+from elastic.rendezvous.store import listen
 from horovod.runner.common.service.compute_service import ComputeService
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.tensorflow.data import compute_worker
@@ -27,6 +28,7 @@ from horovod.tensorflow.data.compute_service import (
 )
 
 CONFIG = TfDataServiceConfig(1, 2, "compute", {"10.0.0.1": [("10.0.0.1", 5000)]}, b"\x00key", 30)
+KEY = b"k" * 32
 SAMPLES = 64
 END_S = 30.0
 
@@ -97,6 +99,46 @@ def test_a_dispatcher_for_each_rank_in_the_training_job(rank, size):
             assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
 
 
+def test_a_proxy_for_the_web_is_not_asked(rank, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("no_grpc_proxy", raising=False)
+        patch.delenv("no_proxy", raising=False)
+        patch.setenv("http_proxy", "http://127.0.0.1:1")
+        with computing(rank, 1, "compute") as config:
+            dataset = send_to_data_service(tf.data.Dataset.range(SAMPLES), config, rank, size)
+            assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
+
+
+def test_a_dispatcher_that_is_out_of_reach_is_named_at_once(rank, size):
+    gone = listen("127.0.0.1")
+    gone.close()
+    calls = {
+        "training": compute_worker_fn,  # by which job has the dispatcher
+        "compute": lambda config: tf_data_service(config, rank).__enter__(),
+    }
+    for side, call in calls.items():
+        service = ComputeService(1, size, KEY, host="127.0.0.1")
+        config = TfDataServiceConfig(1, size, side, service.addresses(), KEY, 30)
+        config.compute_client().register_dispatcher(0, f"grpc://127.0.0.1:{gone.address.port}")
+        with pytest.raises(ConnectionError, match=r"dispatcher 0 can't be reached.* --network-int"):
+            call(config)
+        service.shutdown()
+
+
+def test_one_thread_sees_whether_the_compute_job_is_there(rank, size):
+    def watching():
+        return [each for each in threading.enumerate() if "compute-service" in each.name]
+
+    with computing(rank, 1, "compute") as config:
+        for _ in range(2):
+            send_to_data_service(tf.data.Dataset.range(SAMPLES), config, rank, size)
+        watched = watching()
+        assert len(watched) == (rank == 0)
+    for each in watched:
+        each.join(END_S)
+    assert not watching()
+
+
 def test_a_config_is_written_and_read(rank, size):
     assert TfDataServiceConfig.from_dict(CONFIG.to_dict()) == CONFIG
     assert CONFIG.to_dict()["key"] == "006b6579" and "key" not in repr(CONFIG)
@@ -117,13 +159,14 @@ def test_a_config_is_written_and_read(rank, size):
 
 
 def test_who_waits_takes_no_file_that_a_compute_job_before_has_left(rank, size):
-    service = ComputeService(1, 2, b"k" * 32, host="127.0.0.1")
-    runs = dataclasses.replace(CONFIG, addresses=service.addresses(), key=b"k" * 32)
+    service = ComputeService(1, 2, KEY, host="127.0.0.1")
+    runs = dataclasses.replace(CONFIG, addresses=service.addresses(), key=KEY)
     left = dataclasses.replace(runs, key=b"of the job before")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")
         left.write(file)
-        with pytest.raises(TimeoutException, match="no compute job answers by"):
+        said = r"answers by .*names, does not answer from here\. .* --network-interface; else start"
+        with pytest.raises(TimeoutException, match=said):
             TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
         patch.setattr(time, "sleep", lambda _: runs.write(file))  # while it waits
         assert TfDataServiceConfig.read(file, wait_for_file_creation=True) == runs

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
+import logging
 import os
+import socket
 import stat
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +25,8 @@ from elastic import context
 from elastic.errors import Invalid
 from horovod.runner.common.service.compute_service import ComputeClient
 from horovod.runner.common.util.timeout import Timeout
+
+log = logging.getLogger("elastic")
 
 SIDES = ("compute", "training")
 _FILE_S = 600.0  # for a compute job to be started
@@ -103,6 +109,8 @@ class TfDataServiceConfig:
         deadline = Timeout(
             timeout, f"no compute job answers by {path} after {{timeout}}: {{activity}}"
         )
+        start = f"start python -m horovod.tensorflow.data.compute_worker {path}"
+        silent = ""
         while True:
             try:
                 config = _read(path)
@@ -112,9 +120,13 @@ class TfDataServiceConfig:
             else:
                 if not wait_for_file_creation or config._answers():
                     return config
-            deadline.check_time_out_for(
-                f"start python -m horovod.tensorflow.data.compute_worker {path}"
-            )
+                if not silent:
+                    silent = (
+                        f"{config.compute_client().address}, which it names, does not answer from here. If that job"
+                        " runs, on another host, start it again with --network-interface; else "
+                    )
+                    log.warning("%s: %s%s", path, silent, start)
+            deadline.check_time_out_for(silent + start)
             time.sleep(_FILE_LOOK_S)
 
     def _answers(self) -> bool:
@@ -151,7 +163,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     """In a training job: the address of this rank's dispatcher, ``grpc://HOST:PORT``, once all of its workers serve.
 
     Where dispatchers run in the training job, this rank's ends with the block. Raises Invalid for a rank that has none;
-    TimeoutException; ConnectionError where the compute job is gone.
+    TimeoutException; ConnectionError where the compute job is gone or the dispatcher can't be reached. Rank 0 logs an
+    error where the compute job goes before it is told to: TensorFlow goes on waiting for its data.
     """
     one = compute_config.dispatchers == 1
     if not one and not 0 <= rank < compute_config.dispatchers:
@@ -159,12 +172,16 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
             f"rank {rank} has no dispatcher: there are {compute_config.dispatchers}, one for each rank. Train with as"
             " many ranks as there are dispatchers, or give the compute job --dispatchers 1, which serves all"
         )
+    _bypass_proxies()
     compute = compute_config.compute_client(verbose=2)
     own = compute_config.dispatcher_side == "training" and (not one or rank == 0)
     dispatcher_id = 0 if one else rank
     with _dispatcher(dispatcher_id, compute) if own else contextlib.nullcontext():
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
+        _check_reached(address, dispatcher_id, compute_config.timeout)
         compute.wait_for_dispatcher_worker_registration(dispatcher_id, compute_config.timeout)
+        if rank == 0:
+            _watch(compute)
         yield address
 
 
@@ -226,15 +243,18 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
             f" {compute_config.dispatchers * workers} ranks, and this job has {hvd.size()}"
         )
     dispatcher_id = index // workers
+    _bypass_proxies()
     compute = compute_config.compute_client(verbose=2)
     own = compute_config.dispatcher_side == "compute" and index % workers == 0
     with _dispatcher(dispatcher_id, compute) if own else contextlib.nullcontext():
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
+        # Without an answer WorkerServer would hold the GIL and try for ever, whatever the timeout.
+        _check_reached(address, dispatcher_id, compute_config.timeout)
         protocol, _, where = address.partition("://")
         worker = tf.data.experimental.service.WorkerServer(
             tf.data.experimental.service.WorkerConfig(
                 dispatcher_address=where,
-                worker_address=f"{_host()}:%port%",
+                worker_address=f"{_host(compute)}:%port%",
                 protocol=protocol,
                 heartbeat_interval_ms=1000,
                 dispatcher_timeout_ms=int(compute_config.timeout * 1000),
@@ -256,7 +276,7 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
     try:
         protocol, _, where = server.target.partition("://")
         port = where.rpartition(":")[2]  # the host in it is always "localhost"
-        compute.register_dispatcher(dispatcher_id, f"{protocol}://{_host()}:{port}")
+        compute.register_dispatcher(dispatcher_id, f"{protocol}://{_host(compute)}:{port}")
         yield
     finally:
         server.stop()
@@ -271,10 +291,49 @@ def _pass() -> str:
     return str(hvd.broadcast_object(drawn, name="tf.data service, shared passes"))
 
 
-def _host() -> str:
-    """At which others reach this process, as part of an address."""
+def _host(compute: ComputeClient) -> str:
+    """At which others reach this process, as part of an address. Of a job on one host, which listens on loopback, where
+    the compute job is reached from: TensorFlow's servers listen everywhere.
+    """
     host = context.current().env.bind_host
+    if ipaddress.ip_address(host).is_loopback:
+        host = compute.own_host() or host
     return f"[{host}]" if ":" in host else host
+
+
+def _bypass_proxies() -> None:
+    """gRPC asks those of http_proxy also for the way to hosts of a cluster, where a worker would wait for ever."""
+    others = [os.environ["no_proxy"]] if os.environ.get("no_proxy") else []
+    os.environ.setdefault("no_grpc_proxy", ",".join([*others, "0.0.0.0/0", "::/0"]))
+
+
+def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
+    """Raises ConnectionError."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"dispatcher {dispatcher_id} can't be reached from here at {address} ({error}): start the job in which it"
+            " runs with --network-interface, and an interface to which this host has a way"
+        ) from error
+
+
+def _watch(compute: ComputeClient) -> None:
+    """Says it where the compute job is gone before a training has ended it. One thread for each, as long as it is."""
+
+    def wait() -> None:
+        try:
+            compute.wait_for_shutdown()
+        except ConnectionError as error:
+            log.error(
+                "the compute job is gone, and TensorFlow goes on waiting for its data: end this training (%s)",
+                error,
+            )
+
+    name = f"elastic-compute-service {compute.address}"
+    if all(each.name != name for each in threading.enumerate()):
+        threading.Thread(target=wait, name=name, daemon=True).start()
 
 
 __all__ = [

@@ -10,6 +10,7 @@ from typing import TypeVar
 from elastic import context
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.protocol.messages import Address
+from elastic.rendezvous.find_rank0 import own_address
 from elastic.rendezvous.store import Store, listen
 from horovod.runner.common.util.timeout import TimeoutException
 
@@ -67,8 +68,12 @@ class ComputeClient:
         timeout: float = 60,
     ) -> None:
         (host, port), *_ = (each for listed in compute_addresses.values() for each in listed)
-        self._address = Address(host, port)
-        self._store = Store(self._address, None, timeout, secret=key)
+        self.address = Address(host, port)
+        self._store = Store(self.address, None, timeout, secret=key)
+
+    def own_host(self) -> str | None:
+        """The numeric address of this host on the way to the service; None where there is no way."""
+        return own_address(self.address.host)
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
         """``grpc://HOST:PORT``. Raises IndexError; ValueError where it is registered with another address already."""
@@ -150,8 +155,9 @@ class ComputeClient:
                     " horovod.tensorflow.data.compute_worker a longer --timeout"
                 ) from error
             raise ConnectionError(
-                f"no compute service answers at {self._address} ({error.__cause__}): its job has ended, or can't be"
-                " reached from here; start horovod.tensorflow.data.compute_worker again"
+                f"no compute service answers at {self.address} ({error.__cause__}): its job has ended, or can't be"
+                " reached from here; start horovod.tensorflow.data.compute_worker again, on another host with"
+                " --network-interface"
             ) from error
 
 

@@ -1,0 +1,65 @@
+"""A compute job on one host and a training job on another, each started as on a single one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.chaos.hosts.namespaces import Network, check_possible
+from elastic.chaos.hosts.programs import Program
+from elastic.errors import Invalid
+from harness.history import SCRIPTS
+
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+START_S = 90.0  # TensorFlow's imports, twice
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def impossible() -> str:
+    if importlib.util.find_spec("tensorflow") is None:
+        return "needs tensorflow: pip install 'hvd-elastic[frameworks]'"
+    try:
+        check_possible()
+    except Invalid as error:
+        return str(error)
+    return ""
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(why := impossible()), reason=why),
+]
+
+
+@pytest.fixture
+def network(tmp_path) -> Iterator[Network]:
+    with Network(["a", "b"], tmp_path) as network:
+        yield network
+
+
+def test_training_gets_its_samples_from_another_host_and_hears_that_it_is_gone(network, tmp_path):
+    a, b = network.hosts.values()
+    file = str(tmp_path / "compute.json")
+
+    def horovodrun(host, *words):
+        command = [str(HOROVODRUN), "-np", "1", *words]
+        return Program(host, f"job-{host.name}", command, tmp_path, env=ENV)
+
+    service = ["-m", "horovod.tensorflow.data.compute_worker", "--dispatcher-side", "training"]
+    horovodrun(a, "--network-interface", "eth0", sys.executable, *service, file)
+    training = horovodrun(b, sys.executable, str(SCRIPTS / "data_service.py"), file)
+    training.wait_for(rf"dispatcher at grpc://{re.escape(b.address)}:\d+", START_S)
+    training.wait_for("each sample once: True", START_S)
+    for pid in a.pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    training.wait_for(rf"compute job is gone.*{re.escape(a.address)}", START_S)
