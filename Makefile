@@ -82,11 +82,11 @@ $(COMPILED): $(STAMP)
 STRICT ?= ON
 
 # Moved into place in one go: a running job has the old file mapped. What CMake found out is forgotten where it failed:
-# it would not look for a compiler again.
+# it would not look for a compiler again. Ninja would say that it is no part of this make, as an error, and build.
 native: $(STAMP)
 	@$(BIN)/cmake -S native -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" \
 	  -DELASTIC_STRICT=$(STRICT) > /dev/null || { rm -rf build/native; exit 1; }
-	@$(BIN)/cmake --build build/native
+	@env -u MAKEFLAGS $(BIN)/cmake --build build/native
 	@cp build/native/libelastic_native.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY)
 
 sanitize: $(STAMP)
