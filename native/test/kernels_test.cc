@@ -84,6 +84,23 @@ void sum_as_a_loop_does(const char* set) {
   }
 }
 
+// What is as long as this is written past the caches, where it is none of the sources.
+void add_up_elsewhere(const char* set) {
+  for (int dtype = 0; dtype < kDTypes; ++dtype) {
+    const size_t width = elastic::element_bytes(static_cast<elastic::DType>(dtype));
+    const size_t length = (1 << 20) / width + 7;
+    for (int n : {1, 2, 3, 4}) {
+      Elements first(length * width, 0), second(length * width, width), apart(length * width, 3 * width);
+      const void* sources[] = {first.data, second.data, second.data, second.data};
+      void* elsewhere[] = {apart.data};
+      void* in_place[] = {first.data};
+      require(elastic_reduce(set, dtype, 1, elsewhere, 1, sources, n, length, 0.25) == 0, "a long sum");
+      require(elastic_reduce(set, dtype, 1, in_place, 1, sources, n, length, 0.25) == 0, "the same in place");
+      require(std::memcmp(apart.data, first.data, length * width) == 0, "the same bits elsewhere");
+    }
+  }
+}
+
 // As in a group: each thread reduces its own chunk of everyone's buffers, and the chunks touch.
 void share_buffers(const char* set) {
   constexpr int kThreads = 4;
@@ -112,6 +129,7 @@ int main() {
     if (!runs(set)) continue;
     stay_within(set);
     sum_as_a_loop_does(set);
+    add_up_elsewhere(set);
     share_buffers(set);
     ++sets;
   }

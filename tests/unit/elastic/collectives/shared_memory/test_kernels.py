@@ -236,6 +236,17 @@ def test_one_nan_anywhere_is_the_result(kind, dtype, op):
             assert np.isnan(widened(each, dtype) if dtype in HALVES else each).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_megabyte_that_is_added_up_elsewhere_has_the_same_bits(kind):
+    """It is written past the caches, from the first register on that begins at a multiple of its width."""
+    for dtype in (DType.FLOAT32, DType.FLOAT64, DType.INT16, DType.BFLOAT16):
+        megabyte = (1 << 20) // np.dtype(STORED[dtype]).itemsize
+        for n_sources, more, scale in itertools.product((1, 2, 3, 5), (0, 21), (1.0, 1 / 3)):
+            check(kind, dtype, Op.SUM, megabyte + more, n_sources, scale, [], 1, seed=more)
+        check(kind, dtype, Op.SUM, megabyte, 2, 1.0, [1], 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_many_ranks_as_a_group_may_have(kind):
     check(
