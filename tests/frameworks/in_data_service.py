@@ -17,9 +17,9 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from elastic.rendezvous.store import listen
-from horovod.runner.common.service.compute_service import ComputeService
+from horovod.runner.common.service.compute_service import ComputeClient, ComputeService
 from horovod.runner.common.util.timeout import TimeoutException
-from horovod.tensorflow.data import compute_worker
+from horovod.tensorflow.data import compute_service, compute_worker
 from horovod.tensorflow.data.compute_service import (
     TfDataServiceConfig,
     compute_worker_fn,
@@ -137,6 +137,23 @@ def test_one_thread_sees_whether_the_compute_job_is_there(rank, size):
     for each in watched:
         each.join(END_S)
     assert not watching()
+
+
+def test_a_compute_job_that_goes_is_told_of_unless_the_training_ends(rank, size):
+    told = create_autospec(compute_service.log.error)
+    main_thread = create_autospec(threading.main_thread)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute_service.log, "error", told)
+        patch.setattr(threading, "main_thread", main_thread)
+        for trains in (False, True):
+            main_thread.return_value.is_alive.return_value = trains
+            client = create_autospec(ComputeClient, instance=True, address=f"of {trains}")
+            client.wait_for_shutdown.side_effect = ConnectionError("gone")
+            before = set(threading.enumerate())
+            compute_service._watch(client)
+            for thread in set(threading.enumerate()) - before:
+                thread.join(END_S)
+            assert told.call_count == trains
 
 
 def test_a_config_is_written_and_read(rank, size):

@@ -320,16 +320,19 @@ def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
 
 
 def _watch(compute: ComputeClient) -> None:
-    """Says it where the compute job is gone before a training has ended it. One thread for each, as long as it is."""
+    """Says it where the compute job is gone before a training has ended it, unless this process ends. One thread for
+    each, as long as it is.
+    """
 
     def wait() -> None:
         try:
             compute.wait_for_shutdown()
         except ConnectionError as error:
-            log.error(
-                "the compute job is gone, and TensorFlow goes on waiting for its data: end this training (%s)",
-                error,
-            )
+            if threading.main_thread().is_alive():
+                log.error(
+                    "the compute job is gone, and TensorFlow goes on waiting for its data: end this training (%s)",
+                    error,
+                )
 
     name = f"elastic-compute-service {compute.address}"
     if all(each.name != name for each in threading.enumerate()):

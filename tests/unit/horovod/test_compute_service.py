@@ -79,6 +79,16 @@ def test_who_waits_for_the_end_notices_that_the_service_is_gone_without_one():
     assert len(ended) == 1
 
 
+def test_a_service_that_is_gone_before_it_is_asked_again_has_ended_where_this_process_told_it_to():
+    made = ComputeService(1, 1, KEY, host="127.0.0.1")
+    clients = [ComputeClient(made.addresses(), KEY, timeout=0.05) for _ in range(2)]
+    clients[0].shutdown()
+    made.shutdown()
+    clients[1].wait_for_shutdown()
+    with pytest.raises(ConnectionError):  # not that service, though at its address
+        ComputeClient(made.addresses(), b"another", timeout=0.05).wait_for_shutdown()
+
+
 def test_a_service_of_nothing_is_refused():
     for dispatchers, workers in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="at least 1 dispatcher"):

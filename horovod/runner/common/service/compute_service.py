@@ -20,6 +20,10 @@ _LEFT = "left"
 _SERVE_S = 60.0  # for a caller to say what it wants
 _LOOK_S = 30.0  # between two looks whether the service is still there
 
+_ended: set[tuple[Address, bytes]] = (
+    set()
+)  # the services, by address and key, that this process has told to end
+
 _Told = TypeVar("_Told")
 
 
@@ -69,6 +73,7 @@ class ComputeClient:
     ) -> None:
         (host, port), *_ = (each for listed in compute_addresses.values() for each in listed)
         self.address = Address(host, port)
+        self._service = (self.address, key)
         self._store = Store(self.address, None, timeout, secret=key)
 
     def own_host(self) -> str | None:
@@ -107,6 +112,7 @@ class ComputeClient:
 
     def shutdown(self) -> None:
         """Ends the compute job: no training needs it any more."""
+        _ended.add(self._service)  # first: it may be gone before we hear that it has heard us
         self._call(lambda: self._store.announce(_END, 0))
 
     def look(self) -> None:
@@ -114,13 +120,19 @@ class ComputeClient:
         self._shape()
 
     def wait_for_shutdown(self) -> None:
-        """Without a deadline, as long as the service is there."""
-        while True:
-            try:
-                self._hear(_END, _LOOK_S)
-                return
-            except TimeoutException:
-                self.look()
+        """Without a deadline, as long as the service is there. One that this process has told to end may be gone before
+        it is asked again: that is an end too.
+        """
+        try:
+            while True:
+                try:
+                    self._hear(_END, _LOOK_S)
+                    return
+                except TimeoutException:
+                    self.look()
+        except ConnectionError:
+            if self._service not in _ended:
+                raise
 
     def leave(self, worker_id: int) -> None:
         """Until all workers of all dispatchers have called this, after the end: the service may go then."""
