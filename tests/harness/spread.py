@@ -43,7 +43,7 @@ LONGEST = (
     "tests/integration/jobs/test_checkpoints.py",
     "tests/integration/jobs/test_matrix.py",
 )
-# Modules that share a Ray cluster: tests/integration/ray/conftest.py.
+# Modules that share a Ray cluster, which ends when a test of another comes: tests/integration/ray/conftest.py.
 TOGETHER = {
     "test_horovod_ray": "two Ray nodes",
     "test_ray_agents": "two Ray nodes",
@@ -82,6 +82,15 @@ def scope(nodeid: str) -> str:
     return nodeid if Path(module).stem in SPREAD else module
 
 
+def together(nodeids: Iterable[str]) -> list[str]:
+    """Tests of TOGETHER next to the first of their scope, all others in their order: a run may have but one process."""
+    groups: dict[str, list[str]] = {}
+    for each in nodeids:
+        name = scope(each)
+        groups.setdefault(name if name in TOGETHER.values() else each, []).append(each)
+    return [each for group in groups.values() for each in group]
+
+
 def light(name: str) -> bool:
     """Whether the filler has the tests of this scope."""
     return name.startswith(LIGHT)
@@ -102,6 +111,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="the last process of -n has the light tests, and gives way to the others",
     )
+
+
+# After pytest's own order, and that of the command line.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    by_name = {item.nodeid: item for item in items}
+    items[:] = (by_name[name] for name in together(by_name))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -13,7 +13,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
-from harness.spread import longest_first, pytest_xdist_make_scheduler
+from harness.spread import longest_first, pytest_xdist_make_scheduler, together
 
 HARNESS = Path(__file__).parents[1]
 NAMES = ("first", "second", "last")
@@ -117,3 +117,13 @@ def test_a_run_ends_with_all_other_tests_run(tmp_path: Path):
     assert done.stdout.count("replacing crashed worker") == 2
     for died in ("test_two.py::test_first", "test_three.py::test_last"):
         assert f"crashed while running '{died}'" in done.stdout
+
+
+def test_modules_that_share_a_cluster_run_one_after_another_in_one_process():
+    first, other, second = (
+        f"tests/integration/ray/test_ray_{name}.py::test_it"
+        for name in ("discovery", "faults", "journal")
+    )
+    sizes = [f"tests/conformance/test_ops.py::test_it[{size}-ranks]" for size in (1, 2)]
+    names = [sizes[0], first, other, sizes[1], second, f"{other}s"]
+    assert together(names) == [sizes[0], first, second, other, sizes[1], f"{other}s"]

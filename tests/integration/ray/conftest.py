@@ -1,5 +1,5 @@
 """Clusters that modules share: the start of one costs ten seconds. `harness.spread` keeps those modules in one process,
-where they run in the order of their names.
+one after another.
 """
 
 from __future__ import annotations
