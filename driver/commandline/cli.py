@@ -17,6 +17,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from elastic.driver.commandline import check_build, flags, torchrun_flags
@@ -30,6 +31,7 @@ from elastic.driver.discovery.script import find_script
 from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
+from elastic.driver.journal.file import check_own
 from elastic.driver.launch import variables
 from elastic.driver.launch.environment import threads_per_worker
 from elastic.driver.network.hosts import ThisHost, parse_hosts, read_hostfile, show
@@ -590,6 +592,8 @@ def _writable_dir(path: str | None) -> str | None:
 def _writable_file(path: str | None) -> str | None:
     if path is None:
         return None
+    if not os.path.exists(path):
+        check_own(Path(path))
     try:
         with open(path, "ab"):
             pass

@@ -94,15 +94,19 @@ class FileArchive:
     def make_way(self) -> None:
         """For a new journal. That of the job before is kept: with a number behind the name, the newest with 1.
 
-        Raises Invalid where it can't be, or where something else is in one of these files.
+        Raises Invalid where it can't be, where something else is in one of these files or a driver writes it, and where
+        this file is one of these beside another journal.
         """
+        check_own(self.path)
         kept = [Path(f"{self.path}.{number}") for number in range(1, KEPT + 1)]
+        for each in kept:
+            _check_unwritten(each)
         copy = ""
         try:
             if not _has_journal(self.path):
                 return
             for each in kept:
-                _has_journal(each)
+                _has_journal(each, "move it away, or ")
             # With a name that nobody has, and for the user alone.
             handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
             with open(self.path, "rb") as file, open(handle, "wb") as beside:
@@ -230,28 +234,55 @@ class FileJournal(Journal):
             return  # then the workers tell: they are in a generation that the journal does not know
 
 
-def _has_journal(path: Path) -> bool:
+def check_own(path: Path) -> None:
+    """Raises Invalid where the jobs of another journal keep theirs in this file."""
+    if path.suffix not in (f".{number}" for number in range(1, KEPT + 1)):
+        return
+    other, taken = path.with_suffix(""), False
+    with contextlib.suppress(OSError, Invalid):
+        taken = _has_journal(other)
+    if taken:
+        raise Invalid(
+            f"{str(path)!r} is for a job before that of the journal {str(other)!r}; give --journal another file"
+        )
+
+
+def _check_unwritten(path: Path) -> None:
+    """Raises Invalid where a driver writes it now: it would be moved on, and then lost."""
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(path) from None
+    except OSError:
+        return  # there is none, or there are no locks
+
+
+def _has_journal(path: Path, way_out: str = "") -> bool:
     """Or nothing yet. Raises Invalid where it is something else, and OSError."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         return False
     if not regular:
-        raise _no_journal(path)
+        raise _no_journal(path, way_out)
     with open(path, "rb") as file:
         first = file.read(len(BEGINNING))
-    _check(path, first)
+    _check(path, first, way_out)
     return bool(first)
 
 
-def _check(path: Path, first: bytes) -> None:
+def _check(path: Path, first: bytes, way_out: str = "") -> None:
     """By what it begins with, however little. Raises Invalid."""
     if not first.startswith(BEGINNING[: len(first)]):
-        raise _no_journal(path)
+        raise _no_journal(path, way_out)
 
 
-def _no_journal(path: Path) -> Invalid:
-    return Invalid(f"{str(path)!r} is not a journal, and would be overwritten; give another file")
+def _no_journal(path: Path, way_out: str) -> Invalid:
+    return Invalid(
+        f"{str(path)!r} is not a journal, and would be overwritten; {way_out}give another file"
+    )
 
 
 def _last(fd: int, what: bytes, end: int) -> int:

@@ -284,6 +284,12 @@ def test_an_old_journal_is_not_touched_before_the_job_starts(folder):
     assert (folder / "j.jsonl").read_text() == "old\n"
 
 
+def test_a_journal_is_not_put_where_another_keeps_those_before(folder):
+    (folder / "run").write_text('{"journal":')
+    assert "run.1' is for a job before that of the journal" in refusal("-np 2 --journal run.1")
+    assert not (folder / "run.1").exists()
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -34,7 +34,7 @@ from elastic.driver.events import (
 from elastic.driver.journal import file as journal_file
 from elastic.driver.journal import journal
 from elastic.driver.journal.entries import SNAPSHOT, Entry, Resumed, Writer, encoded, header_of
-from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.file import FileArchive, FileJournal, check_own
 from elastic.driver.journal.journal import (
     FORCED,
     Journal,
@@ -426,12 +426,40 @@ def test_what_is_no_journal_makes_no_way_for_one(tmp_path, make):
         make(other)
         known = os.lstat(other)
         with pytest.raises(
-            Invalid, match=rf"j\.{number}' is not a journal, and would be overwritten"
+            Invalid, match=rf"j\.{number}' is not a journal.*; move it away, or give another file"
         ):
             FileJournal.begin(path, settings())
         assert os.lstat(other) == known and path.read_bytes() == before
         assert {*tmp_path.iterdir()} == {path, other}
         other.rename(tmp_path.with_name(f"{tmp_path.name}-{number}"))
+
+
+@pytest.mark.parametrize("number", [1, journal_file.KEPT])
+def test_the_place_of_a_kept_journal_is_not_that_of_another_job(tmp_path, number):
+    path, kept = tmp_path / "j", tmp_path / f"j.{number}"
+    theirs = written(kept, Membership(settings()), CONVERSATION[:1]).read_bytes()  # before j
+    check_own(kept)
+    beside = FileJournal.begin(tmp_path / f"j.{journal_file.KEPT + 1}", settings())
+    before = written(path, Script(settings())).read_bytes()
+    refused = rf"j\.{number}' is for a job before that of .*/j'; give --journal another file"
+    with pytest.raises(Invalid, match=refused):
+        FileJournal.begin(kept, settings())
+    beside.close()
+    assert kept.read_bytes() == theirs and path.read_bytes() == before
+    assert past_in(kept) is not None, "a job that began there goes on there"
+
+
+def test_a_journal_that_a_driver_writes_is_not_moved_on(tmp_path):
+    theirs = FileJournal.begin(tmp_path / "j.2", settings())
+    for _ in range(2):  # also before there is anything to keep
+        with pytest.raises(
+            Invalid, match=rf"process number {os.getpid()} writes the journal .*j\.2'"
+        ):
+            FileJournal.begin(tmp_path / "j", settings())
+        (tmp_path / "j").write_text('{"journal":')
+    theirs.close()
+    FileJournal.begin(tmp_path / "j", settings()).close()
+    assert (tmp_path / "j.3").exists()
 
 
 def test_what_others_have_beside_a_journal_is_neither_written_nor_read_by_them(tmp_path):
