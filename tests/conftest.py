@@ -23,7 +23,7 @@ from elastic.chaos.harness.processes import MarkedProcess
 from harness.fake_cuda import start as made_up
 from harness.job import Job
 
-pytest_plugins = ["harness.spread", "harness.budgets"]
+pytest_plugins = ["harness.spread", "harness.budgets", "harness.leftovers"]
 
 
 # Compiled once, not in each process that imports it. A machine may be told otherwise, as those of many images are.

@@ -1,0 +1,102 @@
+"""What tests leave behind is said at the end of a run: processes that live on after the last test and its fixtures.
+
+What these use of the processors is in no budget: only children that somebody has waited for are counted there. They are
+found by a mark in the environment, orphans included, and by who started whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+MARK = "TEST_RUN"
+# Children of the process itself that end with it, and are for all of its tests.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "harness/forking.py")
+COMMAND = 100  # characters of it that are shown
+
+
+class Process(NamedTuple):
+    """A live one."""
+
+    parent: int
+    used_s: float  # of processors
+    command: str
+    environment: Mapping[str, str]
+
+
+def living() -> dict[int, Process]:
+    """All whose environment may be read, by pid; no zombies."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ends meanwhile, or isn't ours
+            if folder.name.isdecimal():
+                state, parent, *numbers = (folder / "stat").read_text().rpartition(")")[2].split()
+                ticks = int(numbers[9]) + int(numbers[10])
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                if state not in "ZX":
+                    found[int(folder.name)] = Process(
+                        int(parent),
+                        ticks / os.sysconf("SC_CLK_TCK"),
+                        command.decode(errors="replace").strip(),
+                        dict(entry.split("=", 1) for entry in entries if "=" in entry),
+                    )
+    return found
+
+
+def started_by(me: int, mark: str, processes: Mapping[int, Process]) -> Iterator[int]:
+    """The pids of those that this process, or one that it has started, has started."""
+    known: set[int] = {pid for pid, each in processes.items() if each.environment.get(MARK) == mark}
+    more = known | {me}
+    while more:
+        known |= more
+        more = {pid for pid, each in processes.items() if each.parent in known} - known
+    yield from sorted(known - {me})
+
+
+def sentences(me: int, mark: str, processes: Mapping[int, Process]) -> list[str]:
+    """One for each that is left."""
+    told = []
+    for each in (processes[pid] for pid in started_by(me, mark, processes)):
+        if each.parent != me or not any(helper in each.command for helper in HELPERS):
+            test = each.environment.get("PYTEST_CURRENT_TEST", "a test")
+            used = f"{each.used_s:.1f} s of processors so far"
+            told.append(f"left behind by {test}, {used}: {each.command[:COMMAND]}")
+    return told
+
+
+class Leftovers:
+    """Looks in each process that runs tests, and tells in the one that reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._mark = uuid.uuid4().hex
+        self._told: list[str] = []
+        self._output: dict[str, Any] | None = getattr(config, "workeroutput", None)
+        os.environ[MARK] = self._mark
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        found = sentences(os.getpid(), self._mark, living())
+        if self._output is None:
+            self._told += found
+        else:
+            self._output["left_behind"] = found
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Of pytest-xdist: one of its processes has ended."""
+        self._told += getattr(node, "workeroutput", {}).get("left_behind", [])
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self._told:
+            terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Leftovers(config), "leftovers")
