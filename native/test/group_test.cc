@@ -311,6 +311,18 @@ void the_odd_one_is_named(int odd) {
   });
 }
 
+// A rank whose memory, as it says, reaches beyond its arena: nobody reads or writes there.
+void what_lies_outside_of_an_arena_is_refused(uint64_t offset, uint64_t result) {
+  World world(2);
+  auto* data = reinterpret_cast<int32_t*>(world.arenas[0]);
+  const uint64_t ticket = elastic_allreduce(world.ranks[0], data, data, 1024, kInt32, kSum, 1.0);
+  elastic::Seat* const seats = world.control()->seats;
+  seats[1].offers[0] = {seats[0].offers[0].signature, offset, result};
+  seats[1].ready.store(1);
+  CHECK(elastic_wait(world.ranks[0], ticket, 60.0) == -1);
+  CHECK(elastic_status(world.ranks[0]) == (elastic::kOther << 8 | 1));
+}
+
 void a_wait_has_its_own_limit() {
   World world(2);
   const uint64_t ticket = elastic_barrier(world.ranks[0]);
@@ -725,6 +737,10 @@ int main() {
   what_does_not_fit_is_noticed(false);
   what_does_not_fit_is_noticed(true);
   for (const int odd : {0, 1, 2}) the_odd_one_is_named(odd);
+  for (const uint64_t place : {kArenaBytes - 4095, kArenaBytes + 1, ~size_t{0}}) {
+    what_lies_outside_of_an_arena_is_refused(place, 0);
+    what_lies_outside_of_an_arena_is_refused(0, place);
+  }
   a_wait_has_its_own_limit();
   std::puts("group_test: all passed");
   return 0;
