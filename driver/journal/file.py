@@ -106,7 +106,7 @@ class FileArchive:
             if not _has_journal(self.path):
                 return
             for each in kept:
-                _has_journal(each, "move it away, or ")
+                _has_journal(each)
             # With a name that nobody has, and for the user alone.
             handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
             with open(self.path, "rb") as file, open(handle, "wb") as beside:
@@ -259,29 +259,29 @@ def _check_unwritten(path: Path) -> None:
         return  # there is none, or there are no locks
 
 
-def _has_journal(path: Path, way_out: str = "") -> bool:
+def _has_journal(path: Path) -> bool:
     """Or nothing yet. Raises Invalid where it is something else, and OSError."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         return False
     if not regular:
-        raise _no_journal(path, way_out)
+        raise _no_journal(path)
     with open(path, "rb") as file:
         first = file.read(len(BEGINNING))
-    _check(path, first, way_out)
+    _check(path, first)
     return bool(first)
 
 
-def _check(path: Path, first: bytes, way_out: str = "") -> None:
+def _check(path: Path, first: bytes) -> None:
     """By what it begins with, however little. Raises Invalid."""
     if not first.startswith(BEGINNING[: len(first)]):
-        raise _no_journal(path, way_out)
+        raise _no_journal(path)
 
 
-def _no_journal(path: Path, way_out: str) -> Invalid:
+def _no_journal(path: Path) -> Invalid:
     return Invalid(
-        f"{str(path)!r} is not a journal, and would be overwritten; {way_out}give another file"
+        f"{str(path)!r} is not a journal, and would be overwritten; move it away, or give another file"
     )
 
 

@@ -6,13 +6,12 @@ found by a mark in the environment, orphans included, and by who started whom.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 MARK = "TEST_RUN"
@@ -33,20 +32,12 @@ class Process(NamedTuple):
 def living() -> dict[int, Process]:
     """All whose environment may be read, by pid; no zombies."""
     found = {}
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ends meanwhile, or isn't ours
-            if folder.name.isdecimal():
-                state, parent, *numbers = (folder / "stat").read_text().rpartition(")")[2].split()
-                ticks = int(numbers[9]) + int(numbers[10])
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                if state not in "ZX":
-                    found[int(folder.name)] = Process(
-                        int(parent),
-                        ticks / os.sysconf("SC_CLK_TCK"),
-                        command.decode(errors="replace").strip(),
-                        dict(entry.split("=", 1) for entry in entries if "=" in entry),
-                    )
+    for each in psutil.process_iter(["ppid", "status", "cpu_times", "cmdline", "environ"]):
+        read = each.info
+        if read["environ"] is not None and read["status"] != psutil.STATUS_ZOMBIE:
+            used_s = read["cpu_times"].user + read["cpu_times"].system
+            command = " ".join(read["cmdline"] or ())
+            found[each.pid] = Process(read["ppid"], used_s, command, read["environ"])
     return found
 
 

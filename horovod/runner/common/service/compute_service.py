@@ -20,9 +20,8 @@ _LEFT = "left"
 _SERVE_S = 60.0  # for a caller to say what it wants
 _LOOK_S = 30.0  # between two looks whether the service is still there
 
-_ended: set[tuple[Address, bytes]] = (
-    set()
-)  # the services, by address and key, that this process has told to end
+# The services, by address and key, that this process has told to end.
+_ended: set[tuple[Address, bytes]] = set()
 
 _Told = TypeVar("_Told")
 
