@@ -5,31 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from elastic.chaos.invariants.job_so_far import JobSoFar, Known
-from elastic.driver.events import (
-    CheckpointMade,
-    DriverRestarted,
-    Event,
-    HostLeaving,
-    HostLost,
-    HostReported,
-    HostsChanged,
-    HostStaying,
-    Notice,
-    ReplicasSpoilt,
-    WorkerChecked,
-    WorkerConnected,
-    WorkerDigested,
-    WorkerDisconnected,
-    WorkerExited,
-    WorkerLeaving,
-    WorkerQuit,
-    WorkerRaised,
-    WorkerReady,
-    WorkerReconnected,
-    WorkerResumed,
-    WorkerReturned,
-    WorkerStranded,
-)
+from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
 UNKNOWN_S = 600.0  # for a machine that has announced its end, and not when
@@ -43,37 +19,37 @@ class WorkerRecords:
 
     # ---- who lives -------------------------------------------------------------------------------------------------
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: events.Event) -> None:
         match event:
-            case HostsChanged(hosts):
+            case events.HostsChanged(hosts):
                 self.job.hosts = hosts
                 for host in self.job.going_hosts.keys() - hosts.keys():
                     self._goes(host, None)
-            case HostLeaving(host, notice):
+            case events.HostLeaving(host, notice):
                 self._goes(host, notice)
-            case HostStaying(host):
+            case events.HostStaying(host):
                 self._goes(host, None)
-            case HostLost(host) if not self._all_members_are_on(host):
+            case events.HostLost(host) if not self._all_members_are_on(host):
                 for worker, known in self._on(host):
                     self.job.goes(worker, known, "was lost with its host")
                     known.dismissed = True
                     self.job.waits.end(("exit", worker), ("init", worker))
-            case HostReported(host, running, ordered, notice):
+            case events.HostReported(host, running, ordered, notice):
                 self._goes(host, notice)
                 here = set(running)
                 for worker, _ in self._on(host):
                     if worker not in here and (ordered is None or worker in ordered):
                         self._gone(worker)
-            case DriverRestarted():
+            case events.DriverRestarted():
                 self._restarted()
-            case CheckpointMade(commit):
+            case events.CheckpointMade(commit):
                 self.job.durable = commit
-            case ReplicasSpoilt(generation) if generation == self.job.generation:
+            case events.ReplicasSpoilt(generation) if generation == self.job.generation:
                 for worker, known in self.job.here():
                     if not known.finished:
                         self.job.goes(worker, known, "holds what is spoilt")
                         known.dismissed = True
-            case WorkerExited(worker, code):
+            case events.WorkerExited(worker, code):
                 self._was_started(worker)
                 gone = self.job.workers.get(worker)
                 if code == 0 and gone is not None and not gone.going:
@@ -89,7 +65,7 @@ class WorkerRecords:
                 else:
                     self._heard_late(speaker, event)
 
-    def _goes(self, host: str, notice: Notice | None) -> None:
+    def _goes(self, host: str, notice: events.Notice | None) -> None:
         """Of two announcements the earlier end counts; none: it stays, or is another machine."""
         for _, known in self._on(host):
             known.noticed = notice is not None
@@ -134,58 +110,60 @@ class WorkerRecords:
 
     # ---- what one says ---------------------------------------------------------------------------------------------
 
-    def _heard_late(self, worker: Worker, event: Event) -> None:
+    def _heard_late(self, worker: Worker, event: events.Event) -> None:
         """It is gone, and the word of its exit was faster than its last words. What they say of commits counts."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return
         match event:
-            case WorkerReconnected() | WorkerDisconnected():
+            case events.WorkerReconnected() | events.WorkerDisconnected():
                 self._is_overtaken(known, event)
-            case WorkerDigested():
+            case events.WorkerDigested():
                 self._speaks_of(worker, known, event.generation)
                 self._counts_on(worker, known, event)
 
-    def _heard_from(self, worker: Worker, known: Known, event: Event) -> None:
-        if isinstance(event, WorkerReady) and 0 < event.number < known.readies:
+    def _heard_from(self, worker: Worker, known: Known, event: events.Event) -> None:
+        if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
             return  # of a wait that is over
         generation: int | None = getattr(event, "generation", None)
-        if isinstance(event, WorkerReconnected) and not known.reconnected:
+        if isinstance(event, events.WorkerReconnected) and not known.reconnected:
             known.said_at_first = known.said
         if generation is not None:
             self._speaks_of(worker, known, generation)
         match event:
-            case WorkerConnected():
+            case events.WorkerConnected():
                 known.connected = True
                 self.job.waits.end(("init", worker))
-            case WorkerReconnected():
+            case events.WorkerReconnected():
                 known.connected = True
                 self._is_overtaken(known, event)
                 self.job.waits.end(("init", worker))
                 self.job.waits.end(("link", worker))
-            case WorkerReady():
+            case events.WorkerReady():
                 self._ready(worker, known, event)
-            case WorkerResumed():
+            case events.WorkerResumed():
                 self._resumed(worker, known, event)
-            case WorkerDigested():
+            case events.WorkerDigested():
                 self._digested(worker, known, event)
-            case WorkerChecked(_, generation, _, check) if generation == self.job.generation:
+            case events.WorkerChecked(_, generation, _, check) if generation == self.job.generation:
                 self.job.checks[worker] = check
-            case WorkerStranded():
+            case events.WorkerStranded():
                 known.stranded = True
-            case WorkerLeaving():
+            case events.WorkerLeaving():
                 known.asked_to_leave = True
-            case WorkerRaised():
+            case events.WorkerRaised():
                 self.job.goes(
                     worker, known, "raised an exception", exit_within=self.job.settings.leave_s
                 )
                 known.dismissed = True
-            case WorkerQuit(_, generation) if generation == self.job.generation and not known.going:
+            case events.WorkerQuit(_, generation) if (
+                generation == self.job.generation and not known.going
+            ):
                 # Where nobody else is left it may take its time.
                 if any(w != worker and not (k.dismissed or k.finished) for w, k in self.job.here()):
                     self.job.goes(worker, known, "has quit", exit_within=self.job.settings.leave_s)
                     known.dismissed = True
-            case WorkerReturned(_, generation) if generation == self.job.generation:
+            case events.WorkerReturned(_, generation) if generation == self.job.generation:
                 if self.job.broken_at is None:
                     known.returned = generation
                 if self.job.broken_at is None and not known.going:
@@ -194,7 +172,7 @@ class WorkerRecords:
                         f"expected the end of generation {generation}, from which {worker} returned"
                     )
                     self.job.waits.begin_unless_open("end", by, what)
-            case WorkerDisconnected():
+            case events.WorkerDisconnected():
                 self._is_overtaken(known, event)
                 if known.going:
                     return
@@ -203,10 +181,12 @@ class WorkerRecords:
                 self.job.waits.begin_unless_open(("link", worker), by, what)
 
     @staticmethod
-    def _is_overtaken(known: Known, event: WorkerReconnected | WorkerDisconnected) -> None:
+    def _is_overtaken(
+        known: Known, event: events.WorkerReconnected | events.WorkerDisconnected
+    ) -> None:
         """What was under way on its lost connection may come after what it says on another."""
         generation = known.placed
-        if isinstance(event, WorkerReconnected):
+        if isinstance(event, events.WorkerReconnected):
             known.reconnected = True
             generation = event.generation
         known.overtaken_in = max(known.overtaken_in, generation)
@@ -224,7 +204,7 @@ class WorkerRecords:
             self.job.broken("NO MIXING", what)
         known.said = max(generation, known.said)
 
-    def _ready(self, worker: Worker, known: Known, event: WorkerReady) -> None:
+    def _ready(self, worker: Worker, known: Known, event: events.WorkerReady) -> None:
         known.readies = event.number
         if known.going or (worker in self.job.members and event.generation != self.job.generation):
             return  # no part of any plan, or it has not seen its new world yet
@@ -250,7 +230,7 @@ class WorkerRecords:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
             self.job.broken("NEVER BACK", what)
 
-    def _resumed(self, worker: Worker, known: Known, event: WorkerResumed) -> None:
+    def _resumed(self, worker: Worker, known: Known, event: events.WorkerResumed) -> None:
         if known.resumed == event.generation and not known.reconnected:
             self.job.broken("NO MIXING", f"{worker} resumed twice in generation {event.generation}")
         known.resumed = event.generation
@@ -261,7 +241,7 @@ class WorkerRecords:
     def _has(self, known: Known, commit: Commit) -> None:
         known.holds = commit if known.holds is None else max(known.holds, commit)
 
-    def _counts_on(self, worker: Worker, known: Known, event: WorkerDigested) -> None:
+    def _counts_on(self, worker: Worker, known: Known, event: events.WorkerDigested) -> None:
         """Commits of one worker in one generation do not go back; one may be reported in several parts."""
         generation, commit = event.generation, event.commit
         if commit.generation > generation:
@@ -278,7 +258,7 @@ class WorkerRecords:
             what = f"{worker} reports commit {commit} after {last[1]}"
             self.job.broken("NEVER BACK", what)
 
-    def _digested(self, worker: Worker, known: Known, event: WorkerDigested) -> None:
+    def _digested(self, worker: Worker, known: Known, event: events.WorkerDigested) -> None:
         commit = event.commit
         self._counts_on(worker, known, event)
         self._not_from_outside(worker, known, commit)

@@ -10,20 +10,7 @@ from __future__ import annotations
 from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
-from elastic.driver.agents.messages import (
-    AgentMessage,
-    Announced,
-    Attach,
-    Detach,
-    Here,
-    HostAgent,
-    Kill,
-    Probe,
-    Registered,
-    Reject,
-    Seen,
-    Start,
-)
+from elastic.driver.agents import messages
 from elastic.driver.events import Notice, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.processes.leases import Leases
 from elastic.protocol.messages import Worker
@@ -37,7 +24,7 @@ class SimulatedAgent:
     def __init__(self, sim: SimulatedJob, host: str) -> None:
         self.sim = sim
         self.host = host
-        self.identity = HostAgent(host, 1)
+        self.identity = messages.HostAgent(host, 1)
         self.alive = not sim.weather.starts_agents  # else it is started when workers are
         self.frozen = False
         self.lost = False  # the machine is gone for good
@@ -50,7 +37,7 @@ class SimulatedAgent:
         self._exits: dict[Worker, WorkerExited] = {}
         self._leases: Leases[Worker] = Leases(sim.settings.lease_s)
         self._watching = False
-        self._mail: list[AgentMessage] = []  # while it is frozen
+        self._mail: list[messages.AgentMessage] = []  # while it is frozen
         self._told_frozen: set[Worker] = set()
 
     def _new_link(self) -> SimulatedLink:
@@ -68,22 +55,22 @@ class SimulatedAgent:
     def _attached(self) -> None:
         """Who runs, and what became of the others."""
         exits = [*self._exits.values()]
-        self.say(Registered(0, "", [], [*self.processes], exits, notice=self.notice))
+        self.say(messages.Registered(0, "", [], [*self.processes], exits, notice=self.notice))
         for worker in self._told_frozen:
-            self.say(Seen(WorkerFrozen(worker, "stopped")))
+            self.say(messages.Seen(WorkerFrozen(worker, "stopped")))
 
-    def say(self, message: AgentMessage) -> None:
+    def say(self, message: messages.AgentMessage) -> None:
         self.link.send(self.sim.driver.agent_said, self.identity, message)
 
     def beat(self) -> None:
         """It runs, and so does its network."""
         connection = self.link.connection
         if connection is not None and self.alive and not self.frozen:
-            connection.beat(self.sim.driver.agent_said, self.identity, Here())
+            connection.beat(self.sim.driver.agent_said, self.identity, messages.Here())
 
     # ---- what it is told -------------------------------------------------------------------------------------------
 
-    def receive(self, connection: Connection, message: AgentMessage) -> None:
+    def receive(self, connection: Connection, message: messages.AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
             return  # from a driver, or a time, that is over
         if self.frozen:
@@ -91,12 +78,12 @@ class SimulatedAgent:
         else:
             self._obey(message)
 
-    def _obey(self, message: AgentMessage) -> None:
+    def _obey(self, message: messages.AgentMessage) -> None:
         clock = self.sim.clock
         match message:
-            case Attach():
+            case messages.Attach():
                 self._attached()
-            case Start(worker):
+            case messages.Start(worker):
                 if worker in self.processes or worker in self._exits:
                     return
                 if worker.incarnation > 1 and clock.chance(0.02):
@@ -106,15 +93,17 @@ class SimulatedAgent:
                 self.processes[worker] = self.sim.processes[worker] = process
                 self.sim.born(process)
                 clock.after(clock.between(0.0, 0.1), process.begin)
-            case Kill(worker):
+            case messages.Kill(worker):
                 clock.after(clock.between(0.0, 0.01), self.kill, worker)
-            case Probe(workers):
+            case messages.Probe(workers):
                 for worker in workers:
                     found = self.processes.get(worker)
                     if found is not None:
                         state = "T" if found.frozen else "S"
-                        self.say(Seen(WorkerProbed(worker, found.reports.cpu_s(), 0, state)))
-            case Detach() | Reject():
+                        self.say(
+                            messages.Seen(WorkerProbed(worker, found.reports.cpu_s(), 0, state))
+                        )
+            case messages.Detach() | messages.Reject():
                 self.crash()
             case _:
                 pass
@@ -142,7 +131,7 @@ class SimulatedAgent:
             self.sim.clock.after(SAMPLE_S, self._exited, event)
         elif self.alive:
             self._exits[event.worker] = event
-            self.say(Seen(event))
+            self.say(messages.Seen(event))
 
     def watch(self) -> None:
         """Samples are taken all the time; where every worker runs they only renew leases, and are left out."""
@@ -164,10 +153,10 @@ class SimulatedAgent:
                     self._leases.grant(worker, now)
                 elif not process.frozen and self._leases.renew(worker, now):
                     self._told_frozen.discard(worker)
-                    self.say(Seen(WorkerThawed(worker)))
+                    self.say(messages.Seen(WorkerThawed(worker)))
             for worker in self._leases.expired(now):
                 self._told_frozen.add(worker)
-                self.say(Seen(WorkerFrozen(worker, "stopped")))
+                self.say(messages.Seen(WorkerFrozen(worker, "stopped")))
         self._watching = bool(self._told_frozen) or any(p.frozen for p in self.processes.values())
         if self._watching:
             self.sim.clock.after(SAMPLE_S, self._sample)
@@ -186,7 +175,7 @@ class SimulatedAgent:
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s
         if self.alive:
-            self.say(Announced(notice))
+            self.say(messages.Announced(notice))
 
     # ---- what befalls it -------------------------------------------------------------------------------------------
 
@@ -210,7 +199,7 @@ class SimulatedAgent:
             if self.link.connection is not None:  # its machine came back, and knows nothing of it
                 self.link.connection.break_off()
             self.alive = True
-            self.identity = HostAgent(self.host, self.identity.incarnation + 1)
+            self.identity = messages.HostAgent(self.host, self.identity.incarnation + 1)
             self.link = self._new_link()
             self.link.open()
 

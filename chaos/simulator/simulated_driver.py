@@ -14,6 +14,8 @@ from functools import partial
 from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Connection
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S
+from elastic.driver import events
+from elastic.driver.agents import pool_events
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.agents.messages import (
     AgentMessage,
@@ -25,49 +27,6 @@ from elastic.driver.agents.messages import (
     Registered,
     Seen,
     Start,
-)
-from elastic.driver.agents.pool_events import (
-    AgentCalled,
-    AgentGone,
-    AgentNotStarted,
-    AgentSaid,
-    AgentStarted,
-    DriverReady,
-    GiveUpOrdered,
-    HangUp,
-    JobEnded,
-    KillOrdered,
-    PoolAction,
-    PoolEvent,
-    StartAgent,
-    StartOrdered,
-    TellAgents,
-    TellDriver,
-)
-from elastic.driver.events import (
-    Action,
-    BreakWorld,
-    CallOffChange,
-    DriverRestarted,
-    DumpStacks,
-    EndJob,
-    Event,
-    FinishWorld,
-    GiveUpHost,
-    HostsChanged,
-    KillWorker,
-    LetGo,
-    PrepareChange,
-    ProbeWorkers,
-    PublishWorld,
-    RejectWorker,
-    StartWorker,
-    StopMembersAt,
-    TellWorld,
-    TimePassed,
-    WelcomeWorker,
-    WorkerDisconnected,
-    WorkerExited,
 )
 from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.journal.journal import Entry, rebuilt
@@ -94,7 +53,7 @@ class SimulatedDriver:
         self.leaves = False  # nobody is left, and it is about to end
         self.gone = False  # it has ended, with the job
         self.paused = False
-        self.end: EndJob | None = None
+        self.end: events.EndJob | None = None
         self.ended_at = 0.0
         # Crashes at the n-th place from here where it gives up control.
         self.doom: int | None = None
@@ -109,11 +68,11 @@ class SimulatedDriver:
         self._backlog: list[Callable[[], None]] = []  # while it is frozen
         self._alarm: float | None = None
         self._arming = False
-        sim.clock.at(0.0, self._meet, DriverReady())
+        sim.clock.at(0.0, self._meet, pool_events.DriverReady())
 
     # ---- its loop --------------------------------------------------------------------------------------------------
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: events.Event) -> None:
         if not self.up or self._dies():
             return
         if self.paused:
@@ -131,7 +90,7 @@ class SimulatedDriver:
         self._dies()
         if self.decisions.over and self.up and not self.leaves:
             self.leaves = True
-            self._meet(JobEnded())
+            self._meet(pool_events.JobEnded())
             self.sim.clock.after(LAST_S, self._leave)
         if not self.sim.step_s:
             self._arm()
@@ -174,57 +133,57 @@ class SimulatedDriver:
             return
         deadline = self.decisions.next_deadline()
         if deadline is not None and deadline <= self.sim.clock.now:
-            self.hear(TimePassed())
+            self.hear(events.TimePassed())
         if not self.paused:
             self._arm()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: events.Action) -> None:
         match action:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.sim.ordered(action)
-                self._meet(StartOrdered(Start(worker, [], {}, "")))
-            case KillWorker(worker):
+                self._meet(pool_events.StartOrdered(Start(worker, [], {}, "")))
+            case events.KillWorker(worker):
                 self.sim.ordered(action)
-                self._meet(KillOrdered(worker))
-            case DumpStacks(worker):
+                self._meet(pool_events.KillOrdered(worker))
+            case events.DumpStacks(worker):
                 self.sim.ordered(action)
                 self._tell_agent(self.pool.agent_of(worker.host), Dump(worker))
-            case ProbeWorkers(workers):
+            case events.ProbeWorkers(workers):
                 hosts: dict[str, list[Worker]] = {}
                 for worker in workers:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
                     self._tell_agent(self.pool.agent_of(host), Probe(there))
-            case GiveUpHost(host, reason):
-                self._meet(GiveUpOrdered(host, str(reason)))
-            case BreakWorld(generation, members, reason):
+            case events.GiveUpHost(host, reason):
+                self._meet(pool_events.GiveUpOrdered(host, str(reason)))
+            case events.BreakWorld(generation, members, reason):
                 self._send(members, messages.Broken(generation, str(reason)))
-            case PublishWorld(generation, members, store, holders, commit, reason):
+            case events.PublishWorld(generation, members, store, holders, commit, reason):
                 for member in members:
                     world = messages.World(
                         generation, member.place, store, holders, commit, str(reason)
                     )
                     self._send([member.worker], world)
-            case TellWorld(generation, member, store, holders, commit, reason):
+            case events.TellWorld(generation, member, store, holders, commit, reason):
                 world = messages.World(
                     generation, member.place, store, holders, commit, str(reason)
                 )
                 self._send([member.worker], world)
-            case WelcomeWorker(worker, place, newcomer, elastic):
+            case events.WelcomeWorker(worker, place, newcomer, elastic):
                 self._send([worker], messages.Welcome(place, newcomer, elastic))
-            case PrepareChange(generation, change, members):
+            case events.PrepareChange(generation, change, members):
                 self._send(members, messages.Prepare(generation, change))
-            case StopMembersAt(generation, change, check, members):
+            case events.StopMembersAt(generation, change, check, members):
                 self._send(members, messages.StopAt(generation, change, check))
-            case CallOffChange(generation, change, members):
+            case events.CallOffChange(generation, change, members):
                 self._send(members, messages.Proceed(generation, change))
-            case LetGo(worker, reason):
+            case events.LetGo(worker, reason):
                 self._send([worker], messages.Leave(str(reason)))
-            case RejectWorker(worker):
+            case events.RejectWorker(worker):
                 raise AssertionError(f"{worker} was rejected, but all states have one layout")
-            case FinishWorld(generation, members):
+            case events.FinishWorld(generation, members):
                 self._send(members, messages.Finish(generation))
-            case EndJob(code, reason):
+            case events.EndJob(code, reason):
                 if self.end is None:
                     self.ended_at = self.sim.clock.now
                 self.end = action
@@ -257,12 +216,12 @@ class SimulatedDriver:
             if self._workers.get(worker) is not connection:
                 return  # it has another one already
             del self._workers[worker]
-            self.hear(WorkerDisconnected(worker, silent))
+            self.hear(events.WorkerDisconnected(worker, silent))
             return
         for agent, present in self._agents.items():
             if present is connection:
                 del self._agents[agent]
-                self._meet(AgentGone(agent, silent))
+                self._meet(pool_events.AgentGone(agent, silent))
                 return
 
     def _send(self, workers: list[Worker], message: Message) -> None:
@@ -282,13 +241,13 @@ class SimulatedDriver:
 
     def listed(self, hosts: dict[str, int]) -> None:
         """Discovery has found these."""
-        self._meet(HostsChanged(dict(hosts)))
-        self.hear(HostsChanged(dict(hosts)))
+        self._meet(events.HostsChanged(dict(hosts)))
+        self.hear(events.HostsChanged(dict(hosts)))
 
     def agent_called(self, connection: Connection, agent: HostAgent) -> None:
         """On a new connection, which stands in for an open one."""
         self._agents[agent] = connection
-        self._meet(AgentCalled(agent))
+        self._meet(pool_events.AgentCalled(agent))
 
     def agent_said(self, connection: Connection, agent: HostAgent, message: AgentMessage) -> None:
         """Also what was under way on a connection that was lost; but who runs is believed on the present one only."""
@@ -298,17 +257,17 @@ class SimulatedDriver:
             case Registered(exits=exits):
                 for event in exits:
                     self._last_words(event)
-            case Seen(WorkerExited() as event):
+            case Seen(events.WorkerExited() as event):
                 self._last_words(event)
-        self._meet(AgentSaid(agent, message))
+        self._meet(pool_events.AgentSaid(agent, message))
 
-    def _last_words(self, event: WorkerExited) -> None:
+    def _last_words(self, event: events.WorkerExited) -> None:
         """Usually everything that a process has said is heard before its exit."""
         mine = self._workers.pop(event.worker, None)
         if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
             mine.flush(INWARD)
 
-    def _meet(self, event: PoolEvent) -> None:
+    def _meet(self, event: pool_events.PoolEvent) -> None:
         if not self.up:
             return
         if self.paused:
@@ -321,20 +280,20 @@ class SimulatedDriver:
             self._carry_out(action)
         self._arm_pool()
 
-    def _carry_out(self, action: PoolAction) -> None:
+    def _carry_out(self, action: pool_events.PoolAction) -> None:
         match action:
-            case TellAgents(agents, messages):
+            case pool_events.TellAgents(agents, messages):
                 for agent in agents:
                     for message in messages:
                         self._tell_agent(agent, message)
-            case TellDriver(event):
+            case pool_events.TellDriver(event):
                 self.hear(event)
-            case HangUp(agent):
+            case pool_events.HangUp(agent):
                 connection = self._agents.pop(agent, None)
                 if connection is not None:
                     connection.break_off(tell_driver=False)
-                    self._meet(AgentGone(agent, False))
-            case StartAgent(host):
+                    self._meet(pool_events.AgentGone(agent, False))
+            case pool_events.StartAgent(host):
                 takes_s = self.sim.clock.between(*AGENT_STARTS_S)
                 self.sim.clock.after(takes_s, self._start_agent, self.pool, host)
 
@@ -349,10 +308,10 @@ class SimulatedDriver:
         if not self.up or pool is not self.pool:
             return
         if self.sim.agents[host].lost or self.sim.network.is_cut(host):
-            self._meet(AgentNotStarted(host, "there is no way to it"))
+            self._meet(pool_events.AgentNotStarted(host, "there is no way to it"))
         else:
             self.sim.agents[host].restart()
-            self._meet(AgentStarted(host))
+            self._meet(pool_events.AgentStarted(host))
 
     def _arm_pool(self) -> None:
         at = self.pool.next_deadline() if self.up else None
@@ -363,7 +322,7 @@ class SimulatedDriver:
     def _ring_pool(self, alarm: float) -> None:
         if alarm == self._pool_alarm and not self.paused:
             self._pool_alarm = None
-            self._meet(TimePassed())
+            self._meet(events.TimePassed())
 
     # ---- what befalls it -------------------------------------------------------------------------------------------
 
@@ -387,8 +346,8 @@ class SimulatedDriver:
         self.decisions = self._new_decisions()
         self.leaves = False
         self.pool = self._new_pool()
-        self._meet(DriverReady())
-        self.hear(DriverRestarted())
+        self._meet(pool_events.DriverReady())
+        self.hear(events.DriverRestarted())
         self.listed(self.sim.listed)
 
     def pause(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from elastic.driver.agents import pool_events
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.agents.fleet_workers import Workers
 from elastic.driver.agents.messages import (
@@ -22,26 +23,6 @@ from elastic.driver.agents.messages import (
     Registered,
     Start,
     from_agent,
-)
-from elastic.driver.agents.pool_events import (
-    AgentCalled,
-    AgentGone,
-    AgentNotStarted,
-    AgentSaid,
-    AgentStarted,
-    DriverReady,
-    GiveUpOrdered,
-    HangUp,
-    JobEnded,
-    KillOrdered,
-    PassOn,
-    PoolAction,
-    PoolEvent,
-    ShowOutput,
-    StartAgent,
-    StartOrdered,
-    TellAgents,
-    TellDriver,
 )
 from elastic.driver.events import (
     Event,
@@ -119,9 +100,9 @@ class Fleet:
             interface,
             port,
             heard=self._agent_said,
-            gone=lambda agent, silent: self._handle(AgentGone(agent, silent)),
+            gone=lambda agent, silent: self._handle(pool_events.AgentGone(agent, silent)),
             expected=lambda agent: True,
-            accepted=lambda agent: self._handle(AgentCalled(agent)),
+            accepted=lambda agent: self._handle(pool_events.AgentCalled(agent)),
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
@@ -139,15 +120,15 @@ class Fleet:
     ) -> None:
         """See `Launcher.open`."""
         self._exited, self.noticed = exited, noticed
-        self._handle(DriverReady())
+        self._handle(pool_events.DriverReady())
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         """See `Launcher.start`. ``env`` goes before what the agent's host has."""
         env = {**env, **self._environ_of(worker.host)}
-        self._handle(StartOrdered(Start(worker, list(command), env, self._folder)))
+        self._handle(pool_events.StartOrdered(Start(worker, list(command), env, self._folder)))
 
     def kill(self, worker: Worker) -> None:
-        self._handle(KillOrdered(worker))
+        self._handle(pool_events.KillOrdered(worker))
 
     def probe(self, workers: Sequence[Worker]) -> None:
         by_host: dict[str, list[Worker]] = {}
@@ -160,7 +141,7 @@ class Fleet:
         self.order(worker.host, Dump(worker))
 
     def give_up(self, host: str, why: str) -> None:
-        self._handle(GiveUpOrdered(host, why))
+        self._handle(pool_events.GiveUpOrdered(host, why))
 
     def alive(self) -> frozenset[Worker]:
         return self.pool.alive()
@@ -171,7 +152,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Dismiss every agent; wait until each has killed its workers, and hung up if it ends, within a bound."""
-        self._handle(JobEnded())
+        self._handle(pool_events.JobEnded())
         for task in self._starting:
             task.cancel()
         loop = asyncio.get_running_loop()
@@ -185,9 +166,9 @@ class Fleet:
 
     def _agent_said(self, agent: HostAgent, message: Any) -> None:
         caller = self._server.peer(agent) if isinstance(message, Registered) else ""
-        self._handle(AgentSaid(agent, message, caller))
+        self._handle(pool_events.AgentSaid(agent, message, caller))
 
-    def _handle(self, event: PoolEvent) -> None:
+    def _handle(self, event: pool_events.PoolEvent) -> None:
         loop = asyncio.get_running_loop()
         for action in self.pool.handle(event, loop.time()):
             self._do(action)
@@ -202,31 +183,31 @@ class Fleet:
         self._alarm = None
         self._handle(TimePassed())
 
-    def _do(self, action: PoolAction) -> None:
+    def _do(self, action: pool_events.PoolAction) -> None:
         match action:
-            case PassOn(worker, message):
+            case pool_events.PassOn(worker, message):
                 self._heard(worker, message)
-            case TellDriver(WorkerExited() as event):
+            case pool_events.TellDriver(WorkerExited() as event):
                 self._exited(event)
                 self._sink.drop(event.worker)
-            case TellDriver(WorkerDisconnected(worker, silent)):
+            case pool_events.TellDriver(WorkerDisconnected(worker, silent)):
                 self._gone(worker, silent)
-            case TellDriver(event):
+            case pool_events.TellDriver(event):
                 self.noticed(event)
-            case ShowOutput(worker, stream, data):
+            case pool_events.ShowOutput(worker, stream, data):
                 if data:
                     self._sink.feed(worker, stream, data)
                 else:
                     self._sink.finish(worker, stream)
-            case TellAgents(agents, messages) if not self._deposed():
+            case pool_events.TellAgents(agents, messages) if not self._deposed():
                 if len(agents) > 1 and len(messages) == 1:
                     self._server.broadcast(agents, messages[0])
                 else:
                     for agent in agents:
                         self._server.send(agent, *messages)
-            case HangUp(agent):
+            case pool_events.HangUp(agent):
                 self._server.disconnect(agent)
-            case StartAgent(host):
+            case pool_events.StartAgent(host):
                 task = asyncio.create_task(self._start_agent(host))
                 self._starting.add(task)
                 task.add_done_callback(self._starting.discard)
@@ -239,6 +220,6 @@ class Fleet:
         try:
             await self._starter.start(bootstrap)
         except StartFailed as error:
-            self._handle(AgentNotStarted(host, str(error)))
+            self._handle(pool_events.AgentNotStarted(host, str(error)))
         else:
-            self._handle(AgentStarted(host, bootstrap.outlives))
+            self._handle(pool_events.AgentStarted(host, bootstrap.outlives))

@@ -28,43 +28,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic.checkpoints.options import RUN
+from elastic.driver import events
 from elastic.driver.discovery.interface import Discovery
-from elastic.driver.events import (
-    Action,
-    AnswerRequest,
-    BreakWorld,
-    CallOffChange,
-    CheckpointMade,
-    DriverRestarted,
-    DumpStacks,
-    EndJob,
-    Event,
-    FinishWorld,
-    GiveUpHost,
-    HastenCheckpoint,
-    HostsChanged,
-    KillWorker,
-    LetGo,
-    PrepareChange,
-    ProbeWorkers,
-    PublishWorld,
-    RejectWorker,
-    ReplicasSpoilt,
-    Report,
-    ReportRecovery,
-    StartWorker,
-    StopMembersAt,
-    StopRequested,
-    TellAwaited,
-    TellStandby,
-    TellWorld,
-    TimePassed,
-    WelcomeWorker,
-    WorkerConnected,
-    WorkerDiffers,
-    WorkerDisconnected,
-    WorkerExited,
-)
 from elastic.driver.job import checkpoint_shares
 from elastic.driver.job.checkpoint_lines import CheckpointLines
 from elastic.driver.job.checkpoint_shares import CheckpointShares
@@ -176,13 +141,13 @@ class Driver:
         discovery: Discovery,
         journal: Journal,
         log: Log,
-        noted: Callable[[Event, Sequence[Action], float], None] | None = None,
+        noted: Callable[[events.Event, Sequence[events.Action], float], None] | None = None,
         tracing: Tracing | None = None,
         past: Adopted | None = None,
         listening: Callable[[Address], Awaitable[None]] | None = None,
         reported: Callable[[WorkerReport], object] | None = None,
         leaves: Callable[[], None] | None = None,
-        answered: Callable[[AnswerRequest], None] = lambda answer: None,
+        answered: Callable[[events.AnswerRequest], None] = lambda answer: None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -214,7 +179,7 @@ class Driver:
         self._checkpoints = CheckpointShares()
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._mailbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
+        self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # text by digest
@@ -253,7 +218,7 @@ class Driver:
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop, reason, code)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: events.Event) -> None:
         """An operator's request. From the event loop's thread, once the job runs."""
         self._post(event)
 
@@ -289,7 +254,7 @@ class Driver:
             self._reports.serve(self._server.send_each)
             self._log("debug", f"listening on {bound}")
             if self._adopts:
-                self._post(DriverRestarted())
+                self._post(events.DriverRestarted())
             await self._launcher.open(self._worker_gone, self._post)
             if self._listening is not None:
                 await self._listening(self._address)
@@ -315,7 +280,7 @@ class Driver:
         trouble = "it gave no list"
         try:
             async for hosts in self._discovery.watch():
-                self._post(HostsChanged(dict(hosts)))
+                self._post(events.HostsChanged(dict(hosts)))
                 if listed:
                     # A hint to scripts, which may wait for it: nobody has to stop.
                     self._server.broadcast(self.places, protocol.HostsListed())
@@ -325,7 +290,9 @@ class Driver:
             trouble = repr(error)
             self._log("error", f"host discovery ended, the list of hosts stays as it is: {trouble}")
         if not listed:
-            self._post(StopRequested(f"host discovery ended before there was any host: {trouble}"))
+            self._post(
+                events.StopRequested(f"host discovery ended before there was any host: {trouble}")
+            )
 
     def _heard(self, worker: Worker, message: Any) -> None:
         if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
@@ -351,22 +318,22 @@ class Driver:
                     self._server.broadcast(workers, message)
                 case checkpoint_shares.Made():
                     self._about_checkpoints.made(action)
-                    self._post(CheckpointMade(action.commit))
+                    self._post(events.CheckpointMade(action.commit))
                 case checkpoint_shares.Failed():
                     self._about_checkpoints.failed(action)
                 case checkpoint_shares.NotEqual():
                     self._about_checkpoints.not_equal(action)
                 case checkpoint_shares.Damaged(worker, generation, commit, parts, equal):
-                    self._post(WorkerDiffers(worker, generation, commit, parts, equal))
+                    self._post(events.WorkerDiffers(worker, generation, commit, parts, equal))
                 case checkpoint_shares.Spoilt(generation, commit, damaged, equal):
-                    self._post(ReplicasSpoilt(generation, commit, damaged, equal))
+                    self._post(events.ReplicasSpoilt(generation, commit, damaged, equal))
 
     def _connection_gone(self, worker: Worker, silent: bool) -> None:
         self._tracing.gone(worker)
-        self._post(WorkerDisconnected(worker, silent))
+        self._post(events.WorkerDisconnected(worker, silent))
         self._exit_barrier.disconnected(worker)
 
-    def _worker_gone(self, event: WorkerExited) -> None:
+    def _worker_gone(self, event: events.WorkerExited) -> None:
         """An exit comes after everything that the worker has said."""
         self._exit_barrier.gone(event)
 
@@ -379,7 +346,7 @@ class Driver:
             if self._settling is not None:
                 self._settling.cancel()
         waits = code == STOP_CODES[signal.SIGTERM] and not self._hurried
-        self._post(StopRequested(reason, code, LAST_CHECKPOINT_S if waits else 0.0))
+        self._post(events.StopRequested(reason, code, LAST_CHECKPOINT_S if waits else 0.0))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -414,15 +381,15 @@ class Driver:
                 if handler is not None:
                     signal.signal(number, handler)
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: events.Event) -> None:
         self._mailbox.put_nowait((self._now(), event))
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
-    async def _handle(self, first: tuple[float, Event]) -> None:
+    async def _handle(self, first: tuple[float, events.Event]) -> None:
         """This event and all that have queued up behind it. Each counts as of when it came."""
-        decided: list[tuple[Event, list[Action]]] = []
-        arrived: tuple[float, Event] | None = first
+        decided: list[tuple[events.Event, list[events.Action]]] = []
+        arrived: tuple[float, events.Event] | None = first
         while arrived is not None:
             at, event = arrived
             decided.append((event, self._decide(event, at)))
@@ -448,16 +415,16 @@ class Driver:
         finally:
             self._settling = None
 
-    def _carry_out(self, event: Event, actions: list[Action]) -> None:
+    def _carry_out(self, event: events.Event, actions: list[events.Action]) -> None:
         self._perform(actions)
-        if isinstance(event, WorkerConnected):
+        if isinstance(event, events.WorkerConnected):
             told = self._versions.heard(event.worker.host, event.torch_version)
             if told:
                 self._log("warning", told)
-        if isinstance(event, WorkerExited) and event.worker not in self.results:
+        if isinstance(event, events.WorkerExited) and event.worker not in self.results:
             self._promised.pop(event.worker, None)  # it may be one of any number
 
-    def _decide(self, event: Event, now: float) -> list[Action]:
+    def _decide(self, event: events.Event, now: float) -> list[events.Action]:
         """What is to be done. What membership answers is written down before anything is done about it."""
         try:
             answer = self._decisions.answer(event, now)
@@ -465,7 +432,7 @@ class Driver:
             self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
             reason = because(Why.DRIVER_BUG, error=repr(error))
             self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
-            return self._decisions.follow(event, [EndJob(1, reason)], now)
+            return self._decisions.follow(event, [events.EndJob(1, reason)], now)
         if not self._decisions.raised:
             self._journal.record(now, event, answer)
             self._tracing.noted(event, answer)
@@ -481,7 +448,9 @@ class Driver:
         deadline = self._decisions.next_deadline()
         if deadline is not None:
             assert self._loop is not None
-            self._alarm = self._loop.call_at(deadline - self._offset, self._post, TimePassed())
+            self._alarm = self._loop.call_at(
+                deadline - self._offset, self._post, events.TimePassed()
+            )
 
     def _now(self) -> float:
         """On the clock of the journal, which goes on from one driver to the next."""
@@ -490,85 +459,89 @@ class Driver:
 
     # ---- what is asked for gets done -------------------------------------------------------------------------------
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[events.Action]) -> None:
         # Starting a process takes milliseconds: who waits for a word about the world hears it first, the log last.
         if not actions:
             return
         lines: dict[int, Line | None] = {}
         for urgent in (True, False):
             for index, action in enumerate(actions):
-                if isinstance(action, (BreakWorld, PublishWorld)) is urgent:
+                if isinstance(action, (events.BreakWorld, events.PublishWorld)) is urgent:
                     lines[index] = self._do(action)
-        given = [action.about for action in actions if isinstance(action, Report)]
-        self._log_workers("starting", [a for a in actions if isinstance(a, StartWorker)], given)
+        given = [action.about for action in actions if isinstance(action, events.Report)]
+        self._log_workers(
+            "starting", [a for a in actions if isinstance(a, events.StartWorker)], given
+        )
         for index in range(len(actions)):
             if (line := lines[index]) is not None:
                 self._log(*line)
-        self._log_workers("killing", [a for a in actions if isinstance(a, KillWorker)], given)
-        self._log_workers("letting go", [a for a in actions if isinstance(a, LetGo)], given)
+        self._log_workers(
+            "killing", [a for a in actions if isinstance(a, events.KillWorker)], given
+        )
+        self._log_workers("letting go", [a for a in actions if isinstance(a, events.LetGo)], given)
 
-    def _do(self, action: Action) -> Line | None:
+    def _do(self, action: events.Action) -> Line | None:
         """Perform one action. Returns what the log has to say of it."""
         send, broadcast = self._server.send, self._server.broadcast
         match action:
-            case StartWorker():
+            case events.StartWorker():
                 self._start(action)
-            case KillWorker():
+            case events.KillWorker():
                 self._launcher.kill(action.worker)
-            case ProbeWorkers(workers):
+            case events.ProbeWorkers(workers):
                 self._launcher.probe(workers)
                 broadcast(workers, protocol.Locate())
                 return ("debug", f"looking at what {_some(workers)} does")
-            case TellAwaited(generation, members, rank, line):
+            case events.TellAwaited(generation, members, rank, line):
                 broadcast(members, protocol.Awaited(generation, rank, line))
-            case GiveUpHost(host, reason):
+            case events.GiveUpHost(host, reason):
                 self._launcher.give_up(host, str(reason))
-            case DumpStacks(worker, reason):
+            case events.DumpStacks(worker, reason):
                 self._launcher.dump(worker)
                 return ("info", f"the stacks of {worker} follow: {brief(reason)}")
-            case BreakWorld(generation, members, reason):
+            case events.BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, str(reason)))
                 return self._news(f"generation {generation} is over: {reason}")
-            case PublishWorld():
+            case events.PublishWorld():
                 return self._publish(action)
-            case TellWorld(generation, member, store, holders, commit, reason):
+            case events.TellWorld(generation, member, store, holders, commit, reason):
                 text, run = str(reason), self._checkpoint_run
                 word = protocol.World(generation, member.place, store, holders, commit, text, run)
                 send(member.worker, word)
-            case WelcomeWorker(worker, place, newcomer, elastic):
+            case events.WelcomeWorker(worker, place, newcomer, elastic):
                 send(worker, protocol.Welcome(place, newcomer, elastic, self._step_input))
-            case PrepareChange(generation, change, members, reason):
+            case events.PrepareChange(generation, change, members, reason):
                 broadcast(members, protocol.Prepare(generation, change))
                 return self._news(f"generation {generation} is to change: {reason}")
-            case StopMembersAt(generation, change, check, members):
+            case events.StopMembersAt(generation, change, check, members):
                 broadcast(members, protocol.StopAt(generation, change, check))
                 return ("debug", f"generation {generation} stops at check {check}")
-            case CallOffChange(generation, change, members, reason):
+            case events.CallOffChange(generation, change, members, reason):
                 broadcast(members, protocol.Proceed(generation, change))
                 return self._news(f"generation {generation} goes on unchanged: {reason}")
-            case LetGo(worker, reason, fenced):
+            case events.LetGo(worker, reason, fenced):
                 send(worker, protocol.Leave(str(reason), fenced))
-            case RejectWorker(worker, layout, expected):
+            case events.RejectWorker(worker, layout, expected):
                 texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
                 words = layout_diff.difference(*texts)
                 send(worker, protocol.Rejected(words))
                 return ("error", f"the state of {worker} differs from the world's:\n{words}")
-            case TellStandby(worker):
+            case events.TellStandby(worker):
                 send(worker, protocol.StandBy())
                 return ("info", f"{worker} stands by")
-            case FinishWorld(generation, members):
+            case events.FinishWorld(generation, members):
                 broadcast(members, protocol.Finish(generation))
                 return ("debug", f"generation {generation} is finished")
-            case HastenCheckpoint(generation, rank0):
+            case events.HastenCheckpoint(generation, rank0):
                 send(rank0, protocol.CheckpointSoon(generation))
-            case EndJob():
+            case events.EndJob():
                 return self._end(action)
-            case Report(level, text):
+            case events.Report(level, text):
                 return (level, text)
-            case AnswerRequest(_, done, reason):
+            case events.AnswerRequest(_, done, reason):
                 self._answered(action)
                 return ("info", f"an operator's request is {'' if done else 'not '}done: {reason}")
-            case ReportRecovery():
+            case events.ReportRecovery():
                 return ("info", recovery_line(action))
             case _:
                 raise AssertionError(f"nothing is known about {type(action).__name__}")
@@ -580,7 +553,7 @@ class Driver:
         self._said_last = text
         return (level, text)
 
-    def _start(self, action: StartWorker) -> None:
+    def _start(self, action: events.StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
         wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         if job.by_agents:
@@ -611,7 +584,7 @@ class Driver:
     def _log_workers(
         self,
         verb: str,
-        actions: Sequence[StartWorker | KillWorker | LetGo],
+        actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
         given: Sequence[Reason | None],
     ) -> None:
         """Workers to which the same is done for one reason share a line, unless a report has given the reason."""
@@ -624,7 +597,7 @@ class Driver:
             now = f" (generation {self.generation})" if self.generation else ""
             self._log("info", f"{verb} {number}{_some(workers)}: {reason}{now}")
 
-    def _publish(self, world: PublishWorld) -> Line:
+    def _publish(self, world: events.PublishWorld) -> Line:
         reason = str(world.reason)
         self._server.send_each(
             (
@@ -649,7 +622,7 @@ class Driver:
         text = f"generation {world.generation} has {len(world.members)} {noun}: {reason}"
         return ("info", text)
 
-    def _end(self, outcome: EndJob) -> Line | None:
+    def _end(self, outcome: events.EndJob) -> Line | None:
         reason = str(outcome.reason)
         if outcome.code != 0:
             self._server.broadcast(self._decisions.running, protocol.End(reason))

@@ -22,29 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from elastic.driver.events import (
-    Action,
-    AnswerRequest,
-    CheckpointMade,
-    DrainRequested,
-    DriverRestarted,
-    EndJob,
-    Event,
-    HostReported,
-    HostsChanged,
-    LetGo,
-    RemoveRequested,
-    ScaleRequested,
-    StopRequested,
-    TimePassed,
-    WorkerConnected,
-    WorkerExited,
-    WorkerFrozen,
-    WorkerReady,
-    WorkerReconnected,
-    WorkerSpent,
-    WorkerThawed,
-)
+from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.membership.failure_detection.stuck import Stuck
@@ -70,7 +48,7 @@ class Membership:
     def __init__(self, settings: Settings) -> None:
         self.compose(Worlds(settings), deque(maxlen=30))
 
-    def compose(self, worlds: Worlds, story: deque[Event]) -> None:
+    def compose(self, worlds: Worlds, story: deque[events.Event]) -> None:
         """Of parts that share these worlds; the story is of the latest events."""
         self.settings = worlds.settings
         self.story = story
@@ -110,7 +88,7 @@ class Membership:
         return self.worlds.over
 
     @property
-    def verdict(self) -> EndJob | None:
+    def verdict(self) -> events.EndJob | None:
         """How the job ends, once that is decided."""
         return self.worlds.verdict
 
@@ -147,7 +125,7 @@ class Membership:
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """What to do about an event, in order. Raises IllegalEvent on one that can't be."""
         self.story.append(event)
         self.worlds.actions.begin(now)
@@ -169,37 +147,37 @@ class Membership:
             raise IllegalEvent(f"{event}: {illegal}, {where}") from None
         return self.worlds.actions.decided
 
-    def _dispatch(self, event: Event) -> None:
+    def _dispatch(self, event: events.Event) -> None:
         self.stop.heard(event)
         # The most frequent first.
         parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices)
         if any(part.handle(event) for part in parts):
             return
         match event:
-            case WorkerReconnected():
+            case events.WorkerReconnected():
                 self.reconnections.reconnected(event)
-            case HostsChanged(hosts):
+            case events.HostsChanged(hosts):
                 self.notices.listed(hosts)
                 self.worlds.staff.announce(hosts, self.worlds.world.places)
-            case HostReported():
+            case events.HostReported():
                 self.frozen.host_is_back(event.host)
                 for gone in self.reconnections.not_there(event):
                     self.failures.handle(gone)
                 self.notices.reported(event)
-            case DriverRestarted():
+            case events.DriverRestarted():
                 self.reconnections.restarted()
                 self.deadlines.restarted()
                 self.frozen.restarted()
                 self.stuck.restarted()
-            case CheckpointMade():
+            case events.CheckpointMade():
                 self.worlds.give_up.checkpoint_made()
                 self.worlds.exceptions.checkpoint_made()
                 self.notices.checkpoint_made(event)
-            case StopRequested():
+            case events.StopRequested():
                 self.stop.requested(event)
-            case ScaleRequested() | DrainRequested() | RemoveRequested():
+            case events.ScaleRequested() | events.DrainRequested() | events.RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
-            case TimePassed() | WorkerSpent():
+            case events.TimePassed() | events.WorkerSpent():
                 pass  # deadlines are looked at after every event
             case _:
                 raise IllegalEvent("no handler for it")
@@ -217,32 +195,36 @@ class Membership:
         self.notices.overdue()
         self.deadlines.overdue()
 
-    def _after_the_end(self, event: Event) -> None:
+    def _after_the_end(self, event: events.Event) -> None:
         """The outcome is decided: who comes late is let go."""
         match event:
-            case WorkerExited():
+            case events.WorkerExited():
                 self.roster.remove(event.worker)
-            case WorkerConnected() | WorkerReady() if event.worker in self.roster:
+            case events.WorkerConnected() | events.WorkerReady() if event.worker in self.roster:
                 self.worlds.staff.release(self.roster[event.worker], because(Why.JOB_ENDED))
-            case WorkerReconnected() if self._has_finished(event.worker):
+            case events.WorkerReconnected() if self._has_finished(event.worker):
                 self.reconnections.reconnected(event)  # what follows its training still runs
-            case WorkerReconnected():
-                self.worlds.actions.add(LetGo(event.worker, because(Why.JOB_ENDED)))
-            case HostReported():
+            case events.WorkerReconnected():
+                self.worlds.actions.add(events.LetGo(event.worker, because(Why.JOB_ENDED)))
+            case events.HostReported():
                 for gone in self.reconnections.not_there(event):
                     self.roster.remove(gone.worker)
-            case DriverRestarted() if self.verdict is not None:
+            case events.DriverRestarted() if self.verdict is not None:
                 self.worlds.actions.add(self.verdict)
-            case ScaleRequested(request) | DrainRequested(request) | RemoveRequested(request):
-                self.worlds.actions.add(AnswerRequest(request, False, because(Why.JOB_OVER)))
-            case WorkerFrozen() if event.worker in self.roster:
+            case (
+                events.ScaleRequested(request)
+                | events.DrainRequested(request)
+                | events.RemoveRequested(request)
+            ):
+                self.worlds.actions.add(events.AnswerRequest(request, False, because(Why.JOB_OVER)))
+            case events.WorkerFrozen() if event.worker in self.roster:
                 record = self.roster[event.worker]
                 if not record.frozen:
                     named = f"{self.worlds.named(record)}, process {record.pid},"
                     text = "the job's outcome is known, and it ends when this process has: continue it, or kill it"
                     self.worlds.actions.log("warning", f"{named} is frozen ({event.how}); {text}")
                 record.frozen = event.how or "not able to run"
-            case WorkerThawed() if event.worker in self.roster:
+            case events.WorkerThawed() if event.worker in self.roster:
                 self.roster[event.worker].frozen = ""
             case _:
                 pass

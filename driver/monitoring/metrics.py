@@ -25,25 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from elastic.driver.events import (
-    Action,
-    CheckpointMade,
-    EndJob,
-    Event,
-    KillWorker,
-    LetGo,
-    PublishWorld,
-    ReportRecovery,
-    StartWorker,
-    TellStandby,
-    WorkerConnected,
-    WorkerDigested,
-    WorkerExited,
-    WorkerPaced,
-    WorkerReady,
-    WorkerReturned,
-    WorkerSpent,
-)
+from elastic.driver import events
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.monitoring.dashboard.http_requests import is_ours
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
@@ -124,7 +106,7 @@ class Figures:
             if isinstance(value, int | float) and (name in mine or len(mine) < NAMES):
                 mine[name] = float(value)
 
-    def note(self, event: Event, actions: Sequence[Action], now: float = 0.0) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float = 0.0) -> None:
         """One event, and what was decided about it, ``now`` seconds since 1970."""
         self._now = now
         self.spent.note(event, actions, now)
@@ -132,22 +114,22 @@ class Figures:
         for action in actions:
             self._decided(action)
 
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: events.Event) -> None:
         match event:
-            case WorkerConnected(worker):
+            case events.WorkerConnected(worker):
                 self._move(worker, "connected")
-            case WorkerReady(worker, _, commit):
+            case events.WorkerReady(worker, _, commit):
                 self._move(worker, "ready")
                 self._committed(commit)
-            case WorkerReturned(worker):
+            case events.WorkerReturned(worker):
                 self._move(worker, "returned")
-            case WorkerDigested(commit=commit) | WorkerSpent(commit=commit):
+            case events.WorkerDigested(commit=commit) | events.WorkerSpent(commit=commit):
                 self._committed(commit)
-            case WorkerPaced():
+            case events.WorkerPaced():
                 self._paced(event)
-            case CheckpointMade():
+            case events.CheckpointMade():
                 self.durable, self.durable_at = self.durable + 1, self._now
-            case WorkerExited(worker, code):
+            case events.WorkerExited(worker, code):
                 if self.stages.pop(worker, None) is None:
                     return
                 self.waits.pop(worker, None)
@@ -159,12 +141,12 @@ class Figures:
             case _:
                 pass
 
-    def _decided(self, action: Action) -> None:
+    def _decided(self, action: events.Action) -> None:
         match action:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.started += 1
                 self.stages[worker] = "starting"
-            case PublishWorld(generation, members):
+            case events.PublishWorld(generation, members):
                 self.generation, self.size = generation, len(members)
                 self._judge, self.stragglers = Stragglers(size=len(members)), frozenset()
                 self.waited_for.new_world()
@@ -172,23 +154,23 @@ class Figures:
                     del self.reported[rank]
                 for member in members:
                     self._move(member.worker, "training")
-            case TellStandby(worker):
+            case events.TellStandby(worker):
                 self._move(worker, "standby")
-            case LetGo(worker):
+            case events.LetGo(worker):
                 self._expected_to_go.add(worker)
                 self._move(worker, "leaving")
-            case KillWorker(worker, reason):
+            case events.KillWorker(worker, reason):
                 if reason.kind in FENCES:
                     self.fenced[FENCES[reason.kind]] += 1
                 else:
                     self._expected_to_go.add(worker)
                 self._move(worker, "killed")
-            case ReportRecovery(_, kind, _, _, total_ms, phases_ms):
+            case events.ReportRecovery(_, kind, _, _, total_ms, phases_ms):
                 self.recoveries[kind].add(total_ms / 1e3)
                 for phase, ms in phases_ms.items():
                     if (kind, phase) in self.phases or len(self.phases) < PHASES:
                         self.phases[kind, phase].add(ms / 1e3)
-            case EndJob():
+            case events.EndJob():
                 self.over = True
             case _:
                 pass
@@ -204,7 +186,7 @@ class Figures:
         self.commits += commit.number - (self.commit.number if self.commit and same else 0)
         self.commit, self.committed_at = commit, self._now
 
-    def _paced(self, event: WorkerPaced) -> None:
+    def _paced(self, event: events.WorkerPaced) -> None:
         if event.worker not in self.stages or event.generation != self.generation:
             return
         self._committed(event.commit)
@@ -429,7 +411,7 @@ class Metrics(Collector):
             refuse_other_names(self._server, address)
         self.port = self._server.server_port
 
-    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         """``now``: by the clock of the journal, which never jumps."""
         with self._changing:
             if self._epoch is None:

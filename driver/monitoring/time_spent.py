@@ -14,21 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from elastic.driver.events import (
-    Action,
-    BreakWorld,
-    CheckpointMade,
-    DriverRestarted,
-    EndJob,
-    Event,
-    HostLost,
-    HostReported,
-    PublishWorld,
-    StartWorker,
-    WorkerExited,
-    WorkerReady,
-    WorkerSpent,
-)
+from elastic.driver import events
 from elastic.protocol.messages import Part, Times, Worker
 
 Stretch = Literal["starting", "training", "recovering", "changing", "ending"]
@@ -88,31 +74,31 @@ class TimeSpent:
         self._durable_at: float | None = None
         self._died: list[Spent] = []  # and nobody has said yet what that lost
 
-    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         """One event, and what was decided about it."""
         if self._since is None:
             self._since = now
         self.now = now
         match event:
-            case WorkerSpent():
+            case events.WorkerSpent():
                 self._said(event, now)
-            case WorkerReady(worker, running=running):
+            case events.WorkerReady(worker, running=running):
                 if worker in self.running:
                     self.running[worker].running = running
                 if worker in self._members and self._stretch == "training":
                     self._stop(now, first=running and not self._trains)
-            case WorkerExited(worker, code):
+            case events.WorkerExited(worker, code):
                 self._ended(worker, now, died=code != 0)
-            case HostLost(host):
+            case events.HostLost(host):
                 for worker in [each for each in self.running if each.host == host]:
                     self._ended(worker, now, died=True)
-            case HostReported(host, alive, known) if known is not None:
+            case events.HostReported(host, alive, known) if known is not None:
                 for worker in [each for each in self.running if each.host == host]:
                     if worker in known and worker not in alive:
                         self._ended(worker, now, died=True)
-            case CheckpointMade():
+            case events.CheckpointMade():
                 self._durable_at = now
-            case DriverRestarted():
+            case events.DriverRestarted():
                 self._stretch = "training"  # the driver before this one has not said more
             case _:
                 pass
@@ -129,14 +115,14 @@ class TimeSpent:
         """The job has ended, and all its workers have: nothing here changes any more."""
         return self._stretch == "ending" and not self.running
 
-    def _decided(self, action: Action, now: float) -> None:
+    def _decided(self, action: events.Action, now: float) -> None:
         match action:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.running[worker] = Spent(worker, now)
-            case BreakWorld():
+            case events.BreakWorld():
                 if self._stretch == "training":
                     self._begin("recovering", now)
-            case PublishWorld(generation, members, _, holders):
+            case events.PublishWorld(generation, members, _, holders):
                 if not holders:
                     self._all_gone()
                 self._members = {member.worker for member in members}
@@ -149,7 +135,7 @@ class TimeSpent:
                         spent.joined, spent.trains_since = generation, now
                 if self._stretch != "ending":
                     self._begin("training", now)
-            case EndJob():
+            case events.EndJob():
                 self._begin("ending", now)
             case _:
                 pass
@@ -167,7 +153,7 @@ class TimeSpent:
         self._stretch, self._since = stretch, now
         self.count[stretch] += 1
 
-    def _said(self, event: WorkerSpent, now: float) -> None:
+    def _said(self, event: events.WorkerSpent, now: float) -> None:
         spent = self.running.get(event.worker)
         if spent is None:
             if any(each.worker == event.worker for each in self.gone):

@@ -18,28 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.driver.events import (
-    Action,
-    BreakWorld,
-    CallOffChange,
-    EndJob,
-    Event,
-    FinishWorld,
-    HostsChanged,
-    KillWorker,
-    LetGo,
-    PrepareChange,
-    PublishWorld,
-    RejectWorker,
-    Report,
-    ReportRecovery,
-    StartWorker,
-    StopMembersAt,
-    WorkerExited,
-    WorkerFailed,
-    WorkerRaised,
-    WorkerResumed,
-)
+from elastic.driver import events
 from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 from elastic.protocol.trace_format import TraceFormat
@@ -55,7 +34,7 @@ class Timeline:
     def __init__(self) -> None:
         self._format = TraceFormat(0, 0)
         self._recording = False
-        self._world: PublishWorld | None = None  # the present one
+        self._world: events.PublishWorld | None = None  # the present one
         self._ranks: dict[Worker, int] = {}  # in the newest one
         self._begun: dict[
             tuple[str, str], str
@@ -88,7 +67,9 @@ class Timeline:
             lines += self._format.dropped(key, message.dropped, at_ns)
         return lines
 
-    def noted(self, event: Event, actions: Sequence[Action], now_ns: int) -> list[str]:
+    def noted(
+        self, event: events.Event, actions: Sequence[events.Action], now_ns: int
+    ) -> list[str]:
         """What happened, and what was done about it. Nothing where no file is open, but it is remembered."""
         self._now_ns = now_ns
         lines: list[str] = []
@@ -100,29 +81,29 @@ class Timeline:
             self._remember(action)
         return lines
 
-    def _remember(self, action: Action) -> None:
+    def _remember(self, action: events.Action) -> None:
         match action:
-            case PublishWorld(_, members):
+            case events.PublishWorld(_, members):
                 self._world = action
                 self._ranks = {member.worker: member.place.rank for member in members}
-            case BreakWorld() | FinishWorld():
+            case events.BreakWorld() | events.FinishWorld():
                 self._world = None
 
     # ---- events and actions
 
-    def _happened(self, event: Event) -> list[str]:
+    def _happened(self, event: events.Event) -> list[str]:
         match event:
-            case WorkerExited(worker, code, reason):
+            case events.WorkerExited(worker, code, reason):
                 lines = self._instant("workers", f"exit {worker}", code=code, reason=reason)
                 return lines + self._end(str(worker), WORLD)
-            case WorkerFailed(worker, generation, reason):
+            case events.WorkerFailed(worker, generation, reason):
                 told = f"{worker} reports a failure"
                 return self._instant("workers", told, generation=generation, reason=reason)
-            case WorkerRaised(worker, generation, _, summary):
+            case events.WorkerRaised(worker, generation, _, summary):
                 return self._instant(
                     "workers", f"{worker} raised", generation=generation, error=summary
                 )
-            case WorkerResumed(worker, generation, phases_ms, copied_bytes):
+            case events.WorkerResumed(worker, generation, phases_ms, copied_bytes):
                 phases = {f"{name}_ms": ms for name, ms in phases_ms.items()}
                 return self._instant(
                     "workers",
@@ -131,44 +112,44 @@ class Timeline:
                     copied_bytes=copied_bytes,
                     **phases,
                 )
-            case HostsChanged(hosts):
+            case events.HostsChanged(hosts):
                 return self._instant(
                     "workers", "hosts", **dict(list(hosts.items())[:MEMBERS_SHOWN])
                 )
         return []
 
-    def _done(self, action: Action) -> list[str]:
+    def _done(self, action: events.Action) -> list[str]:
         match action:
-            case StartWorker(worker, _, reason):
+            case events.StartWorker(worker, _, reason):
                 return self._instant("workers", f"start {worker}", reason=str(reason))
-            case KillWorker(worker, reason):
+            case events.KillWorker(worker, reason):
                 return self._instant("workers", f"fence {worker}", reason=str(reason))
-            case LetGo(worker, reason):
+            case events.LetGo(worker, reason):
                 return self._instant("workers", f"let go {worker}", reason=str(reason))
-            case RejectWorker(worker):
+            case events.RejectWorker(worker):
                 return self._instant("workers", f"reject {worker}")
-            case BreakWorld(_, _, reason):
+            case events.BreakWorld(_, _, reason):
                 return self._world_over(str(reason))
-            case FinishWorld():
+            case events.FinishWorld():
                 return self._world_over("all have returned")
-            case PublishWorld():
+            case events.PublishWorld():
                 return self._publish(action)
-            case PrepareChange(_, _, _, reason):
+            case events.PrepareChange(_, _, _, reason):
                 return self._begin(DRIVER, "changes", "planned change", reason=str(reason))
-            case StopMembersAt(_, _, check):
+            case events.StopMembersAt(_, _, check):
                 return self._instant("changes", f"all stop at check {check}")
-            case CallOffChange(_, _, _, reason):
+            case events.CallOffChange(_, _, _, reason):
                 called_off = self._instant("changes", "called off", reason=str(reason))
                 return called_off + self._end(DRIVER, "changes")
-            case ReportRecovery():
+            case events.ReportRecovery():
                 return self._recovered(action)
-            case EndJob(code, reason):
+            case events.EndJob(code, reason):
                 return self._instant("workers", f"the job ends with {code}", reason=str(reason))
-            case Report(level, text) if level in ("warning", "error"):
+            case events.Report(level, text) if level in ("warning", "error"):
                 return self._instant("warnings", text)
         return []
 
-    def _publish(self, world: PublishWorld) -> list[str]:
+    def _publish(self, world: events.PublishWorld) -> list[str]:
         lines = self._world_over("") + self._end(DRIVER, "changes")
         before, now = self._ranks.keys(), {member.worker for member in world.members}
         for worker in sorted(now - before if before else ()):
@@ -177,7 +158,7 @@ class Timeline:
             lines += self._instant("workers", f"without {worker}", generation=world.generation)
         return lines + self._published(world)
 
-    def _published(self, world: PublishWorld) -> list[str]:
+    def _published(self, world: events.PublishWorld) -> list[str]:
         generation, size = world.generation, len(world.members)
         members = {str(m.place.rank): str(m.worker) for m in world.members[:MEMBERS_SHOWN]}
         noun = "worker" if size == 1 else "workers"
@@ -198,7 +179,7 @@ class Timeline:
                 lines += self._end(key, row)
         return lines
 
-    def _recovered(self, report: ReportRecovery) -> list[str]:
+    def _recovered(self, report: events.ReportRecovery) -> list[str]:
         ns = round(report.total_ms * 1e6)
         name = f"{report.kind}: generation {report.generation}"
         phases = {f"{phase}_ms": ms for phase, ms in report.phases_ms.items()}

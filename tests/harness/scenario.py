@@ -24,20 +24,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from elastic.chaos.invariants.invariants import BrokenInvariant, Invariants
-from elastic.driver.events import (
-    Action,
-    CheckpointMade,
-    DriverRestarted,
-    Event,
-    HostLeaving,
-    HostsChanged,
-    HostStaying,
-    Notice,
-    ReplicasSpoilt,
-    StopRequested,
-    WorkerDigested,
-    WorkerReconnected,
-)
+from elastic.driver import events
 from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit
@@ -89,10 +76,10 @@ class Recorded(Membership):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.heard: list[tuple[float, Event, list[Action]]] = []
+        self.heard: list[tuple[float, events.Event, list[events.Action]]] = []
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        entry: tuple[float, Event, list[Action]] = (now, event, [])
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
+        entry: tuple[float, events.Event, list[events.Action]] = (now, event, [])
         self.heard.append(entry)  # before an answer to a probe
         entry[2].extend(super().handle(event, now))
         return entry[2]
@@ -122,7 +109,7 @@ class DriverStory(Talk):
         slots = slots_of(places)
         names = [f"{host}:{slot}" for host, count in slots.items() for slot in range(count)]
         names = names[: self.m.settings.workers_max]
-        self.tell(HostsChanged(slots))
+        self.tell(events.HostsChanged(slots))
         self.connect(*names)
         self.ready(*names, running=False)
         if train:
@@ -189,7 +176,7 @@ def commit_of(text: str | None) -> tuple[int, int] | None:
 
 
 def restart(story: DriverStory, found: re.Match[str]) -> None:
-    story.tell(DriverRestarted())
+    story.tell(events.DriverRestarted())
 
 
 def works(story: DriverStory, found: re.Match[str]) -> None:
@@ -201,7 +188,7 @@ def works(story: DriverStory, found: re.Match[str]) -> None:
 
 
 Happening = Callable[[DriverStory, re.Match[str]], Any]
-Saying = Callable[[DriverStory, str, re.Match[str]], Event]
+Saying = Callable[[DriverStory, str, re.Match[str]], events.Event]
 
 NAME = r"\w+:\d+(?:#\d+)?"
 WHO = rf"(?P<who>{NAME}(?: {NAME})*)"
@@ -209,28 +196,28 @@ COMMIT = r"(?P<commit>\d+\.\d+)"
 LINES: dict[str, Happening] = {
     r"(?P<s>[\d.]+) s pass": lambda story, found: story.wait(float(found["s"])),
     r"the hosts are (?P<hosts>.+)": lambda story, found: story.tell(
-        HostsChanged(slots_of(found["hosts"]))
+        events.HostsChanged(slots_of(found["hosts"]))
     ),
-    r"the list of hosts is empty": lambda story, found: story.tell(HostsChanged({})),
+    r"the list of hosts is empty": lambda story, found: story.tell(events.HostsChanged({})),
     r"host (?P<host>\w+) is lost": lambda story, found: story.tell(words.host_lost(found["host"])),
     r"the driver is restarted": restart,
     r"the machine of (?P<host>\w+) goes away(?P<alone>, with the driver,)?(?: in (?P<s>[\d.]+) s)?": (
         lambda story, found: story.tell(
-            HostLeaving(
+            events.HostLeaving(
                 found["host"],
-                Notice("AWS takes it back", float(found["s"]) if found["s"] else None),
+                events.Notice("AWS takes it back", float(found["s"]) if found["s"] else None),
                 bool(found["alone"]),
             )
         )
     ),
     r"the machine of (?P<host>\w+) stays": lambda story, found: story.tell(
-        HostStaying(found["host"])
+        events.HostStaying(found["host"])
     ),
     r"commit (?P<commit>\d+\.\d+) is durable": lambda story, found: story.tell(
-        CheckpointMade(Commit(*map(int, found["commit"].split("."))))
+        events.CheckpointMade(Commit(*map(int, found["commit"].split("."))))
     ),
     rf"all are spoilt by commit {COMMIT}(?:, by (?P<by>{NAME}))?": lambda story, found: story.tell(
-        ReplicasSpoilt(
+        events.ReplicasSpoilt(
             story.m.generation,
             Commit(*map(int, found["commit"].split("."))),
             [worker(found["by"])] if found["by"] else [],
@@ -238,14 +225,14 @@ LINES: dict[str, Happening] = {
         )
     ),
     r"the job is asked to stop: (?P<reason>.+)": lambda story, found: story.tell(
-        StopRequested(found["reason"])
+        events.StopRequested(found["reason"])
     ),
     # What probes will find, from here on.
     rf"{WHO} (?P<what>(?:does|do) nothing|computes?|(?:is|are) held by a debugger)": works,
 }
 SAID: dict[str, Saying] = {
     r"connects?": lambda story, name, found: words.connected(name),
-    r"reconnects?": lambda story, name, found: WorkerReconnected(
+    r"reconnects?": lambda story, name, found: events.WorkerReconnected(
         worker(name), story.generation_of(name), True
     ),
     rf"(?:is|are) ready(?: with commit {COMMIT})?(?: and has layout (?P<layout>\w+))?": (
@@ -297,7 +284,7 @@ SAID: dict[str, Saying] = {
         name, story.m.generation, phase=found["phase"]
     ),
     rf"(?:has|have) digest (?P<digest>\w+) under commit {COMMIT}": lambda story, name, found: (
-        WorkerDigested(
+        events.WorkerDigested(
             worker(name),
             story.m.generation,
             Commit(*map(int, found["commit"].split("."))),

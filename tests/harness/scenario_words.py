@@ -4,29 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.driver.events import (
-    Action,
-    BreakWorld,
-    CallOffChange,
-    DumpStacks,
-    EndJob,
-    FinishWorld,
-    HastenCheckpoint,
-    KillWorker,
-    LetGo,
-    PrepareChange,
-    ProbeWorkers,
-    PublishWorld,
-    RejectWorker,
-    Report,
-    ReportRecovery,
-    StartWorker,
-    StopMembersAt,
-    TellAwaited,
-    TellStandby,
-    TellWorld,
-    WelcomeWorker,
-)
+from elastic.driver import events
 from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.protocol.messages import Place, Worker
 
@@ -43,56 +21,56 @@ def placed(place: Place) -> str:
     return f"rank {place.rank} of {place.size}"
 
 
-def line_of(action: Action) -> str:
+def line_of(action: events.Action) -> str:
     """One line, or several."""
     match action:
-        case StartWorker(worker, place, reason):
+        case events.StartWorker(worker, place, reason):
             return f"start {short(worker)} as {placed(place)}: {reason}"
-        case KillWorker(worker, reason):
+        case events.KillWorker(worker, reason):
             return f"kill {short(worker)}: {reason}"
-        case ProbeWorkers(workers):
+        case events.ProbeWorkers(workers):
             return f"probe {listed(workers)}"
-        case TellAwaited(_, members, rank, line):
+        case events.TellAwaited(_, members, rank, line):
             return f"tell {listed(members)} that they wait for rank {rank}, at {line}"
-        case DumpStacks(worker, reason):
+        case events.DumpStacks(worker, reason):
             return f"dump the stacks of {short(worker)}: {reason}"
-        case BreakWorld(generation, members, reason):
+        case events.BreakWorld(generation, members, reason):
             return f"break generation {generation}, tell {listed(members)}: {reason}"
-        case PublishWorld():
+        case events.PublishWorld():
             return f"{world_line(action)}: {action.reason}"
-        case TellWorld(generation, member):
+        case events.TellWorld(generation, member):
             where = placed(member.place)
             return f"tell {short(member.worker)} again: {where} in generation {generation}"
-        case WelcomeWorker(worker, place, newcomer):
+        case events.WelcomeWorker(worker, place, newcomer):
             as_newcomer = ", a newcomer" if newcomer else ""
             return f"welcome {short(worker)} as {placed(place)}{as_newcomer}"
-        case PrepareChange(generation, change, members, reason):
+        case events.PrepareChange(generation, change, members, reason):
             return f"prepare change {change} of generation {generation}, ask {listed(members)}: {reason}"
-        case StopMembersAt(_, change, check, members):
+        case events.StopMembersAt(_, change, check, members):
             return f"stop for change {change} at check {check}, tell {listed(members)}"
-        case CallOffChange(_, change, members, reason):
+        case events.CallOffChange(_, change, members, reason):
             return f"call off change {change}, tell {listed(members)}: {reason}"
-        case LetGo(worker, reason):
+        case events.LetGo(worker, reason):
             return f"let {short(worker)} go: {reason}"
-        case RejectWorker(worker, layout, expected):
+        case events.RejectWorker(worker, layout, expected):
             return f"reject {short(worker)}: its state has layout {layout}, expected {expected}"
-        case TellStandby(worker):
+        case events.TellStandby(worker):
             return f"have {short(worker)} stand by"
-        case FinishWorld(generation, members):
+        case events.FinishWorld(generation, members):
             return f"finish generation {generation}, tell {listed(members)}"
-        case HastenCheckpoint(generation, rank0):
+        case events.HastenCheckpoint(generation, rank0):
             return f"ask {short(rank0)}, rank 0 of generation {generation}, for a checkpoint"
-        case EndJob(code, reason):
+        case events.EndJob(code, reason):
             return f"end the job with exit code {code}: {reason}"
-        case Report(level, text):
+        case events.Report(level, text):
             return f"log {level}: {text}"
-        case ReportRecovery():
+        case events.ReportRecovery():
             return f"log info: {recovery_line(action)}"
         case _:
             raise AssertionError(f"no words for {type(action).__name__}")
 
 
-def world_line(world: PublishWorld) -> str:
+def world_line(world: events.PublishWorld) -> str:
     members = [member.worker for member in world.members]
     held = world.commit is not None
     source = f"commit {world.commit}" if held else f"the state of {short(members[0])}"

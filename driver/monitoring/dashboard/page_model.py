@@ -24,42 +24,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.events import (
-    Action,
-    AnswerRequest,
-    BreakWorld,
-    CallOffChange,
-    CheckpointMade,
-    DrainRequested,
-    DumpStacks,
-    EndJob,
-    Event,
-    GiveUpHost,
-    HostLeaving,
-    HostLost,
-    HostReported,
-    HostsChanged,
-    HostStaying,
-    KillWorker,
-    LetGo,
-    PrepareChange,
-    PublishWorld,
-    RejectWorker,
-    ReportRecovery,
-    ScaleRequested,
-    StartWorker,
-    TellStandby,
-    WorkerConnected,
-    WorkerDigested,
-    WorkerExited,
-    WorkerFrozen,
-    WorkerPaced,
-    WorkerProgressed,
-    WorkerReady,
-    WorkerReturned,
-    WorkerSpent,
-    WorkerThawed,
-)
+from elastic.driver import events
 from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
 from elastic.driver.monitoring.time_spent import TimeSpent
@@ -112,12 +77,12 @@ class PageModel:
 
     # ---- told ------------------------------------------------------------------------------------------------------
 
-    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         """One event, and what was decided about it, ``now`` seconds since 1970."""
         self._at(now)
         self.spent.note(event, actions, now)
         self._happened(event)
-        if any(isinstance(action, AnswerRequest) and action.done for action in actions):
+        if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
         decided: dict[tuple[str, str], list[str]] = {}  # whom, by what and why
         for action in actions:
@@ -228,56 +193,56 @@ class PageModel:
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: events.Event) -> None:
         grid, now = self._grid, self.now
         match event:
-            case WorkerPaced(worker, over_s=over_s):
+            case events.WorkerPaced(worker, over_s=over_s):
                 self._committed(event.commit)
                 if over_s > 0:
                     grid.change(worker, share=min(1.0, event.waited_s / over_s))
-            case WorkerProgressed(worker, inside=inside):
+            case events.WorkerProgressed(worker, inside=inside):
                 grid.change(worker, inside=now - event.waited_s if inside else None)
-            case WorkerConnected(worker, pid):
+            case events.WorkerConnected(worker, pid):
                 grid.change(worker, pid=pid)
                 grid.move(worker, "joining", now)
-            case WorkerReady(worker, _, commit):
+            case events.WorkerReady(worker, _, commit):
                 self._committed(commit)
                 grid.change(worker, inside=None)
                 if worker not in grid.members:
                     grid.move(worker, "joining", now)
-            case WorkerDigested(commit=commit) | WorkerSpent(commit=commit):
+            case events.WorkerDigested(commit=commit) | events.WorkerSpent(commit=commit):
                 self._committed(commit)
-            case WorkerReturned(worker):
+            case events.WorkerReturned(worker):
                 grid.move(worker, "done", now)
                 self._job(phase="ending")
-            case WorkerFrozen(worker, how):
+            case events.WorkerFrozen(worker, how):
                 grid.change(worker, frozen=how or "it is not able to run")
-            case WorkerThawed(worker):
+            case events.WorkerThawed(worker):
                 grid.change(worker, frozen="")
-            case WorkerExited(worker, code):
+            case events.WorkerExited(worker, code):
                 grid.exited(worker, code, event.reason, now)
-            case CheckpointMade(commit):
+            case events.CheckpointMade(commit):
                 durable = self.state.values["durable"] or {"total": 0}
                 self._note_commit("durable", commit, durable["total"] + 1)
-            case HostsChanged(hosts):
+            case events.HostsChanged(hosts):
                 grid.listed(hosts)
-            case HostLeaving(host, notice):
+            case events.HostLeaving(host, notice):
                 grid.host(host, state="leaving", note=notice.text)
-            case HostStaying(host):
+            case events.HostStaying(host):
                 grid.host(host, state="up", note="")
-            case HostReported(host, notice=notice):
+            case events.HostReported(host, notice=notice):
                 grid.host(host, state="up" if notice is None else "leaving")
-            case HostLost(host, reason):
+            case events.HostLost(host, reason):
                 grid.lost_host(host, reason, now)
             case _:
                 pass
 
-    def _requested(self, event: Event) -> None:
+    def _requested(self, event: events.Event) -> None:
         """By an operator, and it is being done."""
         match event:
-            case ScaleRequested(_, workers):
+            case events.ScaleRequested(_, workers):
                 self._job(most=workers)
-            case DrainRequested(_, host, off):
+            case events.DrainRequested(_, host, off):
                 note = "" if off else "no worker is started there any more"
                 self._grid.host(host, state="up" if off else "drained", note=note)
             case _:
@@ -285,31 +250,31 @@ class PageModel:
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
-    def _decided(self, action: Action) -> None:
+    def _decided(self, action: events.Action) -> None:
         grid, now = self._grid, self.now
         match action:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 grid.start(worker, now)
-            case BreakWorld(_, members):
+            case events.BreakWorld(_, members):
                 self._job(phase="recovering")
                 for worker in members:
                     grid.move(worker, "recovering", now)
-            case PublishWorld(generation, members, commit=commit):
+            case events.PublishWorld(generation, members, commit=commit):
                 self._published(generation, [member.worker for member in members])
                 self._committed(commit)
-            case PrepareChange():
+            case events.PrepareChange():
                 self._job(phase="changing")
-            case CallOffChange():
+            case events.CallOffChange():
                 self._job(phase="training")
-            case TellStandby(worker):
+            case events.TellStandby(worker):
                 grid.move(worker, "standby", now)
-            case LetGo(worker, reason):
+            case events.LetGo(worker, reason):
                 grid.move(worker, "leaving", now, brief(reason))
-            case KillWorker(worker, reason):
+            case events.KillWorker(worker, reason):
                 grid.move(worker, "lost", now, f"killed: {brief(reason)}")
-            case DumpStacks(worker, reason):
+            case events.DumpStacks(worker, reason):
                 self.expect_stack(worker, brief(reason), now)
-            case ReportRecovery():
+            case events.ReportRecovery():
                 recovery = {
                     "at": now,
                     "kind": action.kind,
@@ -320,7 +285,7 @@ class PageModel:
                     "why": str(action.reason)[:LINE],
                 }
                 self.state.add("recoveries", recovery)
-            case EndJob(code, reason):
+            case events.EndJob(code, reason):
                 self._job(phase="ended", ended=[code, str(reason)[: 4 * LINE]])
             case _:
                 pass
@@ -389,34 +354,34 @@ class PageModel:
         self.state.set(name, {**numbers, "at": self.now, "total": total})
 
 
-def _told(action: Action) -> tuple[str, str, str] | None:
+def _told(action: events.Action) -> tuple[str, str, str] | None:
     """A decision in three words: what, whom, why."""
     match action:
-        case StartWorker(worker, _, reason):
+        case events.StartWorker(worker, _, reason):
             return "start", str(worker), str(reason)
-        case KillWorker(worker, reason):
+        case events.KillWorker(worker, reason):
             return "kill", str(worker), str(reason)
-        case LetGo(worker, reason):
+        case events.LetGo(worker, reason):
             return "let go", str(worker), str(reason)
-        case DumpStacks(worker, reason):
+        case events.DumpStacks(worker, reason):
             return "stacks of", str(worker), str(reason)
-        case GiveUpHost(host, reason):
+        case events.GiveUpHost(host, reason):
             return "give up", host, str(reason)
-        case RejectWorker(worker):
+        case events.RejectWorker(worker):
             return "reject", str(worker), "its state differs from the world's"
-        case TellStandby(worker):
+        case events.TellStandby(worker):
             return "stand by", str(worker), "the world is as large as it may be"
-        case BreakWorld(generation, _, reason):
+        case events.BreakWorld(generation, _, reason):
             return "break", f"generation {generation}", str(reason)
-        case PublishWorld(generation, members, reason=reason):
+        case events.PublishWorld(generation, members, reason=reason):
             return "world", f"generation {generation}: {len(members)}", str(reason)
-        case PrepareChange(generation, reason=reason):
+        case events.PrepareChange(generation, reason=reason):
             return "change", f"generation {generation}", str(reason)
-        case CallOffChange(generation, reason=reason):
+        case events.CallOffChange(generation, reason=reason):
             return "call off", f"generation {generation}", str(reason)
-        case EndJob(code, reason):
+        case events.EndJob(code, reason):
             return "end", f"exit code {code}", str(reason)
-        case AnswerRequest(_, done, reason):
+        case events.AnswerRequest(_, done, reason):
             return "operator", "done" if done else "refused", str(reason)
         case _:
             return None

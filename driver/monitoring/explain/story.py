@@ -12,32 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic.driver.events import (
-    Action,
-    AnswerRequest,
-    BreakWorld,
-    CheckpointMade,
-    DriverRestarted,
-    EndJob,
-    Event,
-    HostLost,
-    HostReported,
-    KillWorker,
-    LetGo,
-    PublishWorld,
-    RejectWorker,
-    ReportRecovery,
-    StartWorker,
-    StopRequested,
-    WorkerConnected,
-    WorkerDigested,
-    WorkerExited,
-    WorkerPaced,
-    WorkerQuit,
-    WorkerRaised,
-    WorkerReady,
-    WorkerSpent,
-)
+from elastic.driver import events
 from elastic.driver.monitoring.explain.causes import (
     FOLLOWS,
     Cause,
@@ -115,13 +90,12 @@ class Story:
         self.more_incidents = 0
         self.planned = Planned()
         self.trained_at: float | None = None  # the first world in elastic.run began
-        self.end: EndJob | None = None
+        self.end: events.EndJob | None = None
         self.end_at = 0.0
         self.after: Death | None = None  # training had succeeded, and its process failed later
         self.stop: str | None = None  # somebody has asked for it
-        self.requests: list[
-            tuple[float, Event, bool]
-        ] = []  # of operators, and whether they were done
+        # Of operators, and whether they were done.
+        self.requests: list[tuple[float, events.Event, bool]] = []
         self.largest = 0
         self.started = 0  # processes
         self.hosts: set[str] = set()
@@ -146,17 +120,17 @@ class Story:
 
     # ---- told ------------------------------------------------------------------------------------------------------
 
-    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         """One event, and what was decided about it."""
         if self.began is None:
             self.began = now
         self.last = now
         self.spent.note(event, actions, now)
-        fenced = {each.worker for each in actions if isinstance(each, KillWorker)}
+        fenced = {each.worker for each in actions if isinstance(each, events.KillWorker)}
         self._happened(event, now, fenced)
         for action in actions:
             self._decided(action, now)
-            if isinstance(action, AnswerRequest) and len(self.requests) < REQUESTS:
+            if isinstance(action, events.AnswerRequest) and len(self.requests) < REQUESTS:
                 self.requests.append((now, event, action.done))
 
     def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
@@ -208,47 +182,47 @@ class Story:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _happened(self, event: Event, now: float, fenced: set[Worker]) -> None:
+    def _happened(self, event: events.Event, now: float, fenced: set[Worker]) -> None:
         match event:
-            case WorkerConnected(worker):
+            case events.WorkerConnected(worker):
                 self._connected.add(worker)
-            case WorkerReady(_, running=running, commit=commit):
+            case events.WorkerReady(_, running=running, commit=commit):
                 self._knows(commit)
                 self._running = self._running or running
-            case WorkerPaced(commit=commit):
+            case events.WorkerPaced(commit=commit):
                 self._knows(commit)
-            case WorkerDigested(commit=commit) | WorkerSpent(commit=commit):
+            case events.WorkerDigested(commit=commit) | events.WorkerSpent(commit=commit):
                 self._knows(commit)
-            case WorkerRaised(commit=commit):
+            case events.WorkerRaised(commit=commit):
                 self._knows(commit)
                 self._lost(of_raised(event, now, self._ranks.get(event.worker)), now)
-            case WorkerQuit(worker, _, code) if code:
+            case events.WorkerQuit(worker, _, code) if code:
                 rank = self._ranks.get(worker)
                 self._lost(Death(worker, now, Cause.EXIT_CODE, rank, code), now)
-            case WorkerExited(worker):
+            case events.WorkerExited(worker):
                 self._exited(event, now)
-            case HostLost(host, reason):
+            case events.HostLost(host, reason):
                 for worker in [each for each in self.members if each.host == host]:
                     rank, facts = self.members[worker], {"host": host}
                     death = Death(worker, now, Cause.HOST_LOST, rank, what=reason, facts=facts)
                     self._lost(death, now)
                     self._failed_after(death)
-            case HostReported(host, alive, ordered) if ordered is not None:
+            case events.HostReported(host, alive, ordered) if ordered is not None:
                 for worker in [each for each in self.members if each.host == host]:
                     if worker in ordered and worker not in alive and worker not in fenced:
                         rank = self.members[worker]
                         self._lost(Death(worker, now, Cause.SIGNAL, rank, trace=""), now)
-            case StopRequested(reason):
+            case events.StopRequested(reason):
                 self.stop = reason
-            case CheckpointMade(commit):
+            case events.CheckpointMade(commit):
                 self.checkpoints += 1
                 self.durable = commit
-            case DriverRestarted():
+            case events.DriverRestarted():
                 self.drivers += 1
             case _:
                 pass
 
-    def _exited(self, event: WorkerExited, now: float) -> None:
+    def _exited(self, event: events.WorkerExited, now: float) -> None:
         worker = event.worker
         if worker in self._dead:
             self._complete(event)
@@ -260,7 +234,7 @@ class Story:
                 self._failed_after(death)
         self._connected.discard(worker)
 
-    def _complete(self, event: WorkerExited) -> None:
+    def _complete(self, event: events.WorkerExited) -> None:
         """The exit of one of which it was said before why: with its code."""
         if self._open is None:
             return
@@ -268,28 +242,28 @@ class Story:
             if death.worker == event.worker and death.code is None:
                 self._open.deaths[index] = replace(death, code=event.code)
 
-    def _decided(self, action: Action, now: float) -> None:
+    def _decided(self, action: events.Action, now: float) -> None:
         match action:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.started += 1
                 self.hosts.add(worker.host)
-            case KillWorker(worker, reason):
+            case events.KillWorker(worker, reason):
                 death = of_fence(worker, reason, now, self._ranks.get(worker))
                 if death is not None:
                     self._lost(death, now)
                 else:
                     self._going.add(worker)
-            case LetGo(worker, _, fenced):
+            case events.LetGo(worker, _, fenced):
                 if not fenced:
                     self._going.add(worker)
-            case RejectWorker(worker):
+            case events.RejectWorker(worker):
                 self._lost(Death(worker, now, Cause.STATE_MISMATCH, self._ranks.get(worker)), now)
-            case BreakWorld(_, _, reason):
+            case events.BreakWorld(_, _, reason):
                 incident = self._incident(now)
                 incident.broke = incident.broke or reason
-            case PublishWorld():
+            case events.PublishWorld():
                 self._published(action, now)
-            case ReportRecovery(total_ms=total_ms):
+            case events.ReportRecovery(total_ms=total_ms):
                 if self._open is not None:
                     self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
                     self._open.copied_bytes = action.copied_bytes
@@ -297,7 +271,7 @@ class Story:
                 elif self._trains_since_before(action):
                     self.planned.count += 1
                     self.planned.longest_ms = max(self.planned.longest_ms, total_ms)
-            case EndJob():
+            case events.EndJob():
                 if self.end is None:
                     self.end, self.end_at = action, now
                     if self._open is not None:
@@ -305,10 +279,10 @@ class Story:
             case _:
                 pass
 
-    def _trains_since_before(self, action: ReportRecovery) -> bool:
+    def _trains_since_before(self, action: events.ReportRecovery) -> bool:
         return action.reason.kind not in (Why.ENTERING, Why.FIRST_WORLD, Why.INIT_AGAIN)
 
-    def _published(self, world: PublishWorld, now: float) -> None:
+    def _published(self, world: events.PublishWorld, now: float) -> None:
         self.generation = world.generation
         self.members = {member.worker: member.place.rank for member in world.members}
         self._ranks.update(self.members)

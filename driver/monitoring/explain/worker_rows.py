@@ -10,25 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elastic.driver.events import (
-    Action,
-    BreakWorld,
-    EndJob,
-    Event,
-    HostLost,
-    HostReported,
-    LetGo,
-    PublishWorld,
-    ReportRecovery,
-    StartWorker,
-    TellStandby,
-    WorkerConnected,
-    WorkerExited,
-    WorkerFrozen,
-    WorkerRaised,
-    WorkerReturned,
-    WorkerThawed,
-)
+from elastic.driver import events
 from elastic.protocol.messages import Worker
 
 STATES = (
@@ -70,7 +52,7 @@ class WorkerRows:
         self._spans = 0
         self._over = False
 
-    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         """One event, and what was decided about it."""
         self._happened(event, now)
         for action in actions:
@@ -89,53 +71,53 @@ class WorkerRows:
             rows[now.row].append(_span(worker, now, max(until, now.since)))
         return rows
 
-    def _happened(self, event: Event, now: float) -> None:
+    def _happened(self, event: events.Event, now: float) -> None:
         match event:
-            case WorkerConnected(worker):
+            case events.WorkerConnected(worker):
                 self._move(worker, "joining", now)
-            case WorkerFrozen(worker):
+            case events.WorkerFrozen(worker):
                 if worker in self._now:
                     before = self._now[worker].state
                     self._move(worker, "frozen", now)
                     self._now[worker].before = before
-            case WorkerThawed(worker):
+            case events.WorkerThawed(worker):
                 if worker in self._now and self._now[worker].state == "frozen":
                     self._move(worker, self._now[worker].before or "joining", now)
-            case WorkerRaised(worker):
+            case events.WorkerRaised(worker):
                 self._move(worker, "lost", now)
-            case WorkerReturned(worker):
+            case events.WorkerReturned(worker):
                 self._move(worker, "done", now)
-            case WorkerExited(worker, code):
+            case events.WorkerExited(worker, code):
                 self._end(worker, now, code)
-            case HostLost(host):
+            case events.HostLost(host):
                 for worker in [each for each in self._now if each.host == host]:
                     self._end(worker, now, -9)
-            case HostReported(host, alive, known) if known is not None:
+            case events.HostReported(host, alive, known) if known is not None:
                 for worker in [each for each in self._now if each.host == host]:
                     if worker in known and worker not in alive:
                         self._end(worker, now, -9)
             case _:
                 pass
 
-    def _decided(self, action: Action, now: float) -> None:
+    def _decided(self, action: events.Action, now: float) -> None:
         match action:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self._begin(worker, "starting", now)
-            case TellStandby(worker):
+            case events.TellStandby(worker):
                 self._move(worker, "standby", now)
-            case LetGo(worker):
+            case events.LetGo(worker):
                 self._move(worker, "leaving", now)
-            case BreakWorld(_, members):
+            case events.BreakWorld(_, members):
                 for worker in members:
                     if worker in self._now and self._now[worker].state == "training":
                         self._move(worker, "recovering", now)
-            case PublishWorld(generation, members):
+            case events.PublishWorld(generation, members):
                 for member in members:
                     self._move(member.worker, "training", now, member.place.rank)
                 self.worlds.append((now, len(members), generation))
-            case ReportRecovery(generation, kind, total_ms=total_ms):
+            case events.ReportRecovery(generation, kind, total_ms=total_ms):
                 self.recoveries.append((now - total_ms / 1e3, now, generation, kind))
-            case EndJob():
+            case events.EndJob():
                 self._over = True
             case _:
                 pass

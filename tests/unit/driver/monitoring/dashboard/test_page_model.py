@@ -7,33 +7,7 @@ import json
 import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
-from elastic.driver.events import (
-    AnswerRequest,
-    BreakWorld,
-    CheckpointMade,
-    DrainRequested,
-    DumpStacks,
-    EndJob,
-    HostLost,
-    HostsChanged,
-    KillWorker,
-    LetGo,
-    Member,
-    PublishWorld,
-    ReportRecovery,
-    ScaleRequested,
-    StartWorker,
-    TellStandby,
-    TimePassed,
-    WorkerConnected,
-    WorkerExited,
-    WorkerFrozen,
-    WorkerPaced,
-    WorkerProgressed,
-    WorkerReady,
-    WorkerSpent,
-    WorkerThawed,
-)
+from elastic.driver import events
 from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
 from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
@@ -45,9 +19,11 @@ PLACE = Place(0, 4, 0, 4, 0, 1)
 STORE = Address("h", 1)
 
 
-def world(*workers: Worker, generation: int = 1, commit: Commit | None = None) -> PublishWorld:
-    members = [Member(worker, PLACE) for worker in workers]
-    return PublishWorld(generation, members, STORE, 0, commit, in_words("first world"))
+def world(
+    *workers: Worker, generation: int = 1, commit: Commit | None = None
+) -> events.PublishWorld:
+    members = [events.Member(worker, PLACE) for worker in workers]
+    return events.PublishWorld(generation, members, STORE, 0, commit, in_words("first world"))
 
 
 def model() -> PageModel:
@@ -56,10 +32,14 @@ def model() -> PageModel:
 
 def training(*workers: Worker) -> PageModel:
     page = model()
-    page.note(HostsChanged({"h": 4}), [StartWorker(w, PLACE, in_words("x")) for w in workers], 10.0)
+    page.note(
+        events.HostsChanged({"h": 4}),
+        [events.StartWorker(w, PLACE, in_words("x")) for w in workers],
+        10.0,
+    )
     for worker in workers:
-        page.note(WorkerConnected(worker, 7 + worker.slot), [], 11.0)
-    page.note(WorkerReady(workers[0], 0, None, STORE), [world(*workers)], 12.0)
+        page.note(events.WorkerConnected(worker, 7 + worker.slot), [], 11.0)
+    page.note(events.WorkerReady(workers[0], 0, None, STORE), [world(*workers)], 12.0)
     return page
 
 
@@ -69,12 +49,12 @@ def states(page: PageModel) -> dict[str, str]:
 
 def test_a_worker_comes_into_the_world():
     page = model()
-    start = StartWorker(A, PLACE, because(Why.FIRST_START))
-    page.note(HostsChanged({"h": 1}), [start], 10.0)
+    start = events.StartWorker(A, PLACE, because(Why.FIRST_START))
+    page.note(events.HostsChanged({"h": 1}), [start], 10.0)
     assert states(page) == {"h:0": "starting"}
-    page.note(WorkerConnected(A, 4711), [], 11.0)
+    page.note(events.WorkerConnected(A, 4711), [], 11.0)
     assert states(page) == {"h:0": "joining"}
-    page.note(WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
+    page.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
     row = page.state.tables["workers"]["h:0"]
     assert (row["state"], row["rank"], row["pid"], row["since"]) == ("training", 0, 4711, 12.0)
     assert page.state.values["job"]["phase"] == "training"
@@ -87,11 +67,11 @@ def test_a_worker_comes_into_the_world():
 
 def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
     page = training(A, B, C)
-    broken = BreakWorld(1, [A, C], in_words("lost h:1#1"))
-    page.note(WorkerExited(B, -9), [broken], 20.0)
+    broken = events.BreakWorld(1, [A, C], in_words("lost h:1#1"))
+    page.note(events.WorkerExited(B, -9), [broken], 20.0)
     assert states(page) == {"h:0": "recovering", "h:1": "lost", "h:2": "recovering"}
     assert "signal 9 SIGKILL" in page.state.tables["workers"]["h:1"]["note"]
-    page.note(WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
+    page.note(events.WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
     assert states(page) == {"h:0": "training", "h:1": "lost", "h:2": "training"}
     assert [page.state.tables["workers"][key]["rank"] for key in ("h:0", "h:1", "h:2")] == [
         0,
@@ -99,32 +79,34 @@ def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
         1,
     ]
     again = Worker("h", 1, 2)
-    page.note(TimePassed(), [StartWorker(again, PLACE, in_words("its slot is free"))], 21.0)
+    page.note(
+        events.TimePassed(), [events.StartWorker(again, PLACE, in_words("its slot is free"))], 21.0
+    )
     assert states(page)["h:1"] == "starting"
-    page.note(WorkerExited(B, -9), [], 21.5)  # said again, of the one before
+    page.note(events.WorkerExited(B, -9), [], 21.5)  # said again, of the one before
     assert states(page)["h:1"] == "starting"
 
 
 def test_a_worker_that_waits_is_frozen_stands_by_or_leaves():
     page = training(A, B, C)
-    page.note(WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
+    page.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
     assert states(page)["h:0"] == "waiting"
     assert page.state.tables["workers"]["h:0"]["since"] == 28.5
-    page.note(WorkerProgressed(A, 1, 8), [], 31.0)
-    page.note(WorkerFrozen(B, "stopped by a signal"), [], 31.0)
-    page.note(TimePassed(), [TellStandby(C)], 31.0)
+    page.note(events.WorkerProgressed(A, 1, 8), [], 31.0)
+    page.note(events.WorkerFrozen(B, "stopped by a signal"), [], 31.0)
+    page.note(events.TimePassed(), [events.TellStandby(C)], 31.0)
     assert states(page) == {"h:0": "training", "h:1": "frozen", "h:2": "standby"}
-    page.note(WorkerThawed(B), [LetGo(B, in_words("SIGTERM"))], 32.0)
+    page.note(events.WorkerThawed(B), [events.LetGo(B, in_words("SIGTERM"))], 32.0)
     assert states(page)["h:1"] == "leaving"
-    page.note(WorkerExited(B, 0), [], 33.0)
+    page.note(events.WorkerExited(B, 0), [], 33.0)
     assert states(page)["h:1"] == "done"
 
 
 def test_who_is_killed_says_why_and_nothing_more_is_believed_of_it():
     page = training(A, B)
-    page.note(TimePassed(), [KillWorker(B, because(Why.FROZEN, how="stopped"))], 40.0)
-    page.note(WorkerConnected(B, 9), [], 40.1)
-    page.note(WorkerExited(B, -9), [], 40.2)
+    page.note(events.TimePassed(), [events.KillWorker(B, because(Why.FROZEN, how="stopped"))], 40.0)
+    page.note(events.WorkerConnected(B, 9), [], 40.1)
+    page.note(events.WorkerExited(B, -9), [], 40.2)
     row = page.state.tables["workers"]["h:1"]
     assert row["state"] == "lost" and row["note"].startswith("killed: it is frozen")
 
@@ -133,35 +115,35 @@ def test_a_slot_that_is_not_listed_goes_with_its_worker():
     page = training(A, B)
     page.patch(19.0)
     state = applied(None, page.full(19.0))
-    page.note(HostsChanged({"h": 1}), [LetGo(B, in_words("left the list"))], 20.0)
-    page.note(WorkerExited(B, 0), [world(A, generation=2)], 21.0)
+    page.note(events.HostsChanged({"h": 1}), [events.LetGo(B, in_words("left the list"))], 20.0)
+    page.note(events.WorkerExited(B, 0), [world(A, generation=2)], 21.0)
     assert states(page) == {"h:0": "training"}
     after = applied(state, page.patch(21.0))
     assert list(after["rows"]["workers"]) == ["h:0"]
     assert list(state["rows"]["workers"]) == ["h:0", "h:1"], "what was there is not changed"
-    page.note(HostLost("h", "no answer"), [], 22.0)
+    page.note(events.HostLost("h", "no answer"), [], 22.0)
     assert states(page) == {"h:0": "lost"} and page.state.tables["hosts"]["h"]["state"] == "lost"
 
 
 def test_commits_and_their_speed():
     page = training(A, B)
     spent = Times(training=5.0)
-    page.note(WorkerSpent(A, 1, spent, "training", Commit(1, 10)), [], 20.0)
-    page.note(WorkerSpent(A, 1, spent, "training", Commit(1, 9)), [], 21.0)  # an old word
-    page.note(WorkerPaced(B, 1, 10, 1.0, 30.0, 30, Commit(1, 50)), [], 25.0)
+    page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 10)), [], 20.0)
+    page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 9)), [], 21.0)  # an old word
+    page.note(events.WorkerPaced(B, 1, 10, 1.0, 30.0, 30, Commit(1, 50)), [], 25.0)
     assert page.state.values["commit"] == {"generation": 1, "number": 50, "at": 25.0, "total": 50}
     assert list(page.state.series["speed"]) == [[25.0, 8.0]]
-    page.note(WorkerReady(A, 1, Commit(1, 60), STORE), [world(A, generation=2)], 30.0)
-    page.note(WorkerSpent(A, 2, spent, "training", Commit(2, 4)), [], 31.0)
+    page.note(events.WorkerReady(A, 1, Commit(1, 60), STORE), [world(A, generation=2)], 30.0)
+    page.note(events.WorkerSpent(A, 2, spent, "training", Commit(2, 4)), [], 31.0)
     assert page.state.values["commit"]["total"] == 64
-    page.note(CheckpointMade(Commit(2, 4)), [], 32.0)
+    page.note(events.CheckpointMade(Commit(2, 4)), [], 32.0)
     assert page.state.values["durable"] == {"generation": 2, "number": 4, "at": 32.0, "total": 1}
 
 
 def test_who_is_waited_for_now():
     page = training(A, B, C, D)
     for worker in (A, B, C):
-        page.note(WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 30.0)
+        page.note(events.WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 30.0)
     page.patch(40.0)
     assert page.state.values["held_up"] == [
         {"worker": "h:3", "rank": 3, "others": 3, "since": 29.0}
@@ -171,7 +153,7 @@ def test_who_is_waited_for_now():
 def test_who_waits_less_than_the_others():
     page = training(A, B, C, D)
     for worker, waited_s in ((A, 20.0), (B, 3.0), (C, 19.0), (D, 21.0)):
-        page.note(WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
+        page.note(events.WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
     page.patch(70.0)
     [slow] = page.state.values["held_up"]
     assert (slow["rank"], slow["share"], slow["median"]) == (1, 0.1, 0.667)
@@ -182,7 +164,9 @@ def test_stacks_that_were_asked_for_are_kept_and_nothing_else():
     page = training(A, B)
     page.stderr(A, "an ordinary line", 20.0)
     page.note(
-        TimePassed(), [DumpStacks(A, because(Why.IDLE, for_s=30.0, where="in gradients"))], 30.0
+        events.TimePassed(),
+        [events.DumpStacks(A, because(Why.IDLE, for_s=30.0, where="in gradients"))],
+        30.0,
     )
     assert page.expects_stack(A) and not page.expects_stack(B)
     page.stderr(A, 'File "train.py", line 3 in step', 30.1)
@@ -217,21 +201,23 @@ def test_reported_numbers_are_those_of_the_lowest_rank():
 
 def test_there_is_no_goodput_before_the_first_world():
     page = model()
-    page.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, in_words("x"))], 10.0)
-    page.note(WorkerConnected(A, 7), [], 15.0)
+    page.note(events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, in_words("x"))], 10.0)
+    page.note(events.WorkerConnected(A, 7), [], 15.0)
     assert page.patch(20.0)["set"]["goodput"]["ratio"] is None
-    page.note(WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
+    page.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
     assert page.patch(30.0)["set"]["goodput"]["ratio"] == pytest.approx(0.5)
 
 
 def test_a_recovery_and_the_end():
     page = training(A, B)
-    report = ReportRecovery(2, "recovery", in_words("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0)
-    page.note(TimePassed(), [report], 20.0)
+    report = events.ReportRecovery(
+        2, "recovery", in_words("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0
+    )
+    page.note(events.TimePassed(), [report], 20.0)
     [row] = page.state.series["recoveries"]
     assert (row["total_ms"], row["phases_ms"], row["why"]) == (83.0, {"formed": 20.0}, "lost h:1#1")
-    page.note(TimePassed(), [EndJob(1, in_words("too few"))], 21.0)
-    page.note(WorkerReady(A, 1, None, STORE), [], 22.0)
+    page.note(events.TimePassed(), [events.EndJob(1, in_words("too few"))], 21.0)
+    page.note(events.WorkerReady(A, 1, None, STORE), [], 22.0)
     assert page.state.values["job"]["phase"] == "ended" and page.state.values["job"]["ended"] == [
         1,
         "too few",
@@ -240,13 +226,13 @@ def test_a_recovery_and_the_end():
 
 def test_what_an_operator_has_wanted():
     page = training(A, B)
-    done, refused = (AnswerRequest(1, each, in_words("so")) for each in (True, False))
-    page.note(ScaleRequested(1, 3), [done], 20.0)
-    page.note(ScaleRequested(1, 1), [refused], 21.0)
-    page.note(DrainRequested(1, "h"), [done], 22.0)
+    done, refused = (events.AnswerRequest(1, each, in_words("so")) for each in (True, False))
+    page.note(events.ScaleRequested(1, 3), [done], 20.0)
+    page.note(events.ScaleRequested(1, 1), [refused], 21.0)
+    page.note(events.DrainRequested(1, "h"), [done], 22.0)
     assert page.state.values["job"]["most"] == 3
     assert page.state.tables["hosts"]["h"]["state"] == "drained"
-    page.note(DrainRequested(1, "h", off=True), [done], 23.0)
+    page.note(events.DrainRequested(1, "h", off=True), [done], 23.0)
     assert page.state.tables["hosts"]["h"]["state"] == "up"
     assert page.state.series["decisions"][-3][1:] == ["operator", "refused", "so"]
 
