@@ -64,9 +64,7 @@ def main() -> None:
         named_parameters=model.named_parameters(),
         shards=shards,
     )
-    loader = DataLoader(
-        Pictures(), global_batch_size=64, shuffle=True, seed=1, sample_seeds=True, shards=shards
-    )
+    loader = DataLoader(Pictures(), global_batch_size=64, shuffle=True, seed=1, shards=shards)
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:

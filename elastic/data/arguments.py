@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -24,6 +25,18 @@ OPTIONS = {
 }
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come one after the other, and can't be asked for by an index."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+class Seeds(Enum):
+    """What is loaded under a seed of its own."""
+
+    SAMPLE = "sample_seeds"
+    BATCH = "batch_seeds"
+
+
 @dataclass(frozen=True)
 class LoaderArguments:
     """See `DataLoader`. Raises Invalid."""
@@ -38,7 +51,7 @@ class LoaderArguments:
     drop_last: bool = False
     global_batch_size: int | None = None
     seed: int = 0
-    sample_seeds: bool = False
+    seeds: Seeds | None = None
     shards: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # torch's
 
@@ -55,8 +68,7 @@ class LoaderArguments:
 
     @property
     def streams(self) -> bool:
-        """Whether samples come one after the other, and can't be asked for by an index."""
-        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+        return is_stream(self.dataset)
 
     @property
     def ready(self) -> bool:

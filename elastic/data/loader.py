@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.data import optimizer_steps
-from elastic.data.arguments import LoaderArguments
+from elastic.data.arguments import LoaderArguments, Seeds, is_stream
 from elastic.data.batch_gradients import BatchGradients
 from elastic.data.positions import Dealing, Position
 from elastic.data.progress import DataProgress
@@ -50,7 +50,8 @@ class DataLoader:
     together, however many they are. ``shuffle``, ``seed``: the order of torch's ``DistributedSampler``. ``sampler``,
     ``batch_sampler``: any that draws for the whole job, and the same under the same seeds of torch, random and numpy.
     ``drop_last``: an epoch ends before a step that is not whole. ``sample_seeds``: each sample is loaded under seeds of
-    its own (see `SeededDataset`); by default where ``shards`` are exact. All other arguments are torch's.
+    its own, whatever process loads it (see `SeededDataset`); False: under none. By default each batch of exact
+    ``shards`` is, and each sample of a stream in them. All other arguments are torch's.
 
     ``shards=elastic.Shards(8)`` with ``global_batch_size``: a step is cut into 8 shards whatever the world, and
     ``for step in loader: for batch in shards.over(step): ...`` has this rank's. With a number alone they are dealt in
@@ -84,7 +85,9 @@ class DataLoader:
         **options: Any,
     ) -> None:
         self._shards = None if isinstance(shards, int) else shards
-        exact = self._shards is not None and self._shards.exact
+        seeds = Seeds.SAMPLE if sample_seeds else None
+        if sample_seeds is None and self._shards is not None and self._shards.exact:
+            seeds = Seeds.SAMPLE if is_stream(dataset) else Seeds.BATCH
         self.arguments = LoaderArguments(
             dataset=dataset,
             batch_size=batch_size,
@@ -96,7 +99,7 @@ class DataLoader:
             drop_last=bool(drop_last),
             global_batch_size=global_batch_size,
             seed=seed,
-            sample_seeds=exact if sample_seeds is None else sample_seeds,
+            seeds=seeds,
             shards=shards if shards is None or isinstance(shards, int) else shards.count,
             options={"pin_memory": pin_memory, **options},
         )
@@ -203,7 +206,7 @@ class DataLoader:
                 # Without exactness a restart may choose other batches.
                 *([f"batch {arguments.global_batch_size}"] if exact else []),
                 *(["drop_last"] if exact and arguments.drop_last else []),
-                *(["sample_seeds"] if exact and arguments.sample_seeds else []),
+                *([arguments.seeds.value] if exact and arguments.seeds else []),
             ]
         )
 

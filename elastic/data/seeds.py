@@ -17,3 +17,8 @@ def seed_of(purpose: str, *numbers: int) -> int:
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """For all that is random in loading one sample."""
     return seed_of("sample", seed, epoch, index)
+
+
+def batch_seed(seed: int, epoch: int, start: int, part: int) -> int:
+    """For all that is random in a part of the step that begins at this place of an epoch."""
+    return seed_of("batch", seed, epoch, start, part)

@@ -10,9 +10,10 @@ import torch
 from torch.utils import data as torch_data
 
 from elastic.data import order
-from elastic.data.arguments import LoaderArguments
+from elastic.data.arguments import LoaderArguments, Seeds
 from elastic.data.positions import Dealing, Position
 from elastic.data.seeded_dataset import SeededDataset, as_it_is
+from elastic.data.seeds import batch_seed, sample_seed
 from elastic.data.stream import NOBODY, StreamDataset
 
 Collate = Callable[[Any], Any]
@@ -44,9 +45,7 @@ class IndexedSource:
         self._order = _order(arguments)
         self._indices = _Indices()
         dataset, collate = arguments.dataset, _collate(arguments)
-        self.seeded = (
-            SeededDataset(dataset, arguments.seed, collate) if arguments.sample_seeds else None
-        )
+        self.seeded = SeededDataset(dataset, collate) if arguments.seeds else None
         self._loader = torch_data.DataLoader(
             dataset if self.seeded is None else self.seeded,
             batch_sampler=self._indices,
@@ -71,7 +70,8 @@ class IndexedSource:
                 for part in mine:
                     asked.append((step, part))
                     places = dealing.part(step, part) or step[:1]
-                    yield _drawn(drawn, position.epoch, places, arguments)
+                    found = _drawn(drawn, places, arguments)
+                    yield _under_seeds(found, position.epoch, step.start, part, arguments)
 
         if not mine:
             return ((step, NOBODY, None) for step in dealing.rest(position.consumed, length))
@@ -94,7 +94,7 @@ class StreamSource:
     def __init__(self, arguments: LoaderArguments) -> None:
         self._arguments = arguments
         self.seeded: SeededDataset | None = None
-        seed = arguments.seed if arguments.sample_seeds else None
+        seed = arguments.seed if arguments.seeds else None
         self._dataset = StreamDataset(
             arguments.dataset, arguments.shards or 1, seed, _collate(arguments)
         )
@@ -174,9 +174,18 @@ def _listed(some: Any) -> list[Any]:
     return listed
 
 
-def _drawn(drawn: Any, epoch: int, places: range, arguments: LoaderArguments) -> Any:
-    """What torch's loader asks the dataset for, a batch at a time: indices, or what a `SeededDataset` takes."""
+def _drawn(drawn: Any, places: range, arguments: LoaderArguments) -> list[Any]:
+    """The indices of a batch."""
     found = _listed(drawn[places.start : places.stop])
-    if arguments.batch_sampler is not None:
-        found = list(found[0])
-    return (epoch, found) if arguments.sample_seeds else found
+    return found if arguments.batch_sampler is None else list(found[0])
+
+
+def _under_seeds(
+    indices: list[Any], epoch: int, start: int, part: int, arguments: LoaderArguments
+) -> list[Any]:
+    """What torch's loader asks the dataset for, a batch at a time: indices, or what a `SeededDataset` takes."""
+    if arguments.seeds is Seeds.SAMPLE:
+        return [(sample_seed(arguments.seed, epoch, index), [index]) for index in indices]
+    if arguments.seeds is Seeds.BATCH:
+        return [(batch_seed(arguments.seed, epoch, start, part), indices)]
+    return indices

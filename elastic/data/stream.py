@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.data._utils import worker as loader_worker
 
 from elastic.data.order import plant, seeded
 from elastic.data.positions import Dealing, Position
-from elastic.data.seeds import sample_seed, seed_of
+from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
 # Where its step begins and ends, the part's number, its samples.
 Cut = tuple[int, int, int, list[Any]]
@@ -65,7 +64,8 @@ class StreamDataset(IterableDataset[Any]):
         cuts = _cuts(_steps(samples, dealing, consumed), dealing, mine[:number])
         if self._worker is not None:
             cuts = islice(cuts, self._worker[0], None, self._worker[1])
-        return (self._collated(epoch, *cut) for cut in cuts)
+        batches = (self._collated(epoch, *cut) for cut in cuts)
+        return batches if self._seed is None or self._worker is not None else _apart(batches)
 
     def _collated(
         self, epoch: int, start: int, stop: int, part: int, samples: list[Any]
@@ -74,8 +74,8 @@ class StreamDataset(IterableDataset[Any]):
             return start, stop, part, None
         if self._seed is None:
             return start, stop, part, self._collate(samples)
-        with _under(seed_of("batch", self._seed, epoch, start, part), self._worker is not None):
-            return start, stop, part, self._collate(samples)
+        plant(batch_seed(self._seed, epoch, start, part))
+        return start, stop, part, self._collate(samples)
 
     def _samples(self, epoch: int, consumed: int) -> Iterator[Any]:
         """The rest of an epoch's stream."""
@@ -84,32 +84,32 @@ class StreamDataset(IterableDataset[Any]):
         if callable(set_epoch):
             set_epoch(epoch)
         if self._seed is not None:
-            samples = _seeded(source, self._seed, epoch, own_process=self._worker is not None)
-            return islice(samples, consumed, None)
+            return islice(_seeded(source, self._seed, epoch), consumed, None)
         if consumed and callable(getattr(source, "skip", None)):
             return iter(source.skip(consumed))
         return islice(source, consumed, None)
 
 
-def _seeded(source: Iterable[Any], seed: int, epoch: int, *, own_process: bool) -> Iterator[Any]:
+def _seeded(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
     """Whatever is random in a stream from its beginning on, so that it is the same stream each time it is read."""
-
-    with _under(seed_of("order", seed, epoch), own_process):
-        samples = iter(source)
+    plant(seed_of("order", seed, epoch))
+    samples = iter(source)
     for index in count():
-        with _under(sample_seed(seed, epoch, index), own_process):
-            sample = next(samples, END)
+        plant(sample_seed(seed, epoch, index))
+        sample = next(samples, END)
         if sample is END:
             return
         yield sample
 
 
-def _under(seed: int, own_process: bool) -> AbstractContextManager[None]:
-    """Generators begin at this seed, and are put back afterwards in the process that trains."""
-    if not own_process:
-        return seeded(seed)
-    plant(seed)
-    return nullcontext()
+def _apart(batches: Iterator[Any]) -> Iterator[Any]:
+    """In the process that trains: what loading a batch draws is not drawn from its generators."""
+    while True:
+        with seeded(0):
+            batch = next(batches, END)
+        if batch is END:
+            return
+        yield batch
 
 
 def _steps(samples: Iterator[Any], dealing: Dealing, start: int) -> Iterator[tuple[range, Any]]:

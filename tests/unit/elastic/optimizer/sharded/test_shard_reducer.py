@@ -630,18 +630,30 @@ def test_another_batch_is_another_run():
     shards = Shards(4)
     said = loader_of(shards=shards).layout()
     assert said != DataLoader(range(16), global_batch_size=4, shards=shards).layout()
-    assert "batch 8" in said and "sample_seeds" in said
+    assert "batch 8" in said and "batch_seeds" in said
     assert "batch" not in loader_of(shards=Shards(4, exact=False)).layout()
 
 
-def test_samples_have_seeds_of_their_own_in_exact_shards(monkeypatch):
+class AskedForMany(Augmented):
+    """As Hugging Face's datasets: torch asks them for a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return list((torch.rand(len(indices)) + torch.tensor(indices)).unbind())
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise AssertionError(f"asked for {index} alone")
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), AskedForMany()])
+@pytest.mark.parametrize("seeds", [None, True])
+def test_samples_of_exact_shards_draw_the_same(monkeypatch, dataset, seeds):
     """Whoever loads them, and whatever was drawn in that process before."""
 
     def load(rank: int, size: int) -> list[tuple[int, list[float]]]:
         place = Place(rank, size, rank, size, 0, 1)
         monkeypatch.setattr(lifecycle, "position", lambda: (place, 1))
         shards = Shards(4)
-        loader = DataLoader(Augmented(), global_batch_size=8, shards=shards)
+        loader = DataLoader(dataset, global_batch_size=8, shards=shards, sample_seeds=seeds)
         return [(loader.shard, batch.tolist()) for step in loader for batch in shards.over(step)]
 
     parts = [each for rank in range(3) for each in load(rank, 3)]
@@ -676,7 +688,8 @@ def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(workers):
+@pytest.mark.parametrize("dataset", [Augmented(), Streamed()], ids=["indexed", "stream"])
+def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(dataset, workers):
     """Within the shards and between two steps."""
 
     def draw() -> list[float]:
@@ -685,7 +698,7 @@ def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(workers):
     plain, shards = Shards(2), Shards(2)
     list(plain)
     expected = [[draw(), *[draw() for _ in plain]] for _ in range(4)]
-    loader = DataLoader(Augmented(), global_batch_size=4, shards=shards, num_workers=workers)
+    loader = DataLoader(dataset, global_batch_size=4, shards=shards, num_workers=workers)
     list(shards)
     assert [[draw(), *[draw() for _ in shards.over(step)]] for step in loader] == expected
 
