@@ -132,13 +132,7 @@ def work(given: dict[str, Any]) -> None:
 
 
 def ask(
-    order: str,
-    hosts: int,
-    workers: int,
-    rate: str,
-    sizes: list[int],
-    rounds: int,
-    congestion: str,
+    order: str, hosts: int, workers: int, rate: str, sizes: list[int], rounds: int, congestion: str
 ) -> list[dict[str, Any]]:
     names = [f"h{number}" for number in range(1, hosts + 1)]
     with tempfile.TemporaryDirectory(prefix="hierarchy-") as text:

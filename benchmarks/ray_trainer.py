@@ -78,9 +78,7 @@ def main() -> None:
         train,
         train_loop_config={"folder": folder, "step_s": float(step_s)},
         scaling_config=ScalingConfig(
-            num_workers=int(workers),
-            resources_per_worker={"CPU": 1},
-            placement_strategy="SPREAD",
+            num_workers=int(workers), resources_per_worker={"CPU": 1}, placement_strategy="SPREAD"
         ),
         run_config=RunConfig(
             storage_path=f"{folder}/storage", failure_config=FailureConfig(max_failures=-1)

@@ -46,10 +46,7 @@ MODELS = ("mlp", "gpt", "convnet")
 PEERS = ("ddp", "torchft")
 NAMES = {"ours": "DistributedOptimizer", "ddp": "torch DDP", "torchft": "torchft"}
 # Of our step to DDP's.
-MARKS = {
-    ("mlp", 2): 0.6,
-    **{(name, ranks): 0.9 for name in ("gpt", "convnet") for ranks in (2, 4)},
-}
+MARKS = {("mlp", 2): 0.6, **{(name, ranks): 0.9 for name in ("gpt", "convnet") for ranks in (2, 4)}}
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,7 @@ class CollectiveFailed(HorovodInternalError):
     def again(self) -> CollectiveFailed:
         """The same once more: each one that waits raises its own."""
         return CollectiveFailed(
-            *self.args,
-            aborted=self.aborted,
-            ended=self.ended,
-            differs=self.differs,
-            late=self.late,
+            *self.args, aborted=self.aborted, ended=self.ended, differs=self.differs, late=self.late
         )
 
 

@@ -91,9 +91,7 @@ def main() -> None:
     )
     module = Sums(options.pause)
     trainer.fit(
-        module,
-        DataLoader(data, batch_size=4, shuffle=True),
-        DataLoader(data, batch_size=64),
+        module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=64)
     )
     total = sum(each.detach().double().sum().item() for each in module.parameters())
     print(f"ended after {trainer.global_step} steps with {total:.9f}")

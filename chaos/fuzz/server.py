@@ -87,9 +87,7 @@ class OnLoopback:
         self._stolen: deque[bytes] = deque(maxlen=50)
         self._replayed: deque[messages.Answer] = deque(maxlen=50)
         self._server = Server(
-            secret=SECRET,
-            log=Console(self._log, timestamps=False),
-            callers=WORKERS,
+            secret=SECRET, log=Console(self._log, timestamps=False), callers=WORKERS
         )
         self._address = Address("", 0)
         self.answered_s = 0.0  # the longest that an honest worker has waited

@@ -99,9 +99,7 @@ def under_fire(
                 now = time.monotonic()
                 story = follower.look()
                 fire.turn(
-                    story,
-                    now,
-                    calm=lambda: stop.asked_at is not None or process.poll() is not None,
+                    story, now, calm=lambda: stop.asked_at is not None or process.poll() is not None
                 )
                 stop.see_to_it(story, now)
                 if each_turn is not None:

@@ -393,10 +393,7 @@ class SimulatedWorker:
         while self.state.steps < self.sim.steps:
             self._verdict = Verdict.PASS
             run.join(self, self._one_step)
-            yield (
-                "training",
-                lambda: self not in run.joined or not self.trains(generation),
-            )
+            yield ("training", lambda: self not in run.joined or not self.trains(generation))
             run.leave(self)
             if not reported and self.state.steps > began:
                 reported = True

@@ -114,11 +114,7 @@ class Simulation:
         # The one report that is not repeated on a new connection.
         self.reports_samples = not self.weather.loses_messages
         self.settings = settings_for(
-            workers,
-            standbys,
-            silence_s=silence_s,
-            starting_max=starting_max,
-            restarts=restarts,
+            workers, standbys, silence_s=silence_s, starting_max=starting_max, restarts=restarts
         )
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)

@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean time between faults (default: 2)",
     )
     add("--workers", type=int, default=4, metavar="N", help="workers (default: 4)")
-    add(
-        "--faults",
-        metavar="LIST",
-        help=f"which faults (default: {FAULTS}; cut only as root)",
-    )
+    add("--faults", metavar="LIST", help=f"which faults (default: {FAULTS}; cut only as root)")
     add("--seed", type=int, metavar="N", help="the same faults at the same times again")
     add("--sample-every", type=float, default=5.0, metavar="S", help="default: 5")
     add("--json", type=Path, metavar="FILE", help="write report and curves to FILE")

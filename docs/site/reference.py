@@ -60,11 +60,7 @@ def commands() -> str:
             if shown:
                 parts += [f"### {name}: {group.title}", _text(group.description or "")]
                 parts.append("\n".join(["| flag | meaning |", "|---|---|", *map(_flag, shown)]))
-    parts += [
-        "## elasticrun secret",
-        "```\nelasticrun secret FILE\n```",
-        _text(agent_cli.SECRET),
-    ]
+    parts += ["## elasticrun secret", "```\nelasticrun secret FILE\n```", _text(agent_cli.SECRET)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

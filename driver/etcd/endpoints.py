@@ -106,12 +106,7 @@ class Members:
         """How long until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
         return self._contact.unsettled_s(self._now(), settle_s)
 
-    async def ask(
-        self,
-        method: Method,
-        request: Any,
-        within_s: float | None,
-    ) -> Any:
+    async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
         """The answer of whoever gives one; Unavailable when the time is over. None: wait until etcd is back."""
         deadline = None if within_s is None else self._now() + within_s
         while True:

@@ -61,11 +61,7 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 
 
 async def start_fleet(
-    job: Job,
-    plan: FleetPlan,
-    job_io: JobIO,
-    known: dict[str, int] | None,
-    this_host: ThisHost,
+    job: Job, plan: FleetPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
     """The job's exit code, why it ended, results and last reports by rank. Raises Invalid and OSError before anything
     is started.

@@ -61,9 +61,7 @@ def writer_of(chapter: str) -> tuple[int, str]:
     return int(turn), writer
 
 
-def counting(
-    chapters: Mapping[str, Mapping[int, bytes]],
-) -> tuple[list[bytes], Place | None]:
+def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], Place | None]:
     """The records from the last beginning on, and where the last ends. Takes the pieces of chapters by their numbers.
 
     Raises ValueError where one is missing, or is none.

@@ -66,11 +66,7 @@ def defaults(threads: int) -> dict[str, str]:
 
 
 def job_environment(
-    worker: Worker,
-    place: Place,
-    elastic: bool,
-    collective_timeout_s: float,
-    wait_timeout_s: float,
+    worker: Worker, place: Place, elastic: bool, collective_timeout_s: float, wait_timeout_s: float
 ) -> dict[str, str]:
     """What the driver knows of a worker, on whatever host. ``place`` is provisional.
 

@@ -34,11 +34,7 @@ async def numeric(text: str) -> list[tuple[str, int]]:
 
 
 async def resolved(
-    name: str,
-    port: int,
-    timeout_s: float,
-    *,
-    ask: Callable[..., list[Any]] = socket.getaddrinfo,
+    name: str, port: int, timeout_s: float, *, ask: Callable[..., list[Any]] = socket.getaddrinfo
 ) -> Found:
     """Every address behind a name or a numeric address, each once.
 

@@ -85,11 +85,6 @@ class Azure:
         return Ends(text, answer.ends_at(at))
 
     def _ask(
-        self,
-        path: str,
-        *,
-        method: str = "GET",
-        body: bytes | None = None,
-        within_s: float = 2.0,
+        self, path: str, *, method: str = "GET", body: bytes | None = None, within_s: float = 2.0
     ) -> Answer:
         return self._server.ask(path, HEADERS, method=method, body=body, within_s=within_s)

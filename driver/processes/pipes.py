@@ -17,12 +17,7 @@ class Pipe:
     """One stream of one worker. ``closed`` is told once when no more will come of it."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        fd: int,
-        worker: Worker,
-        stream: Stream,
-        sink: Sink,
+        self, loop: asyncio.AbstractEventLoop, fd: int, worker: Worker, stream: Stream, sink: Sink
     ) -> None:
         self._loop = loop
         self._fd = fd

@@ -127,10 +127,7 @@ def broadcast_optimizer_state(
                 parameter.grad = torch.zeros_like(parameter)
     here = is_root(root_rank, _CPU, resolve(process_set))
     outline = broadcast_object(
-        _outline(optimizer, parameters) if here else None,
-        root_rank,
-        "optimizer state",
-        process_set,
+        _outline(optimizer, parameters) if here else None, root_rank, "optimizer state", process_set
     )
     if not here:
         _adopt(optimizer, parameters, outline)

@@ -240,10 +240,7 @@ def grouped_allreduce_async_(
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str,
-    op: int,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Starts a reduction of a sparse tensor: an allgather of its entries, which are then added up.
 
@@ -287,9 +284,7 @@ def sparse_allreduce_async(
 
 
 def allgather(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Concatenates all ranks' tensors along dimension 0, in rank order. Differentiable.
 
@@ -312,9 +307,7 @@ def allgather(
 
 
 def allgather_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts an `allgather`; `synchronize` returns the new tensor."""
     members = resolve(process_set)
@@ -322,18 +315,14 @@ def allgather_async(
 
 
 def grouped_allgather(
-    tensors: Tensors,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """`allgather` of several tensors on one device, as a list in the same order. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
 def grouped_allgather_async(
-    tensors: Tensors,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts a `grouped_allgather`; `synchronize` returns the list of new tensors."""
     members = resolve(process_set)

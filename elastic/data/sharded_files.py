@@ -24,10 +24,7 @@ class ShardedFiles(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        files: Sequence[Any],
-        read: Callable[[Any], Any],
-        lengths: Sequence[int] | None = None,
+        self, files: Sequence[Any], read: Callable[[Any], Any], lengths: Sequence[int] | None = None
     ) -> None:
         if not files:
             raise Invalid("no files are given; give at least one")

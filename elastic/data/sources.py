@@ -99,10 +99,7 @@ class StreamSource:
             arguments.dataset, arguments.shards or 1, seed, _collate(arguments)
         )
         self._loader = torch_data.DataLoader(
-            self._dataset,
-            batch_size=None,
-            collate_fn=as_it_is,
-            **_options(arguments),
+            self._dataset, batch_size=None, collate_fn=as_it_is, **_options(arguments)
         )
 
     def length(self, epoch: int) -> int | None:

@@ -31,12 +31,7 @@ class Job:
         flags: Sequence[str] = (),
     ) -> None:
         """``flags``: further ones of ``elasticrun status``, as for TLS."""
-        given = {
-            "--job": name,
-            "--journal": journal,
-            "--etcd": etcd,
-            "--secret-file": secret_file,
-        }
+        given = {"--job": name, "--journal": journal, "--etcd": etcd, "--secret-file": secret_file}
         words = [f"{flag}={value}" for flag, value in given.items() if value]
         words += ["--ray"] if ray else []
         from elastic.driver.commandline.steering.job_commands import found_job

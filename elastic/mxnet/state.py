@@ -148,9 +148,5 @@ class MXNetState(HandledState):
 
 
 registry.set_handler_registry(
-    [
-        (mx.gluon.Block, BlockPart),
-        (mx.gluon.Trainer, TrainerPart),
-        *registry.get_handler_registry(),
-    ]
+    [(mx.gluon.Block, BlockPart), (mx.gluon.Trainer, TrainerPart), *registry.get_handler_registry()]
 )

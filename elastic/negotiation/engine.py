@@ -287,12 +287,7 @@ class Engine:
                 listener = listen(self._env.bind_host)
                 rules = rules_of(listener, self._limits)
                 self._line = LocalController(
-                    rules,
-                    listener,
-                    self._place.size,
-                    self.generation,
-                    self._env,
-                    self._give_up,
+                    rules, listener, self._place.size, self.generation, self._env, self._give_up
                 )
                 if self._failure:
                     self._line.abort()

@@ -159,11 +159,7 @@ class Shadow:
     """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
 
     def __init__(
-        self,
-        rt: Context,
-        agreed: Agreed,
-        members: Members,
-        mark: StepFlag = StepFlag.JOINED,
+        self, rt: Context, agreed: Agreed, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
         self.over = False  # nobody has data left

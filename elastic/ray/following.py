@@ -69,11 +69,7 @@ class Follower:
     """One driver actor, as its caller sees it. Not thread-safe."""
 
     def __init__(
-        self,
-        actor: Any,
-        *,
-        on_output: OnOutput | None = None,
-        on_report: OnReport | None = None,
+        self, actor: Any, *, on_output: OnOutput | None = None, on_report: OnReport | None = None
     ) -> None:
         self._actor = actor
         self._on_output = on_output or to_streams

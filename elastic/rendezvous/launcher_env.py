@@ -213,13 +213,7 @@ def _by_hand(env: Mapping[str, str], size: int) -> ByAddress | ByFile | None:
 
 
 def _of_launcher(
-    env: Mapping[str, str],
-    size: int,
-    by: str,
-    job: str,
-    *,
-    one_host: bool,
-    host: str | None = None,
+    env: Mapping[str, str], size: int, by: str, job: str, *, one_host: bool, host: str | None = None
 ) -> ByAddress | ByFile | None:
     if size == 1:
         return None

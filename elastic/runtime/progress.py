@@ -152,11 +152,7 @@ class ProgressCounter:
         return self._progress("", 0.0)
 
     def _progress(
-        self,
-        inside: str,
-        waited_s: float,
-        gpu: Sequence[messages.Launches] = (),
-        line: str = "",
+        self, inside: str, waited_s: float, gpu: Sequence[messages.Launches] = (), line: str = ""
     ) -> messages.Progress:
         where = self.generation, self.entered, inside
         return messages.Progress(*where, waited_s, self.phase, list(gpu), line)

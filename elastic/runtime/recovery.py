@@ -124,10 +124,7 @@ class Recovery:
             case messages.World():
                 self._take_place(message)
             case messages.Broken(generation=generation, reason=reason):
-                if generation == self.generation and self.phase in (
-                    Phase.TRAINING,
-                    Phase.RETURNED,
-                ):
+                if generation == self.generation and self.phase in (Phase.TRAINING, Phase.RETURNED):
                     self._break(reason)
                     return [Cut(generation, reason)]
             case messages.Prepare(generation=generation, change=change):

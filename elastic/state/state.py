@@ -41,9 +41,7 @@ class State:
     _in_save = False
 
     def __init__(
-        self,
-        bcast_object: Broadcast | None = None,
-        get_rank: Callable[[], int] | None = None,
+        self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
         self._bcast_object: Broadcast = bcast_object or broadcast_object
         self._rank: Callable[[], int] = get_rank or _rank

@@ -133,11 +133,7 @@ def reduce_dense(
 
 
 def _reduce(
-    name: str | None,
-    members: Members,
-    op: Op,
-    factors: tuple[float, float],
-    tensors: Tensors,
+    name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
     """The gradient is the same reduction of the gradients."""
     name = bridge.named("allreduce", name)
@@ -419,11 +415,7 @@ def grouped_reducescatter(
 
 
 def _scatter(
-    name: str | None,
-    members: Members,
-    op: Op,
-    factors: tuple[float, float],
-    tensors: Tensors,
+    name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
     """The gradient: all ranks' gradients, gathered; times the number of ranks for Sum, as in Horovod."""
     name = bridge.named("reducescatter", name)

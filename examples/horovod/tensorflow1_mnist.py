@@ -33,10 +33,7 @@ global_step = tf.train.get_or_create_global_step()
 train_op = optimizer.minimize(loss, global_step=global_step)
 
 last_step = args.steps // hvd.size()
-hooks = [
-    hvd.BroadcastGlobalVariablesHook(0),
-    tf.train.StopAtStepHook(last_step=last_step),
-]
+hooks = [hvd.BroadcastGlobalVariablesHook(0), tf.train.StopAtStepHook(last_step=last_step)]
 if hvd.rank() == 0:
     hooks.append(tf.train.LoggingTensorHook({"step": global_step, "loss": loss}, every_n_iter=50))
 

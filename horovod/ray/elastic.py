@@ -92,9 +92,7 @@ class ElasticRayExecutor:
         self._executor.start(extra_env_vars=self._env_vars)
 
     def run(
-        self,
-        worker_fn: Callable[[], Any],
-        callbacks: Sequence[Callable[[Any], None]] | None = None,
+        self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
         """See `RayExecutor.run`."""
         return self._executor.run(worker_fn, callbacks=callbacks)

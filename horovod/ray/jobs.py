@@ -104,10 +104,7 @@ class StaticJob(_Job):
             raise PlacementTimeout(str(error)) from None
 
     def run_remote(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
+        self, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
         self._need(fn)
         return self._executor.run_remote(fn, *(args or ()), **(kwargs or {}))
@@ -149,10 +146,7 @@ class ElasticJob(_Job):
         return sum(discovery.find_available_hosts_and_slots().values())
 
     def run_remote(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
+        self, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
         raise NotImplementedError(
             "run_remote() returns a reference for each rank, and an elastic job does not know yet how many"

@@ -161,9 +161,7 @@ class RayExecutor:
         return self._job.run_remote(fn, args, kwargs)
 
     def execute(
-        self,
-        fn: Callable[[Any], Any],
-        callbacks: Sequence[Callable[[Any], None]] | None = None,
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
         """Calls ``fn(object)`` on every worker, with None where there is no ``executable_cls``; the values by rank."""
         return self._job.execute(fn, callbacks)
@@ -178,10 +176,7 @@ class RayExecutor:
 
 
 def _check_kind(
-    num_workers: int | None,
-    num_hosts: int | None,
-    min_workers: int | None,
-    max_workers: int | None,
+    num_workers: int | None, num_hosts: int | None, min_workers: int | None, max_workers: int | None
 ) -> None:
     """Static or elastic, and said once. Raises Invalid."""
     if max_workers is not None and (min_workers is None or min_workers <= 0):

@@ -375,9 +375,7 @@ def test_an_eviction_leaves_what_the_job_needs(helm):
 
 def test_the_driver_has_no_more_rights_than_it_needs(helm, defaults):
     rights = [(rule["resources"], rule["verbs"]) for rule in defaults["Role", "r-driver"]["rules"]]
-    assert rights == [
-        (["pods"], ["list", "watch", "delete"]),
-    ]
+    assert rights == [(["pods"], ["list", "watch", "delete"])]
     least = {"driver": {"removeStuckPods": False}, "rbac": {"nodes": False}}
     fewer = helm.render(least)
     [pods] = fewer["Role", "r-driver"]["rules"]

@@ -10,10 +10,7 @@ from frameworks import behaviours
 FIRST_S = 60.0  # imports included
 
 worlds = pytest.mark.parametrize(
-    "world",
-    [2, pytest.param(3, marks=pytest.mark.nightly)],
-    indirect=True,
-    ids="{}-ranks".format,
+    "world", [2, pytest.param(3, marks=pytest.mark.nightly)], indirect=True, ids="{}-ranks".format
 )
 
 

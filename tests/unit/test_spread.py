@@ -26,8 +26,7 @@ def test_what_takes_longest_begins_first():
 
 
 def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collected_the_tests(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     """Two that die at once: the first to take a place is ready, and the second is not."""
     monkeypatch.setattr(request.config.option, "tx", ["2*popen"], raising=False)
@@ -59,8 +58,7 @@ def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collecte
 
 
 def test_the_filler_has_what_is_light_and_the_others_have_it_when_nothing_else_is_left(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(request.config.option, "tx", ["3*popen"], raising=False)
     monkeypatch.setattr(request.config.option, "filler", True)

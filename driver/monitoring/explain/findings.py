@@ -348,10 +348,7 @@ def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
         yield each.at, _incident(each, story)
     if between:
         causes = Counter(_kind(each) for each in between)
-        facts = {
-            "count": len(between) + story.more_incidents,
-            "causes": dict(causes.most_common()),
-        }
+        facts = {"count": len(between) + story.more_incidents, "causes": dict(causes.most_common())}
         yield between[0].at, JobFinding(What.MORE_INCIDENTS, facts)
     for at, event, done in story.requests:
         yield at, _request(at, event, done, story)

@@ -196,8 +196,7 @@ def posting(topology: Topology) -> Posting:
         return [(s, receiver) for each in carried for s in topology.behind(each)]
 
     deal = Exchange(
-        [dealt(own, neighbour) for neighbour in mine],
-        [dealt(neighbour, own) for neighbour in mine],
+        [dealt(own, neighbour) for neighbour in mine], [dealt(neighbour, own) for neighbour in mine]
     )
     return Posting(collect, cross, deal)
 

@@ -33,10 +33,7 @@ class Made:
 
 
 def lines(
-    name: str,
-    made: Made,
-    parameters: Iterable[torch.Tensor],
-    names: Mapping[torch.Tensor, str],
+    name: str, made: Made, parameters: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]
 ) -> list[str]:
     """``optimizer.compression fp16``, ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
     if not made.whole_world:

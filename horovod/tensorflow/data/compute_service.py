@@ -339,9 +339,4 @@ def _watch(compute: ComputeClient) -> None:
         threading.Thread(target=wait, name=name, daemon=True).start()
 
 
-__all__ = [
-    "TfDataServiceConfig",
-    "compute_worker_fn",
-    "send_to_data_service",
-    "tf_data_service",
-]
+__all__ = ["TfDataServiceConfig", "compute_worker_fn", "send_to_data_service", "tf_data_service"]

@@ -45,8 +45,7 @@ def main() -> None:
         subprocess.Popen(["sh", "-c", "sleep 600 & exec sleep 600"], preexec_fn=os.setpgrp)
     model = torch.nn.Linear(4, 2)
     optimizer = elastic.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.001),
-        named_parameters=model.named_parameters(),
+        torch.optim.SGD(model.parameters(), lr=0.001), named_parameters=model.named_parameters()
     )
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     loader = torch.utils.data.DataLoader(

@@ -98,9 +98,7 @@ sys.stdin.read()
 class Offering:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", OFFERING],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", OFFERING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self.process.stdout is not None
         said = bytes.fromhex(self.process.stdout.readline().decode())

@@ -100,8 +100,7 @@ def lives(pid: int) -> bool:
 async def hosting(folder: Path) -> AsyncIterator[Host]:
     host = Host(folder)
     await host.launcher.open(
-        host.exits.put_nowait,
-        lambda e: host.seen.put_nowait((time.monotonic(), e)),
+        host.exits.put_nowait, lambda e: host.seen.put_nowait((time.monotonic(), e))
     )
     try:
         yield host

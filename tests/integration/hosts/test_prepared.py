@@ -167,7 +167,7 @@ def test_only_plain_commands_of_python_are_prepared(command, found):
 def test_what_a_script_does_before_an_import_may_decide_what_that_does():
     source = '"""Words."""\nfrom __future__ import annotations\nimport a.b, c\nfrom d import e\n'
     assert [*leading_imports(source + "import os\nos.environ['X'] = '1'\nimport late\n")] == [
-        *("a.b", "c", "d", "os"),
+        *("a.b", "c", "d", "os")
     ]
     assert [*leading_imports("from . import x\nimport y\nif True:\n    import z\n")] == ["y"]
 

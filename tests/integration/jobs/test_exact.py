@@ -219,13 +219,7 @@ def test_frozen_workers_and_all_killed_and_resumed(job, reference, tmp_path):
 
 def test_a_newcomer_that_computes_differently_is_turned_away_before_it_joins(job, reference):
     """Its script has set another number of threads; nobody else is disturbed."""
-    training = train(
-        job,
-        f"-np 2 --min-np 1 {RETURN}",
-        "2:kill:1:commit",
-        THREADS="2",
-        STEPS="8",
-    )
+    training = train(job, f"-np 2 --min-np 1 {RETURN}", "2:kill:1:commit", THREADS="2", STEPS="8")
     training.until(
         lambda: "shards.arithmetic.threads" in training.output, "a line about the threads", 60
     )

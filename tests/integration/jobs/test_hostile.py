@@ -105,12 +105,7 @@ def test_strangers_at_the_port_change_nothing_and_learn_nothing(job, tmp_path, t
     if paths is not None:
         flags += " --tls-cert {} --tls-key {} --tls-ca {}".format(*paths)
     training = started(
-        job,
-        2,
-        f"{RETURN} {flags}",
-        STEPS="24",
-        HOLD="12:file=go",
-        ELASTIC_JOB_SECRET=JOB_SECRET,
+        job, 2, f"{RETURN} {flags}", STEPS="24", HOLD="12:file=go", ELASTIC_JOB_SECRET=JOB_SECRET
     )
     training.wait_for_world(2)
     training.until(lambda: len(History(training).all("step")) > 10, "some steps")

@@ -41,11 +41,7 @@ def test_those_that_wait_name_the_collective_and_say_when_it_is_over(job):
 def test_who_copied_its_state_to_a_newcomer_counts_as_the_others_do(job):
     """Else two that wait in the same collective would look as if they were in different ones."""
     training = stalling(
-        job,
-        "slot=2,start=2,step=6",
-        RETURN,
-        DIE="slot=2,step=3,place=stepped",
-        HOLD="5:size=3",
+        job, "slot=2,start=2,step=6", RETURN, DIE="slot=2,step=3,place=stepped", HOLD="5:size=3"
     )
     training.until(lambda: waits(training).keys() >= {0, 1}, "two that wait", 60.0)
     copied = [event for event in training.events("WorkerResumed") if event.get("copied_bytes")]

@@ -37,10 +37,7 @@ def with_redis(tmp_path_factory: pytest.TempPathFactory) -> RayCluster:
 
 
 def _started(
-    name: str,
-    folders: pytest.TempPathFactory,
-    nodes: Sequence[Mapping[str, Any]],
-    **settings: Any,
+    name: str, folders: pytest.TempPathFactory, nodes: Sequence[Mapping[str, Any]], **settings: Any
 ) -> RayCluster:
     _running[name] = ray_nodes(folders.mktemp("ray"), nodes, **settings)
     return _running[name].__enter__()

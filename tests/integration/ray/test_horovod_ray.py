@@ -73,13 +73,7 @@ def test_workers_that_stay_on_exactly_two_hosts(cluster):
     assert "3" in text
     assert said["group"] == [[2, [[0, 2], [1, 2]]]]
     assert said["worker"] == [
-        {
-            "environ": ["1", None, "1", "2"],
-            "known": True,
-            "gpus": [],
-            "host": True,
-            "value": 2,
-        }
+        {"environ": ["1", None, "1", "2"], "known": True, "gpus": [], "host": True, "value": 2}
     ]
 
 

@@ -122,10 +122,7 @@ def test_an_old_line_about_one_that_can_not_be_killed_says_which():
         ),
         (because(Why.REJECTED), "it was rejected"),
         (because(Why.STRANDED), "it lost a peer outside elastic.run"),
-        (
-            because(Why.RETURNED_BEFORE),
-            "it has returned from elastic.run, which a job enters once",
-        ),
+        (because(Why.RETURNED_BEFORE), "it has returned from elastic.run, which a job enters once"),
         (because(Why.JOB_OVER), "the job is over"),
         (
             because(Why.DRIVER_BUG, error="KeyError('x')"),

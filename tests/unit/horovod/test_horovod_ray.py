@@ -89,11 +89,7 @@ class Executor:
         Executor.made.append(self)
 
     def start(
-        self,
-        executable_cls=None,
-        executable_args=None,
-        executable_kwargs=None,
-        extra_env_vars=None,
+        self, executable_cls=None, executable_args=None, executable_kwargs=None, extra_env_vars=None
     ):
         if self.refuses:
             raise Invalid(self.refuses)
@@ -191,10 +187,7 @@ def test_importing_imports_no_ray_and_says_what_to_install_without_it():
         ({"num_workers": "2"}, "num_workers is '2'"),
         ({"num_hosts": 0}, "num_hosts is 0"),
         ({"num_hosts": 1, "num_workers_per_host": 0}, "num_workers_per_host is 0"),
-        (
-            {"num_workers": 1, "gpus_per_worker": 1},
-            "gpus_per_worker is set, but use_gpu is False",
-        ),
+        ({"num_workers": 1, "gpus_per_worker": 1}, "gpus_per_worker is set, but use_gpu is False"),
         (
             {"num_workers": 1, "gpus_per_worker": 0, "use_gpu": True},
             "gpus_per_worker must be >= 1: Got 0",

@@ -135,9 +135,7 @@ def test_a_world_begins_from_the_newest_commit_that_is_held():
 
     told = gathering()
     said = told.breaks(
-        "NEVER BACK",
-        ready("h:0", 2, (2, 4)),
-        world(3, "h:0", "h:1", holders=1, commit=(2, 4)),
+        "NEVER BACK", ready("h:0", 2, (2, 4)), world(3, "h:0", "h:1", holders=1, commit=(2, 4))
     )
     assert "begins from commit 2.4, expected 2.5, the newest that is held" in said
 
@@ -145,15 +143,11 @@ def test_a_world_begins_from_the_newest_commit_that_is_held():
 def test_ranks_that_are_said_to_hold_the_commit_hold_it():
     told = gathering()
     told.breaks(
-        "NEVER BACK",
-        ready("h:0", 2, (2, 4)),
-        world(3, "h:0", "h:1", holders=1, commit=(2, 5)),
+        "NEVER BACK", ready("h:0", 2, (2, 4)), world(3, "h:0", "h:1", holders=1, commit=(2, 5))
     )
     told = gathering()
     told.breaks(
-        "NEVER BACK",
-        ready("h:0", 2, (2, 4)),
-        world(3, "h:1", "h:0", holders=2, commit=(2, 5)),
+        "NEVER BACK", ready("h:0", 2, (2, 4)), world(3, "h:1", "h:0", holders=2, commit=(2, 5))
     )
 
 

@@ -93,9 +93,7 @@ class Agent:
     async def register(self, *running: Worker, exits=(), ends=False) -> Agent:
         assert isinstance(await self.next(), Attach)
         addresses = ["127.0.0.1/8"]
-        self.say(
-            Registered(2, "127.0.0.1", addresses, [*running], [*exits], "one", ends=ends),
-        )
+        self.say(Registered(2, "127.0.0.1", addresses, [*running], [*exits], "one", ends=ends))
         return self
 
     def say(self, *messages) -> None:

@@ -496,9 +496,7 @@ def test_horovods_words_for_the_same():
     named = "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 40"
     assert detection(job(f"-np 2 {named}")) == (2, 40, 20, 40)
     made = job(
-        "-np 2",
-        HOROVOD_STALL_CHECK_TIME_SECONDS="20",
-        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40",
+        "-np 2", HOROVOD_STALL_CHECK_TIME_SECONDS="20", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40"
     )
     assert detection(made) == (2, 40, 20, 40)
     assert detection(job("-np 2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0")) == (2, 600, 60, 600)

@@ -479,11 +479,7 @@ def test_a_job_may_start_without_hosts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("exit 1", "ended with exit code 1"),
-        ("echo '???'", "line 1 reads '???'"),
-    ],
+    ("body", "said"), [("exit 1", "ended with exit code 1"), ("echo '???'", "line 1 reads '???'")]
 )
 def test_a_first_run_must_be_good(tmp_path, body, said):
     assert said in refusal_of(first_list, job(script(tmp_path, body)))

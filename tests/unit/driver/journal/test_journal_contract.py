@@ -323,8 +323,7 @@ async def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, 
     await drive.tell(job[1][:30])
     assert b"StartWorker" not in place.contents()
     monkeypatch.setattr(
-        "elastic.driver.membership.scheduling.rank_order.places",
-        lambda order: [None] * len(order),
+        "elastic.driver.membership.scheduling.rank_order.places", lambda order: [None] * len(order)
     )
     with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):
         await place.archive().past()

@@ -348,10 +348,7 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
     assert run(str(folder / "nothing"), python) == ready  # a folder is no program
     assert run(str(folder / "missing"), "python9") == ready
     assert run("", "python9") == ready
-    assert run("/no/python", "no-python") == (
-        127,
-        "hvd-elastic: no python: /no/python no-python\n",
-    )
+    assert run("/no/python", "no-python") == (127, "hvd-elastic: no python: /no/python no-python\n")
 
 
 # ---- the sentences

@@ -216,8 +216,7 @@ def test_one_that_is_gone_or_goes_is_not_removed_again():
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [ScaleRequested(7, 3), DrainRequested(7, "h"), RemoveRequested(7, worker("h:1"))],
+    "request_", [ScaleRequested(7, 3), DrainRequested(7, "h"), RemoveRequested(7, worker("h:1"))]
 )
 def test_a_job_of_a_fixed_size_and_one_that_is_over_say_so(request_):
     assert answer(static(2).tell(request_)) == (False, Why.FIXED_SIZE)

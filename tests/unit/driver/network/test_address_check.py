@@ -72,10 +72,7 @@ def test_the_bridge_that_every_machine_has():
 
 
 def test_different_networks_where_there_is_one_in_common():
-    assert told(
-        a="10.0.0.5/24 192.168.7.5/24 172.17.0.1/16",
-        b="192.168.7.6/24 172.17.0.1/16",
-    ) == (
+    assert told(a="10.0.0.5/24 192.168.7.5/24 172.17.0.1/16", b="192.168.7.6/24 172.17.0.1/16") == (
         "workers on a (10.0.0.5) and b (192.168.7.6) listen in different networks:"
         " give --network-interface 192.168.7.0/24, which all of them have"
     )

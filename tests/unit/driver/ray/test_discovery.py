@@ -281,10 +281,7 @@ def test_waiting_for_room_is_told():
     told = Told(FakeRay(aaaa=1), Wanted(2, ONE))
     told.place(2, 60, *[told.ray.tick] * 9, lambda: told.ray.add("bbbb", 1))
     assert told.log == [
-        (
-            "info",
-            "waiting for room on the Ray cluster: 1 of 2 workers of CPU 1 each are placed",
-        )
+        ("info", "waiting for room on the Ray cluster: 1 of 2 workers of CPU 1 each are placed")
     ]
 
 
@@ -344,10 +341,7 @@ def test_the_bundles_that_were_not_lost_stay_slots_while_ray_places_the_others()
     told = in_group(ONE, ONE, ONE, ONE)
     told.place(4, 10)
     ray = told.ray
-    assert told.watched(lambda: ray.kill("aaaa"), ray.tick, nothing) == [
-        [(A, 2), (B, 2)],
-        [(B, 2)],
-    ]
+    assert told.watched(lambda: ray.kill("aaaa"), ray.tick, nothing) == [[(A, 2), (B, 2)], [(B, 2)]]
     assert ray.groups["aa"].state == "RESCHEDULING"
 
 

@@ -352,11 +352,7 @@ def test_shards_that_nobody_asked_for_are_refused():
 
 def test_a_loader_is_made_before_init_and_iterated_after(monkeypatch):
     env = environment.read(
-        {
-            "ELASTIC_DRIVER": "127.0.0.1:1",
-            "ELASTIC_WORKER": "localhost:0#1",
-            "ELASTIC_SECRET": "00",
-        }
+        {"ELASTIC_DRIVER": "127.0.0.1:1", "ELASTIC_WORKER": "localhost:0#1", "ELASTIC_SECRET": "00"}
     )
     monkeypatch.setattr(environment, "read", lambda: env)
     loader = DataLoader(range(4))

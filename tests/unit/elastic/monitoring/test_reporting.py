@@ -223,8 +223,7 @@ class Listener:
         self.log: list[str] = []
         self.sent: list[tuple[Worker, Any]] = []
         self.reports = Reports(
-            reported or self.heard.append,
-            lambda level, text: self.log.append(f"{level}: {text}"),
+            reported or self.heard.append, lambda level, text: self.log.append(f"{level}: {text}")
         )
         self.reports.serve(self.sent.extend)
 

@@ -123,10 +123,7 @@ def test_the_driver_gets_what_opentelemetry_reads():
         "HOME": "/",
     }
     found = arguments.telemetry(caller, {"OTEL_SERVICE_NAME": "bert", "NCCL_DEBUG": "INFO"})
-    assert found == {
-        "OTEL_SERVICE_NAME": "bert",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
-    }
+    assert found == {"OTEL_SERVICE_NAME": "bert", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}
 
 
 def test_a_job_holds_places_for_its_standbys_too():

@@ -26,8 +26,7 @@ def test_the_wait_for_the_driver_ends_later_than_any_patience_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["HOROVOD_GLOO_TIMEOUT_SECONDS", "ELASTIC_COLLECTIVE_TIMEOUT", "ELASTIC_WAIT_TIMEOUT"],
+    "name", ["HOROVOD_GLOO_TIMEOUT_SECONDS", "ELASTIC_COLLECTIVE_TIMEOUT", "ELASTIC_WAIT_TIMEOUT"]
 )
 def test_a_damaged_number_is_named(name):
     with pytest.raises(Invalid, match=f"{name} is 'soon'; give a number of seconds"):

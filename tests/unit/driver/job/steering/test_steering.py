@@ -64,11 +64,7 @@ class Job:
         self.lines: list[str] = []
         environ = {"XDG_RUNTIME_DIR": str(folder)}
         about = Steering(
-            name="bert",
-            key=key_of(SECRET),
-            command=["train.py"],
-            journal="/tmp/j",
-            environ=environ,
+            name="bert", key=key_of(SECRET), command=["train.py"], journal="/tmp/j", environ=environ
         )
         self.desk = OperatorDesk(about, self.page, lambda level, text: self.lines.append(text))
         self.driver = create_autospec(Steered, instance=True)

@@ -212,10 +212,6 @@ def test_the_rows_of_a_recovery():
     rows.note(WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
     rows.note(WorkerConnected(one, 1), [recovered], 3.5)
     table = rows.table(4.0)
-    assert table[f"{HOST}:1"] == [
-        [0.0, 1.0, 0, 1, -1],
-        [1.0, 2.0, 2, 1, 1],
-        [2.0, 4.0, 0, 2, -1],
-    ]
+    assert table[f"{HOST}:1"] == [[0.0, 1.0, 0, 1, -1], [1.0, 2.0, 2, 1, 1], [2.0, 4.0, 0, 2, -1]]
     assert rows.recoveries == [(3.0, 3.5, 2, "recovery")]
     assert rows.deaths == [(2.0, f"{HOST}:1", -9)]
