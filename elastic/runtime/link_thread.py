@@ -116,7 +116,8 @@ class LinkThread:
         account = self._session.account
         part, times = account.part, account.times(time.monotonic())
         recovery = self._session.recovery
-        commit = recovery.agreed() if recovery.phase is Phase.TRAINING else None
+        told = recovery.phase in (Phase.TRAINING, Phase.RETURNED, Phase.FINISHED)
+        commit = recovery.agreed() if told else None
         return messages.TimeSpent(recovery.generation, times, part, commit)
 
     def receive(self, message: Message) -> None:

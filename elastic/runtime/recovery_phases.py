@@ -15,6 +15,8 @@ class Phases:
 
     def mark(self, name: str, now: float) -> None:
         self._marks[name] = now
+        if name == "ready":  # groups of the world before are no part of this report
+            self._ms.pop("formed", None)
 
     def raised(self, now: float) -> None:
         """The training thread has come back to ``elastic.run``: here the report begins."""

@@ -137,6 +137,13 @@ def test_rank_0_says_often_how_far_all_are(worker, rank, every_s):
     assert said.commit == Commit(3, 7)
 
 
+@pytest.mark.parametrize("phase", [Phase.RETURNED, Phase.FINISHED])
+def test_its_last_word_has_the_last_commit(worker, phase):
+    worker.session.recovery.newest = Commit(3, 9)
+    worker.session.recovery.phase = phase
+    assert worker.thread.time_spent().commit == Commit(3, 9)
+
+
 def test_a_second_training_is_told_of_when_it_begins(worker):
     worker.waits()
     worker.world(3, rank=1)

@@ -1,0 +1,19 @@
+"""What a report says of the parts of a recovery."""
+
+from __future__ import annotations
+
+from elastic.runtime.recovery_phases import Phases
+
+
+def test_groups_of_the_world_before_are_no_part_of_this_one():
+    phases = Phases()
+    phases.mark("world", 1.0)
+    phases.formed(4.0)  # before elastic.run, for a broadcast
+    phases.mark("ready", 6.0)
+    phases.mark("world", 6.0)
+    phases.formed(0.25)
+    phases.formed(0.25)
+    phases.mark("synced", 7.0)
+    report = phases.stepped(2, 7.0)
+    assert report is not None
+    assert report[0]["formed"] == 500.0
