@@ -54,7 +54,8 @@ def call(
             found = compute([to_torch(np.asarray(array)) for array in arrays])
             return [to_numpy(each) for each in found]
         except BaseException as error:
-            raise RuntimeError(f"{type(error).__name__}: {error} {_keep(error)}") from error
+            # TensorFlow logs it, with its causes, each time; `original` has the whole of it.
+            raise RuntimeError(f"{type(error).__name__}: {error} {_keep(error)}") from None
 
     wanted = list(dtypes or [tensor.dtype for tensor in tensors])
     made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)
