@@ -138,6 +138,11 @@ class Parser(argparse.ArgumentParser):
             position += 1 + takes.get(word, 0)
         return list(arguments[:position]), list(arguments[position:])
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # argparse takes -n for an abbreviation of -np, whatever `allow_abbrev` says. -p22 is -p and its value.
+        found = super()._get_option_tuples(option_string)
+        return [each for each in found if option_string.startswith(each[1])]
+
     def error(self, message: str) -> NoReturn:
         raise Invalid(
             message.removeprefix("argument ").replace("expected one argument", "needs a value")

@@ -614,7 +614,7 @@ def _writable_place(flag: str, path: str | None) -> str | None:
     elif not os.path.isdir(folder):
         trouble = f"there is no directory {folder}"
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        trouble = "permission denied"
+        trouble = "permission denied, or a read-only file system"
     else:
         return os.path.abspath(path)
     raise Invalid(f"{flag} {path} can't be written to: {trouble}; give another file")

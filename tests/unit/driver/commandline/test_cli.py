@@ -183,6 +183,8 @@ def test_a_flag_after_the_program_is_noticed():
     [
         (["--min-nump", "3"], "unknown flag --min-nump; did you mean --min-np?"),
         (["-np4"], "unknown flag -np4; did you mean -np?"),
+        (["-n", "4"], "unknown flag -n; did you mean -np?"),
+        (["-c"], "unknown flag -c; did you mean -cb?"),
         (["--zzz=3"], "unknown flag --zzz=3; see elasticrun --help"),
         (["-np"], "-np/--num-proc: needs a value"),
         (["--network-interface", ","], "names nothing; give one name"),
