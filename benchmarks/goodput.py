@@ -24,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 import shown
 from disturbed import Disturbed, options_of
 
@@ -119,7 +121,7 @@ class Machines:
             for record in self.job.records()
             if (event := record.get("event") or {}).get("type") == "WorkerConnected"
         ]
-        return [pid for slot, pid in started if slot >= first and Path(f"/proc/{pid}").exists()]
+        return [pid for slot, pid in started if slot >= first and psutil.pid_exists(pid)]
 
     def kill(self, first: int) -> None:
         for pid in self.processes(first):

@@ -17,6 +17,8 @@ from bisect import bisect
 from operator import attrgetter
 from pathlib import Path
 
+import psutil
+
 import shown
 from disturbed import Disturbed, longest_gap, options_of, table_of
 from elastic.chaos.harness.step_lines import repeated
@@ -36,10 +38,6 @@ def told(job: Disturbed, since: int) -> float | None:
 
 def passed(moment: float) -> bool:
     return time.monotonic() > moment
-
-
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def main() -> None:
@@ -66,10 +64,10 @@ def main() -> None:
                 }
                 going = {step.pid for step in last if connected[step.pid] == OTHER}
                 others = {step.pid for step in last} - going
-                while any(map(alive, going)) and time.monotonic() < heard_at + AHEAD_S:
+                while any(map(psutil.pid_exists, going)) and time.monotonic() < heard_at + AHEAD_S:
                     time.sleep(0.005)
                 left_ms.append((time.monotonic() - heard_at) * 1e3)
-                for pid in filter(alive, going):
+                for pid in filter(psutil.pid_exists, going):
                     late += 1
                     os.kill(pid, signal.SIGKILL)
                 job.wait("a second of steps", functools.partial(passed, heard_at + 3.0), 10)

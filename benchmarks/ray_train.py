@@ -194,7 +194,7 @@ def inventory(cluster: RayCluster) -> dict[str, int]:
         "ray::AgentActor",
         "ray::DriverActo",
     )
-    lines = [process.command for process in cluster.running()]
+    lines = [" ".join(process.info["cmdline"]) for process in cluster.running()]
     return {
         "actors": len(cluster.actors()),
         "placement groups": len(cluster.placement_groups()),

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-from elastic.chaos.harness.processes import MarkedProcess
 from harness.fake_cuda import start as made_up
 from harness.job import Job
 
@@ -212,7 +211,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
         return started[-1]
 
     yield start
-    left: list[MarkedProcess] = [process for each in started for process in each.end()]
+    left = [process for each in started for process in each.end()]
     assert not left, f"these processes outlived their job: {left}"
     for each in started:
         each.check_invariants()

@@ -169,11 +169,12 @@ class MatrixJob:
         if self._kind is JobKind.STANDBYS:
             return self.story.stands_by
         if self._kind is JobKind.PREPARED:
-            mine = marked(f"{MARK}={self._mark}")
-            waiting = [each.pid for each in mine if "prepared_process" in each.command]
             with contextlib.suppress(psutil.Error):
-                sizes = [psutil.Process(pid).memory_info().rss for pid in waiting]
-                return any(size > IMPORTED_BYTES for size in sizes)
+                return any(
+                    "prepared_process" in " ".join(each.info["cmdline"])
+                    and each.memory_info().rss > IMPORTED_BYTES
+                    for each in marked(f"{MARK}={self._mark}")
+                )
             return False
         if self._kind is JobKind.DURABLE:
             return self.story.durable

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import psutil
 from rich import box
 from rich.table import Table
 
 FINDINGS = 20  # more of them say nothing new
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Tally:
 
 def memory() -> int:
     """Bytes of this process that lie in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+    return int(psutil.Process().memory_info().rss)
 
 
 def table(tallies: list[Tally]) -> Table:

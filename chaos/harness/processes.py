@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class MarkedProcess:
-    """A live one."""
-
-    pid: int
-    state: str  # as in /proc: R running, S sleeping, T stopped, ...
-    command: str
+import psutil
 
 
 def clean_environment(*others: str) -> dict[str, str]:
@@ -36,29 +27,34 @@ def clean_environment(*others: str) -> dict[str, str]:
     return clean | {"PATH": path, "OMP_NUM_THREADS": "1", "ELASTIC_PREEMPTION": "off"}
 
 
-def kill_all(found: Callable[[], Iterable[MarkedProcess]]) -> None:
+def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
     """SIGKILL, until there are none: one that forks while it's being looked for is met in the next round."""
     while alive := list(found()):
         for process in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.02)
 
 
-def marked(entry: str) -> Iterator[MarkedProcess]:
-    """The live processes whose environment has ``NAME=value``; zombies have none, and don't count."""
-    wanted = entry.encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue  # it has ended meanwhile, or isn't ours
-        if state not in "ZX":
-            yield MarkedProcess(int(folder.name), state, command.strip())
+def marked(entry: str) -> Iterator[psutil.Process]:
+    """The live processes whose environment has ``NAME=value``, with ``info["cmdline"]``; zombies don't count."""
+    name, _, value = entry.partition("=")
+    for process in psutil.process_iter(["cmdline", "environ", "status"]):
+        environ = process.info["environ"] or {}  # None: it isn't ours
+        if environ.get(name) == value and process.info["status"] != psutil.STATUS_ZOMBIE:
+            yield process
+
+
+def in_session(leader: int) -> Iterator[psutil.Process]:
+    """The live processes of this session, with ``info["cmdline"]``."""
+    for process in psutil.process_iter(["cmdline", "status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getsid(process.pid) == leader:
+                yield process
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended: a zombie has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from elastic.chaos.harness.ports import free_port
 from elastic.chaos.load.agents import Begin, Order, answers
@@ -84,8 +85,8 @@ class LightJob:
 
     def cpu_s(self) -> float:
         """That the driver has spent so far, in the system and out of it."""
-        fields = self._proc("stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        spent = psutil.Process(self._started[-1].pid).cpu_times()
+        return spent.user + spent.system
 
     def waited_s(self) -> float:
         """Of the driver's first thread, for a core that others had."""

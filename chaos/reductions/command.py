@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -68,7 +69,8 @@ def main(options: argparse.Namespace) -> int:
     if native_library.load() is None:
         raise Invalid(native_library.missing())
     began = time.monotonic()
-    before, segments = shared_bytes(), resources.segments()
+    # Of the whole machine: others may use some too.
+    before, segments = psutil.virtual_memory().shared, resources.segments()
     fire = Fire(options.workers, options.seed)
     try:
         tally = fire.run(options.count)
@@ -78,7 +80,7 @@ def main(options: argparse.Namespace) -> int:
         tally.found(f"{path} is left behind")
     content = summary(tally, time.monotonic() - began)
     content["shared memory of this machine, MB"] = [
-        round(each / 1e6, 1) for each in (before, shared_bytes())
+        round(each / 1e6, 1) for each in (before, psutil.virtual_memory().shared)
     ]
     show(content, tally, options.seed)
     if options.json is not None:
@@ -190,14 +192,6 @@ def _expect(member: _Member, kind: type[Any]) -> Any:
         raise SystemExit(f"process {member.process.pid} has ended; see what it wrote") from None
     assert isinstance(said, kind), said
     return said
-
-
-def shared_bytes() -> int:
-    """Of the whole machine: others may use some too."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def summary(tally: ReductionTally, seconds: float) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+import psutil
+
 SEGMENTS = Path("/dev/shm")
 
 
@@ -46,11 +48,9 @@ def segments() -> set[str]:
 def unused_segments() -> set[str]:
     """Those of ours that no process has mapped or open: nobody will ever free them."""
     unused = segments()
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                pid = int(process.name)
-                unused -= _segments_of(pid, _descriptors(pid))
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            unused -= _segments_of(pid, _descriptors(pid))
     mine = set()
     for path in unused:
         with contextlib.suppress(OSError):
@@ -61,10 +61,8 @@ def unused_segments() -> set[str]:
 
 def processes_of(folder: Path) -> list[int]:
     """Those that still run the soak's training."""
-    left = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal() and int(process.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if str(folder).encode() in (process / "cmdline").read_bytes():
-                    left.append(int(process.name))
-    return left
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if process.pid != os.getpid() and str(folder) in " ".join(process.info["cmdline"] or ())
+    ]

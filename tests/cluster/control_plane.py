@@ -155,7 +155,9 @@ class Node(Server):
         # Those who make a pod's namespaces have its folder in their command. When they end, all ends in there.
         kill_all(
             lambda: (
-                each for each in marked(f"{MARK}={self._plane.mark}") if folder in each.command
+                each
+                for each in marked(f"{MARK}={self._plane.mark}")
+                if folder in " ".join(each.info["cmdline"])
             )
         )
         kill_all(lambda: marked(f"{NODE_MARK}={self._plane.mark}/{self.name}"))

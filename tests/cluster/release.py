@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -174,11 +171,10 @@ class Release:
 
     def kill(self, pod: str) -> None:
         """All that runs in it, at once; its container is started again."""
-        name = f"POD_NAME={pod}".encode()
-        for process in marked(f"{MARK}={self.plane.mark}"):
-            with contextlib.suppress(OSError):
-                if name in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                    os.kill(process.pid, signal.SIGKILL)
+        ours = {process.pid for process in marked(f"{MARK}={self.plane.mark}")}
+        for process in marked(f"POD_NAME={pod}"):
+            if process.pid in ours:
+                process.kill()
 
     def scale(self, workers: int) -> None:
         name = f"statefulset/job-worker --replicas={workers}"

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from elastic.chaos.harness.processes import lives
 from fakecuda.strikes import FULL, GPUS, HOSTS, SPARING, Strike
 from harness.history import RETURN, History, started
 from harness.job import Job
@@ -99,11 +98,11 @@ class StruckJob:
         until = self._resumed(before, at)
         assert until is not None
         self._until(
-            lambda: not any(map(alive, victims)), f"the end of the processes {victims}", allowed_s
+            lambda: not any(map(lives, victims)), f"the end of the processes {victims}", allowed_s
         )
         self._arm("")
         self.whole(START_S)
-        gone = {pid for pid in pids if not alive(pid)}
+        gone = {pid for pid in pids if not lives(pid)}
         left = spent - gone
         assert not left, f"processes {left} hold communicators of a world before the last one"
         too = gone - victims - self._spent
@@ -173,10 +172,3 @@ def whole_file(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.read_text().endswith("\n")
     return False
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elastic.chaos.harness.processes import MarkedProcess, kill_all, marked
+import psutil
+
+from elastic.chaos.harness.processes import kill_all, marked
 from harness.forked import Forked
 
 GRACE_S = 10.0  # to end after SIGTERM
@@ -116,11 +118,11 @@ class Program:
 
     # ---- its processes
 
-    def processes(self) -> list[MarkedProcess]:
+    def processes(self) -> list[psutil.Process]:
         """Every one that is alive, wherever it stands in the process tree."""
         return list(marked(self._mark))
 
-    def end(self) -> list[MarkedProcess]:
+    def end(self) -> list[psutil.Process]:
         """Ends it if it still runs. Returns the processes that outlived it, killed by now."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.chaos.harness.processes import MarkedProcess, clean_environment, kill_all, marked
+import psutil
+
+from elastic.chaos.harness.processes import clean_environment, in_session, kill_all, marked
 from harness.program import GRACE_S, SHOWN_LINES, Program
 from harness.waiting import wait_until
 
@@ -169,17 +171,17 @@ class RayCluster:
         assert "error" not in answer, f"{command}: {answer['error']}"
         return answer["result"]
 
-    def running(self) -> list[MarkedProcess]:
+    def running(self) -> list[psutil.Process]:
         """Its processes: those in its session, and those with its mark; Ray writes titles over environments."""
-        found = [*marked(f"{CLUSTER_MARK}={self._mark}"), *of_session(self._process.pid)]
-        return list({process.pid: process for process in found}.values())
+        found = [*marked(f"{CLUSTER_MARK}={self._mark}"), *in_session(self._process.pid)]
+        return [*{*found}]
 
     def _story(self, trouble: str) -> str:
         return "\n  ".join(
             [trouble, *self._log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]]
         )
 
-    def stop(self) -> list[MarkedProcess]:
+    def stop(self) -> list[psutil.Process]:
         """Ends it; returns what outlived that, killed by now."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -229,19 +231,6 @@ def ray_nodes(
     finally:
         left = cluster.stop()
     assert not left, f"these processes outlived their cluster: {left}"
-
-
-def of_session(leader: int) -> Iterator[MarkedProcess]:
-    """The live processes of this session."""
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdecimal():
-                fields = (folder / "stat").read_text()
-                state, _, _, session, *_ = fields.rpartition(")")[2].split()
-                if int(session) == leader and state not in "ZX":
-                    yield MarkedProcess(
-                        int(folder.name), state, fields.partition("(")[2].partition(")")[0]
-                    )
 
 
 def ray_environment() -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from elastic.chaos.harness.step_lines import Step, StepFiles
 from harness.ray_cluster import RayCluster, RayJob
@@ -62,7 +63,7 @@ class Stepping:
 
     def gone(self, pid: int) -> None:
         """Waits for the end of this process."""
-        self.wait(lambda: not runs(pid), f"the end of {pid}")
+        self.wait(lambda: not psutil.pid_exists(pid), f"the end of {pid}")
 
     def wait(
         self, found: Callable[[], Found | None], awaited: str, timeout: float = START_S
@@ -80,7 +81,3 @@ class Stepping:
         """Lets all stop at the same step, and succeed."""
         (self.folder / "stop").touch()
         self.job.succeed(START_S)
-
-
-def runs(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")

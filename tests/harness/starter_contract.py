@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elastic.chaos.harness.processes import lives
 from elastic.driver.launch.starter import READY, RUN_MODULE, Bootstrap, Starter, StartFailed
 from elastic.version import __version__
 
@@ -112,12 +113,6 @@ def end_agents(folder: Path) -> None:
             process = psutil.Process(pid)
             if any(".python" in word for word in process.cmdline()):
                 process.kill()
-
-
-def lives(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def gone(pid: int) -> None:

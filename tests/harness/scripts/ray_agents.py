@@ -6,7 +6,6 @@ ray_agents.py FOLDER      # of the user's program, which Ray brings to the nodes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 import ray
 
+from elastic.chaos.harness.processes import lives
 from elastic.driver.agents.fleet import AGENTS, Fleet
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import HostLost
@@ -52,12 +52,6 @@ time.sleep(600)
 
 def say(name: str, **facts: Any) -> None:
     print(name, json.dumps(facts), flush=True)
-
-
-def lives(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 async def until(true: Callable[[], Any], awaited: str) -> float:

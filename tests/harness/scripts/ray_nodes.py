@@ -32,7 +32,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from elastic.chaos.harness.ports import free_port
+from elastic.chaos.harness.processes import in_session, marked
 
 NODE_MARK = "TEST_RAY_NODE"
 STORE_BYTES = 80_000_000
@@ -117,13 +120,12 @@ class Bench:
     def kill(self, node: str) -> int:
         """SIGKILL to every process of this node at once, as when a machine dies; returns how many."""
         found = self._node(node)
-        mark = f"{NODE_MARK}={self._marks[node]}"
         killed: set[int] = set()
         # What forks while it is looked for is met in the next round.
-        while pids := with_children(marked(mark)):
+        while pids := pids_of([self._marks[node]]):
             if not killed:  # or it would start again what has been killed
                 found.all_processes["raylet"][0].process.send_signal(signal.SIGSTOP)
-                pids = with_children(marked(mark))
+                pids = pids_of([self._marks[node]])
             killed |= kill(pids)
             self._reap()
         self._cluster.worker_nodes.discard(found)
@@ -151,7 +153,7 @@ class Bench:
 
     def processes(self, node: str) -> list[int]:
         """The pids of everything that runs on this node, its workers' children included."""
-        return sorted(with_children(marked(f"{NODE_MARK}={self._marks[node]}")))
+        return sorted(pids_of([self._marks[node]]))
 
     # ---- the head's own service
 
@@ -216,14 +218,17 @@ class Bench:
 
     def stop(self) -> None:
         """Ends all of it, and leaves no file behind but what the caller's folder holds."""
-        marks = [f"{NODE_MARK}={mark}" for mark in self._marks.values()]
         # A worker that was just forked has lost its parent by now, and a title may stand where its mark was.
-        while pids := with_children([*in_session(), *marked(*marks)]) - {os.getpid()}:
+        while pids := self._pids() - {os.getpid()}:
             kill(pids)
             self._reap()
         shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
     # ---- inside
+
+    def _pids(self) -> set[int]:
+        ours = [process.pid for process in in_session(os.getsid(0))]
+        return pids_of(self._marks.values(), ours)
 
     @property
     def _state(self) -> Any:
@@ -296,46 +301,15 @@ class Bench:
         return {"external_addresses": [f"127.0.0.1:{port}"] * 2, "redis_password": password}
 
 
-def marked(*entries: str) -> set[int]:
-    """The live processes that have one of these ``NAME=value`` in their environment; zombies have none."""
-    wanted = {entry.encode() for entry in entries}
-    found = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{name}/environ").read_bytes()
-                if not wanted.isdisjoint(environment.split(b"\0")):
-                    found.add(int(name))
-    return found
-
-
-def in_session() -> set[int]:
-    """The live processes of our session, ourselves among them; no zombies."""
-    found = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                state, _, _, session, *_ = (
-                    Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                )
-                if int(session) == os.getsid(0) and state not in "ZX":
-                    found.add(int(name))
-    return found
-
-
-def with_children(pids: Iterable[int]) -> set[int]:
-    """These processes and all that they have started, as far as that lives; no zombies."""
+def pids_of(marks: Iterable[str], others: Iterable[int] = ()) -> set[int]:
+    """The live processes with one of these marks, these others, and all that they have started; no zombies."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                state, parent, *_ = (
-                    Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                )
-                if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(name))
+    for process in psutil.process_iter(["ppid", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            children.setdefault(process.info["ppid"], []).append(process.pid)
     found: set[int] = set()
-    todo = list(pids)
+    todo = [process.pid for mark in marks for process in marked(f"{NODE_MARK}={mark}")]
+    todo += others
     while todo:
         pid = todo.pop()
         if pid not in found:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -690,10 +691,6 @@ def test_a_killed_sender_is_named_by_who_receives(mortal):
         assert mortal.result(rank) == (100.0, "the process of rank 2 of this group has ended")
 
 
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def stop_one(rank: int, size: int, addresses: list[Address], pids: list[int]) -> list[bool]:
     """Rank 0 stops rank 2 again and again at any moment of a large reduction, and cuts the group. Whether it could say
     at once that nobody writes into its tensor; where it could, nobody did when rank 2 went on.
@@ -711,7 +708,7 @@ def stop_one(rank: int, size: int, addresses: list[Address], pids: list[int]) ->
         if rank == 0:
             time.sleep(pick.random() * 0.004)
             os.kill(pids[2], signal.SIGSTOP)
-            while state(pids[2]) not in "Tt":
+            while psutil.Process(pids[2]).status() != psutil.STATUS_STOPPED:
                 time.sleep(0)
             cutter = threading.Thread(target=group.abort)
             cutter.start()

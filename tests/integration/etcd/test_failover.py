@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.history import RETURN, TRAINING, History, pid_of, sizes
@@ -114,9 +115,7 @@ def test_what_happened_while_there_was_no_driver_is_handled_by_the_next(drivers,
 def test_an_agent_that_is_killed_takes_its_workers_along_and_is_replaced(drivers, tmp_path):
     driver = drivers(HOLD="10:file=go;20:size=2")
     driver.until(lambda: steps(driver) > 4, "the first steps")
-    parent = Path(f"/proc/{pid_of(driver, 0, '127.0.0.2')}/stat").read_text()
-    agent = int(parent.rpartition(")")[2].split()[1])
-    os.kill(agent, signal.SIGKILL)
+    psutil.Process(psutil.Process(pid_of(driver, 0, "127.0.0.2")).ppid()).kill()
     driver.wait_for("lost host 127.0.0.2: its agent has not come back within 0.5 s")
     (tmp_path / "go").touch()
     driver.wait_for("127.0.0.2 has a new agent: the workers of the one before it are gone")

@@ -14,8 +14,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest.mock import create_autospec
 
+import psutil
 import pytest
 
+from elastic.chaos.harness.processes import lives
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.processes import orphan_reaper, proc_stats
@@ -92,10 +94,6 @@ class Host:
         return path.read_text().strip()
 
 
-def lives(pid: int) -> bool:
-    return orphan_reaper.state_of(pid)[0] not in "ZX"
-
-
 @contextlib.asynccontextmanager
 async def hosting(folder: Path) -> AsyncIterator[Host]:
     host = Host(folder)
@@ -117,10 +115,10 @@ def conversation(test):
             async with hosting(tmp_path) as host:
                 await test(host)
 
-        before = children(os.getpid())
+        before = psutil.Process().children()
         fds = len(os.listdir("/proc/self/fd"))
         asyncio.run(asyncio.wait_for(talk(), 100.0))
-        assert children(os.getpid()) == before
+        assert psutil.Process().children() == before
         assert len(os.listdir("/proc/self/fd")) == fds
 
     run.__name__ = test.__name__
@@ -569,7 +567,11 @@ def test_nobody_outlives_a_killed_driver(tmp_path, mode):
         asyncio.run(until(lambda: pids.exists() and pids.read_text().endswith("\n"), "pids"))
         worker, child, grouped = map(int, pids.read_text().split())
         assert all(map(lives, (worker, child, grouped)))
-        wardens = [p for p in children(driver.pid) if b"orphan_reaper.py" in command(p)]
+        wardens = [
+            each.pid
+            for each in psutil.Process(driver.pid).children()
+            if "orphan_reaper.py" in " ".join(each.cmdline())
+        ]
         assert len(wardens) == 1
         if mode == "no warden":  # PDEATHSIG alone takes the worker
             os.kill(driver.pid, signal.SIGSTOP)  # or it would start another one
@@ -587,11 +589,3 @@ def test_nobody_outlives_a_killed_driver(tmp_path, mode):
         driver.wait(DEADLINE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

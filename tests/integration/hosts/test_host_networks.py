@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.chaos.harness.processes import lives
 from elastic.chaos.hosts import namespaces
 from elastic.chaos.hosts.namespaces import Host, Network, NetworkTrouble, check_possible
 from elastic.errors import Invalid
@@ -234,11 +235,4 @@ def test_what_a_killed_run_has_left_behind_is_removed(tmp_path):
     swept = namespaces.sweep()
     assert name in swept and len(swept) == 2  # and its switch
     assert not Path("/run/netns", name).exists()
-    wait_until(lambda: not alive(int(pid)), "the end of the process that ran there", 5.0)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not lives(int(pid)), "the end of the process that ran there", 5.0)

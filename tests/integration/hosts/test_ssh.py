@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elastic.chaos.harness.processes import lives
 from elastic.driver.launch.ssh import SshOptions, SshStarter
 from elastic.driver.launch.starter import Bootstrap
 from harness.history import SCRIPTS
@@ -38,7 +39,6 @@ from harness.starter_contract import (
     end_agents,
     failure,
     gone,
-    lives,
     noted,
     stand_in,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment, marked
+from elastic.chaos.harness.processes import clean_environment, kill_all, marked
 from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
@@ -76,8 +75,7 @@ def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
     deadline = time.monotonic() + 10.0
     while (left := list(marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for process in left:
-        os.kill(process.pid, signal.SIGKILL)
+    kill_all(lambda: marked(mark))
     assert not left, f"these processes outlived their job: {left}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elastic.chaos.harness.ports import free_port
+from elastic.driver.launch.starter import AGENT_MODULE
 from harness.history import SCRIPTS
 from harness.otlp_collector import otlp_collector
 from harness.program import output_of
@@ -81,12 +84,10 @@ def ours(cluster: RayCluster) -> list[str]:
 def programs(cluster: RayCluster, node: str | None = None) -> Iterator[tuple[int, str]]:
     """Agents and workers of jobs, on the head or another node."""
     for pid in cluster.processes(node or cluster.head):
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if "elastic.launcher.run_function" in line or "elastic.driver.agents.agent_process" in line:
-            yield pid, line
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(psutil.Process(pid).cmdline())
+            if "elastic.launcher.run_function" in line or AGENT_MODULE in line:
+                yield pid, line
 
 
 def said(job: RayJob, kind: str) -> list[Any]:
@@ -101,10 +102,6 @@ def met(values: list[Json], number: int, workers: int = 2) -> None:
     assert [value["rank"] for value in values] == [*range(workers)]
     assert all(value["numbers"] == [number] * workers for value in values)
     assert len({value["pid"] for value in values}) == workers
-
-
-def alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 @pytest.mark.nightly
@@ -216,7 +213,7 @@ def test_a_caller_that_ends_leaves_nothing_and_other_jobs_alone(
     interrupted.process.send_signal(signal.SIGINT)
     assert interrupted.wait(GONE_S) == 1
     assert "KeyboardInterrupt" in interrupted.output
-    assert [alive(pid) for pid in pids] == [False, True]
+    assert [psutil.pid_exists(pid) for pid in pids] == [False, True]
     killed.process.kill()
     killed.wait()
     nothing_is_left(cluster)

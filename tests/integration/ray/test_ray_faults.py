@@ -6,11 +6,12 @@ import shutil
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from elastic.chaos.harness.step_lines import committed_lost, repeated
 from harness.ray_cluster import RayCluster, ray_nodes
-from harness.ray_stepping import Stepping, runs
+from harness.ray_stepping import Stepping
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,7 +46,7 @@ def training(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> I
             lambda: cluster.available().get("CPU") == float(len(cluster.alive())),
             "all CPUs to be free",
         )
-        left = {step.pid for step in stepping.steps() if runs(step.pid)}
+        left = {step.pid for step in stepping.steps() if psutil.pid_exists(step.pid)}
         assert not left, f"these workers outlived their job: {left}"
     finally:
         outlived = stepping.job.end()

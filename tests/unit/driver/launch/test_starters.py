@@ -18,6 +18,7 @@ from unittest.mock import create_autospec
 import psutil
 import pytest
 
+from elastic.chaos.harness.processes import lives
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child_processes import ChildProcesses, as_logged
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
@@ -37,7 +38,6 @@ from harness.starter_contract import (
     closing,
     failure,
     gone,
-    lives,
     noted,
     stand_in,
 )

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.harness.processes import lives
 from elastic.driver.ray.actors import Taken
 from elastic.driver.ray.node.agent_actor import AgentActor, InRay, RayProcess
 from elastic.driver.ray.node.agent_folder import make_folder, sweep
@@ -34,7 +35,6 @@ from harness.starter_contract import (
     bootstrap,
     closing,
     failure,
-    lives,
     noted,
     stand_in,
 )
