@@ -5,7 +5,7 @@ Everything that can go wrong with a folder of checkpoints is found here, before 
 
 from __future__ import annotations
 
-import threading
+from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, NotReadable
 from elastic.driver.commandline.flags import Options
+from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
 ANSWER_S = 60.0  # for the storage to answer at the start
@@ -130,22 +131,10 @@ def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
 
 def _within(seconds: float, url: str, work: Any) -> Any:
     """A storage that does not answer must not keep the job from saying so. Raises Invalid."""
-    box: list[Any] = []
-
-    def run() -> None:
-        try:
-            box.append((work(), None))
-        except Exception as error:
-            box.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not box:
+    asked = begun(work, "checkpoints")
+    if not futures.wait([asked], seconds).done:
         raise Invalid(f"--checkpoint-dir {url}: no answer within {seconds:.0f} s")
-    result, error = box[0]
-    if isinstance(error, (OSError, NotReadable)):
+    try:
+        return asked.result()
+    except (OSError, NotReadable) as error:
         raise Invalid(f"--checkpoint-dir {url} can't be read: {error}") from error
-    if error is not None:
-        raise error
-    return result

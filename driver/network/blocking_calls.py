@@ -18,7 +18,7 @@ T = TypeVar("T")
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """What it returns or raises. Raises asyncio.TimeoutError; then it goes on, and nobody waits for it."""
     future = begun(lambda: function(*args), "outside the loop")
-    await within(_over(future), within_s)
+    await within(over(future), within_s)
     return future.result()
 
 
@@ -68,9 +68,9 @@ class CallsInTurn:
 
     async def _in_turn(self, call: Callable[[], T]) -> T:
         while self._last is not None and not self._last.done():
-            await _over(self._last)
+            await over(self._last)
         self._last = future = begun(call, self._name)
-        await _over(future)
+        await over(future)
         return future.result()
 
 
@@ -90,7 +90,7 @@ def begun(call: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-async def _over(future: Future[Any]) -> None:
+async def over(future: Future[Any]) -> None:
     """Waits without a tie to the future: whoever stops waiting changes nothing about it."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()

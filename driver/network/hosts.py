@@ -10,9 +10,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-import threading
 from collections.abc import Callable
+from concurrent import futures
 
+from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
 SLOTS_LIMIT = 4096  # more on one host is a typing error, or a port
@@ -151,24 +152,16 @@ class ThisHost:
         address = literal_address(host)
         if address is not None:
             return None if self._is_here(address) else "it is not an address of this machine"
-        answer: list[list[str] | str] = []
-
-        def ask() -> None:
-            try:
-                answer.append(self._resolve(host))
-            except (OSError, UnicodeError) as error:
-                answer.append(getattr(error, "strerror", None) or str(error))
-
-        # A daemon thread: a lookup that hangs must hold up neither us nor the end of the process.
-        thread = threading.Thread(target=ask, name=f"resolve {host}", daemon=True)
-        thread.start()
-        thread.join(self._resolve_s)
-        if not answer:
+        asked = begun(lambda: self._resolve(host), f"resolve {host}")
+        if not futures.wait([asked], self._resolve_s).done:
             raise _Unresolved(f"it could not be resolved within {self._resolve_s:g} s")
-        if isinstance(answer[0], str):
-            raise _Unresolved(f"it could not be resolved: {answer[0]}")
-        here = any(self._is_here(address) for address in answer[0])
-        return None if here else f"it is another machine ({', '.join(answer[0][:3])})"
+        try:
+            addresses = asked.result()
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise _Unresolved(f"it could not be resolved: {reason}") from None
+        here = any(map(self._is_here, addresses))
+        return None if here else f"it is another machine ({', '.join(addresses[:3])})"
 
     def _is_here(self, address: str) -> bool:
         ip = ipaddress.ip_address(address)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.blocking_calls import begun, over, within
 from elastic.driver.network.choose_address import is_link_local
 from elastic.driver.network.hosts import parse_address
 from elastic.errors import Invalid
@@ -43,53 +43,26 @@ async def resolved(
     with _starting:
         under_way = _under_way.get((name, port))
         if under_way is None:
-            under_way = Future()
-            # A daemon: a lookup that hangs must not hold up the end of the process, as the loop's own threads would.
-            threading.Thread(
-                target=_look_up,
-                args=(under_way, name, port, ask),
-                name=f"resolve {name}",
-                daemon=True,
-            ).start()
+            under_way = begun(partial(_looked_up, name, port, ask), f"resolve {name}")
             _under_way[name, port] = under_way
-    loop = asyncio.get_running_loop()
-    answered: asyncio.Future[None] = loop.create_future()
-
-    def tell(_: Future[Found]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-            loop.call_soon_threadsafe(_settle, answered)
-
-    under_way.add_done_callback(tell)
     try:
-        await within(answered, timeout_s)
+        await within(over(under_way), timeout_s)
     except asyncio.TimeoutError:
         raise OSError(f"{name} could not be resolved within {timeout_s:g} s") from None
     return list(under_way.result())
 
 
-def _settle(answered: asyncio.Future[None]) -> None:
-    if not answered.done():
-        answered.set_result(None)
-
-
-def _look_up(future: Future[Found], name: str, port: int, ask: Callable[..., list[Any]]) -> None:
-    found: Found = []
-    failure: BaseException | None = None
+def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
     try:
         rows = ask(name, port, type=socket.SOCK_STREAM)
-        found = list(dict.fromkeys((int(row[0]), _numeric(row[4])) for row in rows))
+        return list(dict.fromkeys((int(row[0]), _numeric(row[4])) for row in rows))
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        failure = OSError(f"{name} could not be resolved: {reason}")
-    except BaseException as error:
-        failure = error  # a bug, which whoever asked has to see
-    # First: who asks from now on is to have a new answer.
-    with _starting:
-        _under_way.pop((name, port), None)
-    if failure is None:
-        future.set_result(found)
-    else:
-        future.set_exception(failure)
+        raise OSError(f"{name} could not be resolved: {reason}") from None
+    finally:
+        # Before anybody hears: who asks from now on is to have a new answer.
+        with _starting:
+            _under_way.pop((name, port), None)
 
 
 def _numeric(sockaddr: tuple[Any, ...]) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,18 +163,4 @@ def run_apart(work: Callable[[], Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    box: list[Any] = []
-
-    def fill() -> None:
-        try:
-            box.append((work(), None))
-        except BaseException as error:
-            box.append((None, error))
-
-    thread = threading.Thread(target=fill, name="elastic-driver")
-    thread.start()
-    thread.join()
-    value, error = box[0]
-    if error is not None:
-        raise error
-    return value
+    return ThreadPoolExecutor(1, "elastic-driver").submit(work).result()
