@@ -66,9 +66,8 @@ average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffer
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-scaler = torch.amp.GradScaler(
-    options.device, growth_interval=50
-)  # bfloat16 needs none; float16 does
+# Bfloat16 needs none; float16 does.
+scaler = torch.amp.GradScaler(options.device, growth_interval=50)
 random = torch.Generator().manual_seed(0)
 kinds = torch.randint(4, (options.samples,), generator=random)
 images = torch.randn(options.samples, 1, 8, 8, generator=random) * 0.3

@@ -186,9 +186,8 @@ class _Reading:
         self._size = 0
         self._training_since: float | None = None
         self._committed_at: float | None = None  # the newest commit of this generation
-        self._gaps: list[
-            tuple[float, float, int]
-        ] = []  # between two commits of one world; its size
+        # Between two commits of one world; its size.
+        self._gaps: list[tuple[float, float, int]] = []
         self._over_at: float | None = None
         self._at = 0.0
 

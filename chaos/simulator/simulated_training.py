@@ -98,9 +98,8 @@ class Training:
         self._stalled: list[Collective] = []
         self._copying: dict[tuple[int, int], tuple[int, ...]] = {}
         self._states: dict[Commit, State] = {}
-        self._made: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # history: the one before, and its samples
+        # History: the one before, and its samples.
+        self._made: dict[int, tuple[int, list[int]]] = {}
         self.on_gpus = False
         self.hung: set[int] = set()  # generations in which NCCL hangs
         self._spoilt: set[int] = set()  # histories that nobody may go on from

@@ -218,9 +218,8 @@ class ChildProcesses:
         self._close_s = close_s
         self._all: set[ChildProcess] = set()
         self._left: set[ChildProcess] = set()  # those that were ready and outlive us
-        self._serving: dict[
-            str, ChildProcess
-        ] = {}  # by host: those that were ready and end with us
+        # By host: those that were ready and end with us.
+        self._serving: dict[str, ChildProcess] = {}
         self._closed = False
 
     async def begin(

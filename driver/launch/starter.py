@@ -35,9 +35,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
     slots: int = 0  # 0: as many as there are GPUs, else cores
-    interfaces: list[
-        str
-    ] = []  # names or networks, the first that this host has is for the workers' data; empty: any
+    # Names or networks, the first that this host has is for the workers' data; empty: any.
+    interfaces: list[str] = []
     outlives: bool = False  # it goes on without the process that started it
     folder: str = ""  # workers start there; empty: where the driver says
     log_level: str = "info"

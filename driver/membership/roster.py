@@ -112,9 +112,8 @@ class Roster(dict[Worker, WorkerRecord]):
         self.version = 0  # grows when a process comes or goes
         self.shifts = 0  # grows when somebody's part in what comes next may have changed
         self.leavers: dict[Worker, WorkerRecord] = {}
-        self._exits: list[
-            tuple[float, int, Worker]
-        ] = []  # a heap; those that were put off included
+        # A heap; those that were put off included.
+        self._exits: list[tuple[float, int, Worker]] = []
         self._filed_exits = 0
         self.inside: dict[Worker, WorkerRecord] = {}  # members that wait in a collective
         self.frozen: dict[Worker, WorkerRecord] = {}  # ready or members, and not being killed

@@ -158,8 +158,7 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
             raise Invalid(f"--opentelemetry: there is no exporter {wanted} here: {install}")
         try:
             found.append(BatchSpanProcessor(next(iter(there)).load()()))
-        except (
-            Exception
-        ) as error:  # a variable that it does not understand, a certificate that is not there
+        # A variable that it does not understand, a certificate that is not there.
+        except Exception as error:
             raise Invalid(f"--opentelemetry: exporter {wanted} can't be made: {error}") from error
     return found

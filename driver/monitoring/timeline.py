@@ -36,9 +36,8 @@ class Timeline:
         self._recording = False
         self._world: events.PublishWorld | None = None  # the present one
         self._ranks: dict[Worker, int] = {}  # in the newest one
-        self._begun: dict[
-            tuple[str, str], str
-        ] = {}  # process and row -> the span that is open there
+        # Process and row -> the span that is open there.
+        self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0
 
     def begin(self, now_ns: int, epoch_us: int) -> list[str]:

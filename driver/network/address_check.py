@@ -26,9 +26,8 @@ class Agreement:
         self._told: set[str] = set()
         self._versions: Counter[int] = Counter()  # of what hosts use
         self._used: Counter[_Network] = Counter()
-        self._callers: dict[
-            _Address, Counter[str]
-        ] = {}  # from where hosts that use this address call
+        # From where hosts that use this address call.
+        self._callers: dict[_Address, Counter[str]] = {}
         # Hosts that use loopback; and though they call from elsewhere.
         self._inside = self._afar = 0
         self._having: Counter[_Network] = Counter()  # hosts

@@ -18,9 +18,8 @@ from elastic.errors import Invalid
 LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family, numeric address; in the order in which to try them
 
-_under_way: dict[
-    tuple[str, int], Future[Found]
-] = {}  # so that a name server that hangs holds one thread, not many
+# So that a name server that hangs holds one thread, not many.
+_under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 
 

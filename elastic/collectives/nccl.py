@@ -349,9 +349,8 @@ def warm_up(device: torch.device) -> None:
     """
     nccl: Any = c10d.ProcessGroupNCCL
     backend = None
-    with contextlib.suppress(
-        RuntimeError
-    ):  # whatever is wrong here is said where a group is needed
+    # Whatever is wrong here is said where a group is needed.
+    with contextlib.suppress(RuntimeError):
         backend = nccl(c10d.HashStore(), 0, 1, _options(_WARM_UP_S))
         backend.eager_connect_single_device(device)
         backend.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()

@@ -81,9 +81,8 @@ class ElasticTrainerMixin:
         if not told or self.args.max_steps > 0:
             return found
         made = self.state.epoch * num_update_steps_per_epoch
-        if (
-            abs(made - self.state.global_step) <= 1
-        ):  # as the Trainer counts an epoch with accumulation
+        # As the Trainer counts an epoch with accumulation.
+        if abs(made - self.state.global_step) <= 1:
             return found
         steps = round(made)
         whole, left = divmod(steps, num_update_steps_per_epoch)

@@ -44,9 +44,8 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
         step = _of_iterators(inspect.unwrap(model.train_function))
         if step is not None:
             step.get_concrete_function(iter(none))
-    except (
-        Exception
-    ) as error:  # whatever a script's train_step raises: it will again, at the first batch
+    # Whatever a script's train_step raises: it will again, at the first batch.
+    except Exception as error:
         log.debug(
             "the training step could not be traced ahead: %s: %s", type(error).__name__, error
         )

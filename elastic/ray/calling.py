@@ -21,9 +21,8 @@ class Calling:
     def __init__(self, follower: Follower, size: int) -> None:
         self._follower = follower
         self._size = size
-        self._handed_out: list[
-            list[Any]
-        ] = []  # references of earlier calls that may not be over yet
+        # References of earlier calls that may not be over yet.
+        self._handed_out: list[list[Any]] = []
 
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
         """The values, by rank. Raises what a worker has raised, `RaisedOnWorker`, and JobFailed where a worker is lost.

@@ -25,9 +25,8 @@ from elastic.torch_backend.world_store import WorldStore
 _BACKENDS = {"gloo", "nccl", "undefined", NAME}
 _MORE = ("backend_options", "timeout", "pg_tag", "device_id", "group_desc")
 _torch: Any = distributed_c10d
-_stores: list[
-    WorldStore
-] = []  # the last one; torch's C++, which alone would hold it, needs the object of Python
+# The last one; torch's C++, which alone would hold it, needs the object of Python.
+_stores: list[WorldStore] = []
 _theirs: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 

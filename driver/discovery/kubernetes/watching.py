@@ -88,9 +88,8 @@ class Watching:
                 self._follow()
             except ApiTrouble as error:
                 self._pause(self._trouble(error))
-            except (
-                Exception
-            ) as error:  # of the client, which runs programs and reads files for its tokens
+            # Of the client, which runs programs and reads files for its tokens.
+            except Exception as error:
                 self._pause(self._trouble(ApiTrouble(Refusal.OTHER, repr(error)[:200])))
             else:
                 if self._clock() - begun < SHORT_S:

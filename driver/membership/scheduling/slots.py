@@ -33,9 +33,8 @@ class Slots:
         self._incarnations: dict[Slot, int] = {}
         self._left: set[Slot] = set()  # their worker left on request
         self._failures: dict[Slot, int] = {}  # with an exit code, in a row
-        self._closed: dict[
-            str, float
-        ] = {}  # hosts that go away: until when nobody is started there
+        # Hosts that go away: until when nobody is started there.
+        self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts that an operator wants empty
 
     def announce(self, hosts: dict[str, int]) -> None:

@@ -28,9 +28,8 @@ from elastic.collectives.shared_memory import memfd, native_library
 BLOCK = 4 << 20  # bytes, that have a CRC-32; part of the format. As kElasticBlock in native/file.h
 PIECE = 1 << 18  # bytes; they stay in the processor's cache between checksum and write
 AT_ONCE = 4 * BLOCK  # bytes; between two looks at whether the file is wanted still
-SMALL = (
-    1 << 14
-)  # bytes; what is smaller goes together with others, since for each write training may lose the GIL
+# Bytes; what is smaller goes together with others, since for each write training may lose the GIL.
+SMALL = 1 << 14
 
 Bytes = bytes | bytearray | memoryview
 Alive = Callable[[], None]  # raises where the work is wanted no longer

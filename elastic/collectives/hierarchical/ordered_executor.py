@@ -89,9 +89,8 @@ class InOrder:
             work.run()
         except threads.Ending:
             raise
-        except (
-            BaseException
-        ) as error:  # whatever it is, it must reach who waits, here and on the other ranks
+        # Whatever it is, it must reach who waits, here and on the other ranks.
+        except BaseException as error:
             if not isinstance(error, CollectiveFailed):
                 error = CollectiveFailed(f"{type(error).__name__}: {error}")
             self.stop(error)

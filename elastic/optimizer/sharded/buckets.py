@@ -52,9 +52,8 @@ class ShardBucket:
         self._last = False
         self._scale = 1.0
         self._adds = host_sum.may(dtype, self.device)
-        self._given: list[
-            torch.Tensor
-        ] = []  # what parameters have as gradients after the last shard
+        # What parameters have as gradients after the last shard.
+        self._given: list[torch.Tensor] = []
         self._versions = [0] * len(parameters)
         self.make(1)
 

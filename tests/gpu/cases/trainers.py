@@ -18,10 +18,8 @@ SCRIPTS = {
     "accelerate": ("accelerate", "--epochs 2 --samples 240 --pause 0.02 --device cuda"),
     "transformers": ("transformers", "--epochs 2 --samples 240 --pause 0.02 --device cuda"),
 }
-THEIR_OWN_CHOICE = (
-    "accelerate",
-    "transformers",
-)  # of a GPU: the one with the number of the process
+# Of a GPU: the one with the number of the process.
+THEIR_OWN_CHOICE = ("accelerate", "transformers")
 
 
 def run(machine: Machine, result: Result, folder: Path) -> None:

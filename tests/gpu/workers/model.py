@@ -9,9 +9,8 @@ from gpu.workers.notes import SMALL
 
 VOCABULARY = 256
 LAYERS, WIDTH, HEADS, CONTEXT = (2, 32, 2, 16) if SMALL else (14, 768, 12, 256)
-LEARNING_RATE = (
-    0.02 if SMALL else 0.002
-)  # of SGD with momentum 0.9; with ten times as much the large one diverges
+# Of SGD with momentum 0.9; with ten times as much the large one diverges.
+LEARNING_RATE = 0.02 if SMALL else 0.002
 
 
 class GPT(nn.Module):

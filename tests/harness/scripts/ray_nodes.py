@@ -61,9 +61,8 @@ class Bench:
         self._folder = folder
         self._redis: subprocess.Popen[bytes] | None = None
         self._sockets = os.environ["RAY_TMPDIR"]
-        self._marks: dict[
-            str, str
-        ] = {}  # node id -> what all its processes have in their environment
+        # Node id -> what all its processes have in their environment.
+        self._marks: dict[str, str] = {}
         head: Json = {
             "num_cpus": 0,
             "include_dashboard": bool(plan.get("dashboard")),

@@ -144,9 +144,8 @@ def test_once_one_that_trains_again_has_failed_the_others_do_not_wait_for_it_for
     assert killed(e.overdue(100_010.0)) == [A]
 
 
-@pytest.mark.parametrize(
-    "fails_at", [101.0, 200.0]
-)  # while others get their time to leave, and after that
+# While others get their time to leave, and after that.
+@pytest.mark.parametrize("fails_at", [101.0, 200.0])
 def test_whether_they_train_again_may_be_told_after_one_has_failed(fails_at):
     e = ending(alive=(A, B))
     if fails_at > 110.0:
