@@ -4,64 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from elastic.driver import events
 from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 
+# Each event has the worker, and then the fields of the message. Layout, StepInput, Result and Reported are none.
+EVENTS: dict[type[messages.Message], type[events.Event]] = {
+    messages.Reconnected: events.WorkerReconnected,
+    messages.Ready: events.WorkerReady,
+    messages.Failed: events.WorkerFailed,
+    messages.Stranded: events.WorkerStranded,
+    messages.Checked: events.WorkerChecked,
+    messages.Leaving: events.WorkerLeaving,
+    messages.Resumed: events.WorkerResumed,
+    messages.Progress: events.WorkerProgressed,
+    messages.Located: events.WorkerLocated,
+    messages.Pace: events.WorkerPaced,
+    messages.TimeSpent: events.WorkerSpent,
+    messages.Digested: events.WorkerDigested,
+    messages.Raised: events.WorkerRaised,
+    messages.Quit: events.WorkerQuit,
+    messages.Returned: events.WorkerReturned,
+}
+
 
 def event_of(worker: Worker, message: Any) -> events.Event:
-    """What a worker said, word for word as an event. Layout, StepInput, Result and Reported are none."""
-    match message:
-        case messages.Hello(_, pid, torch_version):
-            return events.WorkerConnected(worker, pid, torch_version)
-        case messages.Reconnected(generation, welcomed):
-            return events.WorkerReconnected(worker, generation, welcomed)
-        case messages.Ready(generation, commit, store, layout, running, number):
-            return events.WorkerReady(worker, generation, commit, store, layout, running, number)
-        case messages.Failed(generation, reason):
-            return events.WorkerFailed(worker, generation, reason)
-        case messages.Stranded(generation, reason):
-            return events.WorkerStranded(worker, generation, reason)
-        case messages.Checked(generation, change, check):
-            return events.WorkerChecked(worker, generation, change, check)
-        case messages.Leaving(reason):
-            return events.WorkerLeaving(worker, reason)
-        case messages.Resumed(generation, phases_ms, copied_bytes):
-            return events.WorkerResumed(worker, generation, phases_ms, copied_bytes)
-        case messages.Progress(generation, entered, inside, waited_s, phase, gpu, line):
-            return events.WorkerProgressed(
-                worker, generation, entered, inside, waited_s, phase, gpu, line
-            )
-        case messages.Located(generation, line):
-            return events.WorkerLocated(worker, generation, line)
-        case messages.Pace(generation, collectives, waited_s, over_s, commits, commit):
-            return events.WorkerPaced(
-                worker, generation, collectives, waited_s, over_s, commits, commit
-            )
-        case messages.TimeSpent(generation, times, doing, commit):
-            return events.WorkerSpent(worker, generation, times, doing, commit)
-        case messages.Digested(
-            generation, commit, digest, buffers, samples, epoch, step, tensors, gradients
-        ):
-            return events.WorkerDigested(
-                worker,
-                generation,
-                commit,
-                digest,
-                buffers,
-                samples,
-                epoch,
-                step,
-                tensors,
-                gradients,
-            )
-        case messages.Raised(generation, commit, summary, traceback, hardware, final, beginning):
-            return events.WorkerRaised(
-                worker, generation, commit, summary, traceback, hardware, final, beginning
-            )
-        case messages.Quit(generation, code):
-            return events.WorkerQuit(worker, generation, code)
-        case messages.Returned(generation):
-            return events.WorkerReturned(worker, generation)
-        case _:
-            raise AssertionError(f"no event for {type(message).__name__}")
+    """What a worker said, word for word as an event."""
+    if isinstance(message, messages.Hello):
+        return events.WorkerConnected(worker, message.pid, message.torch_version)
+    return EVENTS[type(message)](worker, *msgspec.structs.astuple(message))

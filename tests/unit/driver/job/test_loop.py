@@ -19,6 +19,8 @@ from elastic.driver.events import (
     StartWorker,
     StopRequested,
     WelcomeWorker,
+    WorkerChecked,
+    WorkerConnected,
     WorkerExited,
     WorkerFrozen,
 )
@@ -27,12 +29,12 @@ from elastic.driver.job.loop import Driver, JobRuntime
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.worker_messages import event_of
+from elastic.driver.membership.worker_messages import EVENTS, event_of
 from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
-from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.messages import Address, Place, Worker
 from harness.fakes.discovery import FakeDiscovery
 from harness.fakes.launcher import FakeLauncher
 
@@ -572,27 +574,11 @@ async def test_a_stop_before_the_start_is_remembered(tmp_path):
     assert told.launcher.started == []
 
 
-def test_every_message_has_its_event():
-    commit = Commit(1, 2)
-    store = Address("h", 1)
-    messages: list[Any] = [
-        protocol.Hello(A, 7),
-        protocol.Ready(1, commit, store, "d", False),
-        protocol.Failed(1, "x"),
-        protocol.Stranded(1, "x"),
-        protocol.Checked(1, 2, 3),
-        protocol.Leaving("x"),
-        protocol.Resumed(1, {"cut": 2.0}, 9),
-        protocol.Digested(1, commit, 3, 4),
-        protocol.Raised(1, commit, "x", "y", beginning=True),
-        protocol.Quit(1, 3),
-        protocol.Returned(1),
-    ]
-    for message in messages:
-        event: Any = event_of(A, message)
-        assert event.worker == A
-        for name in message.__struct_fields__:
-            assert getattr(event, name) == getattr(message, name)
+def test_every_message_has_the_fields_of_its_event():
+    for said, event in EVENTS.items():
+        assert event.__struct_fields__ == ("worker", *said.__struct_fields__)
+    assert event_of(A, protocol.Hello(A, 7, "2.9")) == WorkerConnected(A, 7, "2.9")
+    assert event_of(A, protocol.Checked(1, 2, 3)) == WorkerChecked(A, 1, 2, 3)
 
 
 def test_a_recovery_is_one_line():
