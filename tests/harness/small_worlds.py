@@ -192,13 +192,23 @@ def sgd(model: torch.nn.Module, lr: float = 0.1, **options):
     return DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
+def small(*widths: int, **options) -> tuple[Any, Any]:
+    """A model of linear layers, and the optimizer that is tested."""
+    model = net(*widths)
+    return model, sgd(model, **options)
+
+
 def backward(model, scale: float = 1.0) -> None:
     width = next(model.parameters()).shape[-1]
     (model(torch.ones(1, width)).sum() * scale).backward()
 
 
+def train_once(model, optimizer, scale: float = 1.0) -> None:
+    backward(model, scale)
+    optimizer.step()
+
+
 def take_steps(model, optimizer, steps: int, scale: float = 1.0) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        backward(model, scale)
-        optimizer.step()
+        train_once(model, optimizer, scale)

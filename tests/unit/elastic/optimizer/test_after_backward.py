@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from harness.small_worlds import backward, net, sgd
+from harness.small_worlds import backward, net, sgd, small, train_once
 
 RANKS = 2
 
@@ -149,8 +149,7 @@ def test_a_closure_that_clips(threads):
     """As a trainer's that hands all of a step to the optimizer."""
 
     def train(rank):
-        model = net(3, 2)
-        optimizer = sgd(model)
+        model, optimizer = small(3, 2)
         for step in range(3):
 
             def closure(step=step):
@@ -270,8 +269,7 @@ def test_ranks_may_run_the_passes_of_optimizers_in_any_order(threads, twins):
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_a_lost_peer_is_raised_by_backward(world, use_reentrant):
-    model = net(3, 4, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 4, 2)
     forward = model if use_reentrant is None else with_checkpoints(use_reentrant)(model)
     forward(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -298,8 +296,7 @@ def test_a_step_that_was_reduced_can_be_abandoned(world):
         assert optimizer._reducer._reduced
         optimizer._reset_passes()
         assert [each.grad for each in model.parameters()] == [None, None]
-        backward(model)
-        optimizer.step()
+        train_once(model, optimizer)
         assert model[0].bias.grad.tolist() == [1.0, 1.0]
         optimizer.zero_grad()
 

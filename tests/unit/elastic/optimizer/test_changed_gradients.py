@@ -13,7 +13,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
-from harness.small_worlds import Twins, backward, net, sgd
+from harness.small_worlds import Twins, backward, net, sgd, small, train_once
 
 WIDE = 9000  # elements of a gradient that is filled in by itself
 
@@ -109,10 +109,8 @@ def test_the_refusal_names_a_gradient_and_leaves_no_rank_waiting(threads):
 
 
 def test_a_hook_that_comes_after_ours_is_refused(world):
-    model = net(1, WIDE, 1)
-    optimizer = sgd(model)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(1, WIDE, 1)
+    train_once(model, optimizer)
 
     def halve(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -135,31 +133,26 @@ def test_a_hook_that_comes_after_ours_is_refused(world):
 def test_the_reduction_itself_is_none(world, compression, op, inside, set_to_none):
     world.become(2, group=Twins(2, scales_inside=inside))
     for widths in ((3, 2), (1, WIDE, 1)):
-        model = net(*widths)
-        optimizer = sgd(model, lr=0.0, op=op, compression=compression)
+        model, optimizer = small(*widths, lr=0.0, op=op, compression=compression)
         for _ in range(4):
             optimizer.zero_grad(set_to_none)
-            backward(model)
-            optimizer.step()
+            train_once(model, optimizer)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_what_other_ranks_write_is_none(threads, compression):
     def train(rank):
-        model = net(1, WIDE, 2)
-        optimizer = sgd(model, lr=0.0, compression=compression)
+        model, optimizer = small(1, WIDE, 2, lr=0.0, compression=compression)
         for step in range(6):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-            backward(model)
-            optimizer.step()
+            train_once(model, optimizer)
         return model[-1].bias.grad.tolist()
 
     assert threads(3, train) == [[1.0, 1.0]] * 3
 
 
 def test_adding_up_over_passes_is_none(world):
-    model = net(3, WIDE, 2)
-    optimizer = sgd(model, lr=0.0, backward_passes_per_step=2)
+    model, optimizer = small(3, WIDE, 2, lr=0.0, backward_passes_per_step=2)
     for set_to_none in (False, True, False):
         optimizer.zero_grad(set_to_none)
         loss = model(torch.ones(1, 3)).sum()
@@ -183,8 +176,7 @@ def test_a_hook_that_comes_before_ours_makes_none(world):
     optimizer = sgd(model, lr=0.0)
     for set_to_none in (False, True, False):
         optimizer.zero_grad(set_to_none)
-        backward(model)
-        optimizer.step()
+        train_once(model, optimizer)
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
@@ -205,8 +197,7 @@ def test_gradients_that_were_taken_away_are_none(world, monkeypatch):
 
 
 def test_gradients_that_come_without_backward_are_none(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = small(3, 2, lr=0.0)
     for value in (1.0, 2.0, 3.0):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
@@ -227,8 +218,7 @@ def test_sparse_gradients_may_be_added_up_and_are_none(world):
 
 
 def test_a_scaler_makes_none(world):
-    model = net(1, WIDE, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(1, WIDE, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for _ in range(3):
         optimizer.zero_grad()
@@ -238,10 +228,8 @@ def test_a_scaler_makes_none(world):
 
 
 def test_an_abandoned_step_leaves_nothing_behind(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     optimizer.zero_grad()
     backward(model)
     held = [parameter.grad for parameter in model.parameters()]

@@ -21,7 +21,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from harness.small_worlds import Rounding, Twins, backward, net, sgd, take_steps
+from harness.small_worlds import Rounding, Twins, backward, net, sgd, small, take_steps, train_once
 
 
 def values(model) -> list[torch.Tensor]:
@@ -82,13 +82,11 @@ def test_schedulers_work_whether_made_before_or_after(world):
 
 
 def test_step_hooks_run_once(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     ran = []
     optimizer.register_step_post_hook(lambda *_: ran.append("post"))
     optimizer.load_state_dict(optimizer.state_dict())  # torch patches step() again here
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     assert ran == ["post"]
 
 
@@ -100,15 +98,13 @@ def test_a_copy_or_a_pickle_is_a_plain_optimizer(world):
 
 
 def test_a_wrapped_model_can_be_copied(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(copy.deepcopy(model))
     assert not optimizer._reducer.pending
 
 
 def test_a_step_counts_as_activity(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(model)
     before = world.activity
     optimizer.step()
@@ -119,8 +115,7 @@ def test_a_step_counts_as_activity(world):
 
 
 def test_the_first_step_compares_plans_and_later_ones_send_only_buckets(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(model)
     assert [op for op, _ in world.gradients.calls] == ["MAX", "SUM"]
     optimizer.step()
@@ -151,25 +146,20 @@ def test_buckets_are_launched_in_plan_order_whatever_becomes_ready_first(world, 
 
 
 def test_gradients_become_views_and_stay_where_they_are(world):
-    model = net(3, 4, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 4, 2, lr=0.0)
+    train_once(model, optimizer)
     places = [parameter.grad.data_ptr() for parameter in model.parameters()]
     expected = grads(model)
     for set_to_none in (True, False):
         optimizer.zero_grad(set_to_none)
-        backward(model)
-        optimizer.step()
+        train_once(model, optimizer)
         assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places
     torch.testing.assert_close(grads(model), expected)
 
 
 def test_a_gradient_that_got_other_memory_is_copied_in(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     for parameter in model.parameters():
         parameter.grad.data = torch.full_like(parameter, 5.0)
     optimizer.step()
@@ -177,8 +167,7 @@ def test_a_gradient_that_got_other_memory_is_copied_in(world):
 
 
 def test_the_divisor_is_the_size_of_the_present_world(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, op=Op.SUM)
+    model, optimizer = small(3, 2, lr=0.0, op=Op.SUM)
     sizes = []
     for size in (2, 3, 1, 4):
         world.become(size)
@@ -189,8 +178,7 @@ def test_the_divisor_is_the_size_of_the_present_world(world):
 
 def test_a_world_of_one_neither_talks_nor_copies(world):
     world.become(1)
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(model)
     held = [parameter.grad for parameter in model.parameters()]
     optimizer.step()
@@ -203,8 +191,7 @@ def test_a_world_of_one_neither_talks_nor_copies(world):
 
 def test_a_newcomer_that_has_not_joined_acts_as_a_world_of_one(world):
     world.gradients = LocalCollectives()
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(model)
     expected = grads(model)
     optimizer.step()
@@ -213,8 +200,7 @@ def test_a_newcomer_that_has_not_joined_acts_as_a_world_of_one(world):
 
 @pytest.mark.parametrize("op", [Op.MIN, Op.MAX])
 def test_other_reductions_are_not_scaled(world, op):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, op=op)
+    model, optimizer = small(3, 2, lr=0.0, op=op)
     backward(model)
     expected = grads(model)
     optimizer.step()
@@ -246,8 +232,7 @@ def test_parameters_of_any_shape_layout_and_dtype(world):
 def test_groups_travel_in_one_piece(world):
     model = net(3, 4, 2)
     optimizer = sgd(model, groups=[[model[0].weight, model[1].bias]])
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     assert world.gradients.calls[1:] == [("SUM", 16 + 16 + 1), ("SUM", 16 + 16)]
     world.become(2)
     counted = sgd(net(3, 4, 2), groups=4)
@@ -258,8 +243,7 @@ def test_groups_travel_in_one_piece(world):
 
 
 def test_halves_travel_and_floats_arrive(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, compression=Compression.fp16)
+    model, optimizer = small(3, 2, lr=0.0, compression=Compression.fp16)
     for _ in range(2):
         take_steps(model, optimizer, 1, scale=3.0)
         assert model[0].bias.grad.dtype is torch.float32
@@ -267,8 +251,7 @@ def test_halves_travel_and_floats_arrive(world):
 
 
 def test_a_users_compression_sees_each_gradient(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, compression=Rounding)
+    model, optimizer = small(3, 2, lr=0.0, compression=Rounding)
     for _ in range(2):
         take_steps(model, optimizer, 1, scale=3.2)
         assert model[0].bias.grad.tolist() == [3.0, 3.0]
@@ -279,8 +262,7 @@ def test_a_users_compression_sees_each_gradient(world):
 
 
 def test_passes_are_added_up_and_travel_once(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, backward_passes_per_step=3)
+    model, optimizer = small(3, 2, lr=0.0, backward_passes_per_step=3)
     for _ in range(2):
         optimizer.zero_grad()
         for _ in range(3):
@@ -299,10 +281,8 @@ def test_passes_are_added_up_and_travel_once(world):
 
 
 def test_an_unfinished_accumulation_can_be_stepped(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, backward_passes_per_step=3)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0, backward_passes_per_step=3)
+    train_once(model, optimizer)
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
@@ -336,8 +316,7 @@ def test_a_complex_parameter_is_named(world):
 
 
 def test_gradients_of_gradients_are_refused(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     with pytest.raises(AssertionError, match="create_graph"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model(torch.ones(1, 3)).square().sum().backward(create_graph=True)
@@ -347,8 +326,7 @@ def test_gradients_of_gradients_are_refused(world):
 
 
 def test_zero_grad_is_refused_while_gradients_travel(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(model)
     with pytest.raises(AssertionError, match="after the step"):
         optimizer.zero_grad()
@@ -357,14 +335,12 @@ def test_zero_grad_is_refused_while_gradients_travel(world):
 
 
 def test_load_state_dict_forgets_the_passes_counted(world):
-    model = net(3, 2)
-    optimizer = sgd(model, backward_passes_per_step=2)
+    model, optimizer = small(3, 2, backward_passes_per_step=2)
     backward(model)
     optimizer.load_state_dict(optimizer.state_dict())
     assert not optimizer._reducer.pending
     backward(model)
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
 
 
 def test_freezing_and_thawing_makes_a_new_plan(world):
@@ -387,8 +363,7 @@ def test_freezing_and_thawing_makes_a_new_plan(world):
 def test_an_added_group_travels_too(world):
     model, late = net(3, 2), net(3, 1)
     optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     optimizer.add_param_group({"params": list(late.parameters())})
     assert optimizer._parameter_names[late[0].weight] == "allreduce.noname.1.0"
     for _ in range(2):
@@ -400,10 +375,8 @@ def test_an_added_group_travels_too(world):
 
 
 def test_a_changed_dtype_makes_a_new_plan(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     model.double()
     optimizer.zero_grad()
     model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
@@ -425,8 +398,7 @@ def test_a_dropped_optimizer_takes_its_hooks_along(world):
 
 
 def test_all_parameters_frozen_is_no_reason_to_fail(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     model.requires_grad_(False)
     optimizer.step()
     assert [numel for op, numel in world.gradients.calls if op == "SUM"] == [1]  # somebody may thaw
@@ -503,8 +475,7 @@ def test_sparse_gradients_have_no_minimum(threads):
 @pytest.mark.parametrize("bad", [0, 1], ids=["the first step", "a later one"])
 def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads, clips, bad):
     def train(rank):
-        model = net(3, 2)
-        optimizer = sgd(model)
+        model, optimizer = small(3, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scales = []
         for step in range(3):
@@ -527,8 +498,7 @@ def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads, clips, b
 
 def test_a_scaler_with_unscaling_and_clipping_as_horovod_documents_it(threads):
     def train(rank):
-        model = net(3, 2)
-        optimizer = sgd(model)
+        model, optimizer = small(3, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for _ in range(2):
             optimizer.zero_grad()
@@ -562,10 +532,8 @@ def test_compiled_models_train_like_others(world):
 
 
 def test_a_hook_that_cannot_launch_marks_the_world_broken_and_step_raises(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2)
+    train_once(model, optimizer)
     world.gradients.failure = "connection reset"
     optimizer.zero_grad()
     backward(model)
@@ -575,10 +543,8 @@ def test_a_hook_that_cannot_launch_marks_the_world_broken_and_step_raises(world)
 
 
 def test_a_broken_world_launches_nothing(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2)
+    train_once(model, optimizer)
     world.mark_broken(1, "a word from the driver")
     before = len(world.gradients.calls)
     backward(model)
@@ -588,10 +554,8 @@ def test_a_broken_world_launches_nothing(world):
 
 
 def test_after_a_restore_training_goes_on_in_the_new_world(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     optimizer.zero_grad()
     backward_cut_short(model, optimizer)  # launched
     world.gradients.failure = "rank 1 is gone"
@@ -601,17 +565,14 @@ def test_after_a_restore_training_goes_on_in_the_new_world(world):
     held = [parameter.grad for parameter in model.parameters()]
     assert held == [None, None]  # neither local nor reduced
     world.become(2)
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
     assert [op for op, _ in world.gradients.calls] == ["MAX", "SUM"]
 
 
 def test_buffers_that_old_works_may_write_are_not_used_again(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     place = model[0].bias.grad.data_ptr()
     kept = model[0].bias.grad
     old = world.gradients
@@ -630,10 +591,8 @@ def test_buffers_that_old_works_may_write_are_not_used_again(world):
 @pytest.mark.parametrize("inside", [False, True], ids=["scaled outside", "scaled inside"])
 def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
     world.become(2, group=Twins(2, scales_inside=inside))
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     optimizer.zero_grad()
     backward_cut_short(model, optimizer)
     world.gradients.holding = True  # the others are late with this step, which is abandoned here
@@ -648,8 +607,7 @@ def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.slow
 def test_a_step_may_be_in_a_compiled_function(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = small(3, 2, lr=0.0)
 
     @torch.compile(backend="eager")
     def step():
@@ -663,20 +621,16 @@ def test_a_step_may_be_in_a_compiled_function(world):
 
 
 def test_a_new_world_without_a_restore_loses_no_gradient(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
-    backward(model)
-    optimizer.step()
+    model, optimizer = small(3, 2, lr=0.0)
+    train_once(model, optimizer)
     optimizer.zero_grad(set_to_none=False)
     world.become(2)  # a planned change: nothing is rolled back
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
 def test_zero_grad_is_allowed_again_in_a_new_world(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
+    model, optimizer = small(3, 2)
     backward(model)
     world.become(2)
     optimizer.zero_grad()
@@ -684,8 +638,7 @@ def test_zero_grad_is_allowed_again_in_a_new_world(world):
 
 def test_different_models_are_refused_on_every_rank(threads):
     def train(rank):
-        model = net(3, 2 + rank)
-        optimizer = sgd(model)
+        model, optimizer = small(3, 2 + rank)
         backward(model)
         with pytest.raises(
             StateMismatch,
@@ -712,8 +665,7 @@ def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elast
     """Else weight decay and momentum would act on it in a world of two and not in a world of one."""
     for size in (2, 1):
         world.become(size)
-        model = net(2, 2, 1)
-        optimizer = sgd(model)
+        model, optimizer = small(2, 2, 1)
         model[0](torch.ones(2)).sum().backward()
         optimizer.synchronize()
         assert all(torch.equal(g, torch.zeros_like(g)) for g in grads(model)[-2:])
@@ -792,10 +744,8 @@ def test_the_threshold_of_fusion_sets_the_size_of_buckets(world):
             {} if threshold is None else {"HOROVOD_FUSION_THRESHOLD": str(threshold)}
         )
         world.become(2)
-        model = net(3, 4, 2)
-        optimizer = sgd(model)
-        backward(model)
-        optimizer.step()
+        model, optimizer = small(3, 4, 2)
+        train_once(model, optimizer)
         sent[threshold] = [numel for op, numel in world.gradients.calls if op == "SUM"]
     assert sent == {None: [64 + 1], 0: [16 + 1, 16, 16, 16], 100: [32 + 1, 32]}
 
@@ -804,8 +754,7 @@ def test_thresholds_that_differ_are_refused(threads):
     def train(rank):
         world = lifecycle.current()
         world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": str(100 * rank)})
-        model = net(3, 2)
-        optimizer = sgd(model)
+        model, optimizer = small(3, 2)
         backward(model)
         with pytest.raises(StateMismatch):
             optimizer.step()
@@ -893,10 +842,8 @@ def test_a_removed_process_set_says_so_at_the_step(threads):
     def train(rank):
         pair = ProcessSet([0, 1])
         pair._entry.number = 1
-        model = net(3, 2)
-        optimizer = sgd(model, process_set=pair)
-        backward(model)
-        optimizer.step()
+        model, optimizer = small(3, 2, process_set=pair)
+        train_once(model, optimizer)
         pair._entry.number, pair._entry.removed = 0, True
         optimizer.zero_grad()
         backward(model)  # raises nothing, as nobody could handle it there
@@ -914,13 +861,11 @@ def test_the_first_step_of_a_world_takes_one_message_besides_the_gradients(world
             self.calls.append(("broadcast", tensor.numel()))
             return super().broadcast(tensor, root)
 
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = small(3, 2, lr=0.0)
     for _ in range(2):
         group = Telling(2)
         world.become(2, group=group)
-        backward(model)
-        optimizer.step()
+        train_once(model, optimizer)
         optimizer.zero_grad()
         assert [name for name, _ in group.calls] == ["MAX", "SUM"]
 
@@ -930,8 +875,7 @@ def test_the_first_step_of_a_world_takes_one_message_besides_the_gradients(world
 
 def freezing(rank: int, freezes: dict[tuple[int, int], bool], steps: int = 6) -> Any:
     """Trains; ``freezes``: rank and step at which the first layer is frozen or thawed. Its values, and gradients."""
-    model = net(3, 2, 1)
-    optimizer = sgd(model, lr=0.01)
+    model, optimizer = small(3, 2, 1, lr=0.01)
     if (rank, -1) in freezes:
         model[0].requires_grad_(False)
     for step in range(steps):
@@ -961,8 +905,7 @@ def freezing_nothing(threads) -> Any:
 
 def test_what_is_thawed_is_reduced_in_the_very_step_and_the_rest_only_once(threads):
     def train(rank):
-        model = net(3, 2, 1)
-        optimizer = sgd(model, lr=0.0, op=Op.SUM)
+        model, optimizer = small(3, 2, 1, lr=0.0, op=Op.SUM)
         for step in range(3):
             model[0].requires_grad_(step > 0)
             take_steps(model, optimizer, 1, scale=1.0 + rank)
@@ -986,8 +929,7 @@ def test_what_all_have_frozen_is_left_alone_by_the_optimizer(threads):
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_a_parameter_that_grows_in_place(threads, who):
     def train(rank):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=0.1)
+        model, optimizer = small(3, 2, lr=0.1)
         for step in range(3):
             if step == 1 and rank in who:
                 for parameter in model.parameters():
@@ -997,11 +939,9 @@ def test_a_parameter_that_grows_in_place(threads, who):
                 with pytest.raises(
                     StateMismatch, match=r"parameter 0 is 0\.weight float32 \[.* on rank 1"
                 ):
-                    backward(model, scale=1.0 + rank)
-                    optimizer.step()
+                    train_once(model, optimizer, scale=1.0 + rank)
                 return None
-            backward(model, scale=1.0 + rank)
-            optimizer.step()
+            train_once(model, optimizer, scale=1.0 + rank)
         return model[0].bias.grad.tolist()
 
     assert threads(2, train) == ([[1.5] * 4] * 2 if len(who) == 2 else [None, None])
@@ -1009,8 +949,7 @@ def test_a_parameter_that_grows_in_place(threads, who):
 
 def test_the_first_option_that_differs_is_named_with_both_values(threads):
     def train(rank):
-        model = net(3, 2)
-        optimizer = sgd(model, compression=Compression.fp16 if rank else Compression.none)
+        _, optimizer = small(3, 2, compression=Compression.fp16 if rank else Compression.none)
         with pytest.raises(StateMismatch, match="compression is fp16 on rank 1, none on rank 0"):
             optimizer.step()
 

@@ -18,7 +18,17 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
-from harness.small_worlds import AllJoin, Twins, World, backward, net, sgd, take_steps
+from harness.small_worlds import (
+    AllJoin,
+    Twins,
+    World,
+    backward,
+    net,
+    sgd,
+    small,
+    take_steps,
+    train_once,
+)
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 
@@ -41,8 +51,7 @@ def test_an_average_is_one_wherever_it_is_scaled(world, inside, factor, compress
     optimizer = sgd(model, lr=0.0, compression=compression, gradient_predivide_factor=factor)
     for _ in range(3):
         optimizer.zero_grad(set_to_none)
-        backward(model, scale=0.25)
-        optimizer.step()
+        train_once(model, optimizer, scale=0.25)
         averaged = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     world.become(1)
@@ -81,13 +90,11 @@ def test_a_large_gradient_arrives_whatever_it_looks_like(gradient, layout, monke
 def test_a_group_that_scales_inside_saves_every_other_pass(world):
     world.become(4, group=Twins(4, scales_inside=True))
     optimizer = sgd(model := net(3, 2), lr=0.0)
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     (bucket,) = optimizer._reducer._plan.buckets
     assert bucket.scales == Scales(filling=1.0, reducing=0.25, finishing=1.0)
     world.become(2)
-    backward(model)
-    optimizer.step()
+    train_once(model, optimizer)
     assert bucket.scales == Scales(filling=0.5, reducing=1.0, finishing=1.0)
 
 
@@ -112,8 +119,7 @@ def test_a_rank_that_joined_scales_as_the_others_do(threads, monkeypatch, inside
     monkeypatch.setattr(join, "submission", AllJoin(3))
 
     def run(rank):
-        model = net(3, 4, 2)
-        optimizer = sgd(model, lr=0.0, compression=compression)
+        model, optimizer = small(3, 4, 2, lr=0.0, compression=compression)
         for step in range(1 if rank == 0 else 4):
             if step == 3:  # another plan takes the first one's place
                 model[0].weight.requires_grad_(False)

@@ -19,7 +19,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
-from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd, take_steps
+from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd, small, take_steps
 
 WAIT_S = 60.0
 
@@ -72,8 +72,7 @@ def test_it_helps_nobody_to_their_end_before_its_join_is_known(world):
     story: list[str] = []
 
     def run(rank, attendance):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=0.0)
+        model, optimizer = small(3, 2, lr=0.0)
         take_steps(model, optimizer, 1)
         if rank == 0:
             looks = iter([False] * 50)
@@ -121,8 +120,7 @@ def test_it_adds_zeros_whatever_the_reduction(world, monkeypatch, op, expected, 
     monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
 
     def run(rank, attendance):
-        model = net(3, 4, 2)
-        optimizer = sgd(model, lr=0.0, op=op, compression=compression)
+        model, optimizer = small(3, 4, 2, lr=0.0, op=op, compression=compression)
         take_steps(model, optimizer, 2)
         if rank:
             attendance.await_joined(1)
@@ -158,8 +156,7 @@ def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(w
 
     def run(rank, attendance):
         seen = lifecycle.current().first_not_finite = FirstNotFinite()
-        model = net(3, 2)
-        optimizer = sgd(model, lr=0.0)
+        model, optimizer = small(3, 2, lr=0.0)
         take_steps(model, optimizer, 1, scale=math.inf)
         if rank:
             attendance.await_joined(1)
@@ -179,8 +176,7 @@ def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(w
 
 def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
     def run(rank, attendance):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=0.0)
+        model, optimizer = small(3, 2, lr=0.0)
         seen = []
         for epoch in range(3):
             take_steps(model, optimizer, 2, scale=3.0)
@@ -213,8 +209,7 @@ def test_a_world_of_one(world):
 
 def test_a_user_s_compression_is_followed(world):
     def run(rank, attendance):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=0.0, compression=Rounding)
+        model, optimizer = small(3, 2, lr=0.0, compression=Rounding)
         take_steps(model, optimizer, 1)
         if rank:
             attendance.await_joined(1)
@@ -246,8 +241,7 @@ def test_sparse_gradients_are_followed_with_none(world):
 
 def test_a_rank_without_any_data_takes_part_from_the_first_step(world):
     def run(rank, attendance):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=0.0)
+        model, optimizer = small(3, 2, lr=0.0)
         for _ in range(2):
             if rank:
                 attendance.await_joined(1)
@@ -391,8 +385,7 @@ def test_sparse_gradients_without_a_sum_are_refused_on_every_rank(world):
 
 def test_a_world_that_breaks_ends_the_wait(world):
     def run(rank, attendance):
-        model = net(3, 2)
-        optimizer = sgd(model)
+        model, optimizer = small(3, 2)
         take_steps(model, optimizer, 1)
         if rank == 0:
             with pytest.raises(PeerLost):
@@ -426,8 +419,7 @@ def test_gradients_are_averaged_within_the_set_only(world):
 
 def test_on_a_rank_outside_the_set_the_optimizer_is_a_plain_one(world):
     def run(rank, attendance):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=1.0, process_set=registered(0, 1))
+        model, optimizer = small(3, 2, lr=1.0, process_set=registered(0, 1))
         before = model[0].bias.tolist()[0]
         if rank == 2:
             assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

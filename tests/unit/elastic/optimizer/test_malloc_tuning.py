@@ -14,7 +14,7 @@ from elastic.optimizer.malloc_tuning import FreedMemory
 from elastic.optimizer.sharded.plan import ShardPlan
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from harness.small_worlds import World, backward, net, sgd
+from harness.small_worlds import World, net, sgd, train_once
 
 MB = 1 << 20
 KEPT = ("trim threshold", 256 * MB)
@@ -132,8 +132,7 @@ def test_an_optimizer_of_many_bytes_of_gradients_says_so_in_its_first_step(monke
             told += [("mmap threshold", 32 * MB), ("trim", 0)]
         optimizer = sgd(model)
         for _ in range(3):
-            backward(model)
-            optimizer.step()
+            train_once(model, optimizer)
             assert libc.told == told
             optimizer.zero_grad()
     assert not torch.is_tensor(model[0].weight.grad)
