@@ -54,7 +54,9 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
             "drivers and agents that meet by themselves need one secret: make a file with"
             " `elasticrun secret FILE`, copy it to every host, and give --secret-file FILE"
         )
-    if secret is None and options.resume:
+    # Maybe a job before has left something there, which has to be told that it is over.
+    left = options.fresh and os.path.exists(f"{options.journal}.secret")
+    if secret is None and (options.resume or left):
         assert options.journal is not None, "or there is etcd"
         secret = _secret_beside(options.journal)
     outlived = options.resume or options.standby

@@ -7,6 +7,7 @@ by another.
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass, field, replace
 
 from elastic.driver.job.provider import Provider
@@ -69,6 +70,14 @@ class FleetPlan:
     def agents_come(self) -> bool:
         """By themselves: nobody is started over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """Raises Invalid."""
+        if self.tls is None:
+            return None
+        from elastic.protocol import tls
+
+        return tls.context(self.tls.cert, self.tls.key, self.tls.ca, server=True)
 
 
 def provided(plan: FleetPlan, provider: Provider) -> FleetPlan:

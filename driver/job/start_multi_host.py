@@ -13,7 +13,6 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -167,7 +166,7 @@ class _Run:
             log=self.log,
             callers=AGENTS,
             lease_s=silence_s(job.settings.lease_s),
-            tls=_tls(plan),
+            tls=plan.server_tls(),
         )
         address = server.bind(*await self._place(known))
         writer = writer_here(term=self.term, address=str(address), past=past)
@@ -373,7 +372,7 @@ class _Run:
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
-        address = str(await desk.listen(interface, _tls(self.plan)))
+        address = str(await desk.listen(interface, self.plan.server_tls()))
         if self.job.steered is not None:
             self.job.steered(address, desk.job.key)
         if self.lead is not None:
@@ -471,11 +470,3 @@ class Overheard:
         async for hosts in self._source.watch():
             self._hears(hosts)
             yield hosts
-
-
-def _tls(plan: FleetPlan) -> Any:
-    if plan.tls is None:
-        return None
-    from elastic.protocol import tls
-
-    return tls.context(plan.tls.cert, plan.tls.key, plan.tls.ca, server=True)

@@ -39,6 +39,11 @@ class RecoveredJob:
         return self.writer.term
 
     @property
+    def over(self) -> bool:
+        """Nothing of it is left."""
+        return self.ended is not None and not self.membership.roster
+
+    @property
     def address(self) -> str:
         """Where the last driver listened."""
         return self.writer.address

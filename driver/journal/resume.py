@@ -135,21 +135,20 @@ def to_go_on_with(
     """
     if past is None or fresh:
         return None
-    over = past.ended is not None and not past.membership.roster
     if not resume:
-        if over:
+        if past.over:
             return None
         raise Invalid(
             f"{name} has a job that has not ended, and its workers may train on without a driver:"
             " --resume goes on with it, --fresh ends what is left of it and begins a new one"
         )
-    if over and list(command) != past.command:
+    if past.over and list(command) != past.command:
         assert past.ended is not None
         raise Invalid(
             f"{name} has another job, {_line(past.command)}, which has ended with exit code"
             f" {past.ended.code}; --fresh begins a new one"
         )
-    if not over:
+    if not past.over:
         check_same_job(past, command, settings)
     return past
 

@@ -145,6 +145,27 @@ def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
 
 
 @pytest.mark.forked
+@pytest.mark.parametrize("flags", ["--fresh", "--resume --fresh"])
+def test_a_fresh_job_ends_what_a_killed_driver_has_left_for_the_next_one(job, flags):
+    first = started(job, 2, "--resume", HOLD="3:file=never")
+    first.until(lambda: bool(History(first).all("step")), "training")
+    first.unchecked = "its journal is begun anew"
+    left = [psutil.Process(pid_of(first, slot)) for slot in range(2)]
+    first.driver.kill()
+    first.driver.wait()
+    again, training = f"-np 2 --min-np 1 {flags}", [*map(str, TRAINING)]
+    second = Job(again, training, folder=first.folder, env={"HOLD": "3:file=never"}, forked=True)
+    try:
+        second.wait_for("generation 2 has 2 workers")
+        assert not any(each.is_running() for each in left)
+        assert "warning" not in second.output
+        second.driver.send_signal(signal.SIGINT)
+        assert second.wait(30) == 130
+    finally:
+        assert not second.end()
+
+
+@pytest.mark.forked
 def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
     loading = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",

@@ -1,0 +1,70 @@
+"""What a driver that was killed has left to the next one, where a new job begins in its place."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from elastic.driver.agents.agent_pool import CALL_S, silence_s
+from elastic.driver.agents.fleet import AGENTS, CLOSE_S
+from elastic.driver.agents.messages import Detach, HostAgent
+from elastic.driver.job.job import Job
+from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.journal.file import FileArchive
+from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.server import Server
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+
+
+async def end(job: Job, plan: FleetPlan, path: str, log: Log) -> None:
+    """Dismisses the agents of the job in this file, as its own driver would at its end: they look for one where that
+    has listened. Waits until their workers are dead, within a bound.
+    """
+    archive = FileArchive(Path(path))
+    try:
+        past = await archive.past() if archive.outlives() else None
+    except Invalid:
+        return  # nobody can know where they look
+    finally:
+        archive.close()
+    if past is None or past.over or not past.address:
+        return
+    hosts = {worker.host for worker in past.membership.roster}
+    called: set[str] = set()
+    here: set[HostAgent] = set()
+    server = Server(
+        secret=plan.secret,
+        log=log,
+        callers=AGENTS,
+        lease_s=silence_s(job.settings.lease_s),
+        tls=plan.server_tls(),
+    )
+
+    def accepted(agent: HostAgent) -> None:
+        called.add(agent.host)
+        here.add(agent)
+        server.send(agent, Detach("another job has begun"))
+
+    now = asyncio.get_running_loop().time
+    began = now()
+    try:
+        await server.open(
+            *parse_address(past.address),
+            heard=lambda agent, message: None,
+            gone=lambda agent, silent: here.discard(agent),
+            expected=lambda agent: True,
+            accepted=accepted,
+        )
+        while (here or hosts - called) and now() - began < (CLOSE_S if here else CALL_S):
+            await asyncio.sleep(0.005)
+    except OSError:
+        pass  # somebody else listens there by now
+    finally:
+        await server.close()
+    if missing := ", ".join(sorted(hosts - called)):
+        log(
+            "warning",
+            f"no agent of the job before has called from {missing}: if its workers live, they end by themselves"
+            " after its --driver-timeout",
+        )

@@ -1,0 +1,58 @@
+"""What is done about agents of a job before that a new one begins in the place of, and that do not call."""
+
+from __future__ import annotations
+
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.driver.events import EndJob, HostsChanged
+from elastic.driver.job import left_behind
+from elastic.driver.job.job import Job
+from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.journal.entries import Writer, header_of
+from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.membership.membership import Membership
+from elastic.driver.reasons import in_words
+from elastic.driver.settings import Settings
+
+NOT_OURS = "192.0.2.1:9"
+SETTINGS = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+
+
+def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
+    header = header_of(SETTINGS, command=["x"], writer=Writer(address=NOT_OURS))
+    membership = Membership(SETTINGS)
+    membership.handle(HostsChanged(hosts), 0.0)
+    end = EndJob(0, in_words("because")) if ended else None
+    return RecoveredJob(
+        header=header,
+        settings=SETTINGS,
+        writer=header.writer,
+        membership=membership,
+        last_at=0.0,
+        ended=end,
+        replayed=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (past(hosts={"g": 1, "h": 1}), ["no agent of the job before has called from g, h: "]),
+        (past(hosts={}, ended=True), []),
+        (None, []),
+    ],
+)
+async def test_who_does_not_call_is_named(found, said, monkeypatch):
+    archive = create_autospec(FileArchive, instance=True)
+    archive.past.return_value = found
+    monkeypatch.setattr(left_behind, "FileArchive", lambda path: archive)
+    job, plan = create_autospec(Job, instance=True), create_autospec(FleetPlan, instance=True)
+    job.settings, plan.secret = SETTINGS, bytes(32)
+    plan.server_tls.return_value = None
+    lines: list[str] = []
+    await left_behind.end(job, plan, "journal", lambda level, text: lines.append(text))
+    assert [line.partition(": ")[0] + ": " for line in lines] == said
+    archive.close.assert_called_once()
