@@ -455,118 +455,102 @@ def _lines_left_out(facts: Facts) -> str:
 _GOES_ON = "from what its workers hold if they still train, and else from the newest checkpoint, if it makes any"
 
 
+# Of the facts of a finding, worded for a format.
+_ADVICE = {
+    Advice.MORE_MEMORY: (
+        "Give the workers of {host} more memory, start fewer of them there, or have each hold less: a smaller"
+        " batch, fewer DataLoader workers, fewer tensors kept from step to step."
+    ),
+    Advice.LESS_GPU_MEMORY: (
+        "Have each worker hold less on its GPU: a smaller batch, activation checkpointing, or fewer tensors"
+        " kept from step to step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against"
+        " fragmentation."
+    ),
+    Advice.FREE_DISK: (
+        "Make room on {host} on the disk that the script writes to in the traceback's last line of its own, or"
+        " write elsewhere."
+    ),
+    Advice.SAME_CALLS: (
+        "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes. A rank that"
+        " has fewer batches than the others calls join() at its end."
+    ),
+    Advice.SAME_STATE: (
+        "Have every worker build the same model, optimizer and state: the log shows the first difference, in"
+        " both texts."
+    ),
+    Advice.MEND_SCRIPT: "Mend the script, or its data, where the traceback says; it was not the cluster's fault.",
+    Advice.INSTALL: (
+        "Check the name; install what is missing in the Python that runs the workers on {host}, or put its"
+        " folder into PYTHONPATH."
+    ),
+    Advice.MEND_START: "Try the command by hand on {host}: the program, its path and its permissions.",
+    Advice.TEST_GPU: (
+        "Look for the GPU's errors on {host} (nvidia-smi -q, Xid lines in dmesg), and leave it out of the"
+        " list of hosts until it is tested."
+    ),
+    Advice.TEST_HOST: "Have the memory and the processor of {host} tested, and leave it out until then.",
+    Advice.TEST_HOSTS: (
+        "Have the memory and the processors of all hosts tested: whose bits have changed could not be told."
+    ),
+    Advice.LOOK_AT_STACKS: (
+        "Look at the stacks of {who} in the log: they were written before it was killed. If the pause is"
+        ' intended, put it into `with elastic.long_phase("evaluate"):`.'
+    ),
+    Advice.WHO_FROZE_IT: (
+        "Find out who stopped {who} on {host}: SIGSTOP by a person or a debugger, a frozen container, a"
+        " suspended machine. A longer --lease tolerates longer stops."
+    ),
+    Advice.LOOK_AT_NETWORK: "Look at the network of {host}, and whether the machine itself stood still.",
+    Advice.WHO_KILLED_IT: (
+        "Find out who killed {who} on {host} ({seen}): look in dmesg, in the"
+        " system's log, and in what your batch system or container runtime says. The kernel did not report that"
+        " memory ran out."
+    ),
+    Advice.CRASH: (
+        "{signal} is a crash in native code: a library that does not fit, or a bug of an extension. Run the"
+        " script with PYTHONFAULTHANDLER=1 to see where."
+    ),
+    Advice.SHARED_MEMORY: (
+        "Give /dev/shm on {host} more room (in a container: --shm-size), or use fewer DataLoader workers."
+    ),
+    Advice.LOOK_AT_HOST: "See whether {host} is up, whether its agent runs, and whether it reaches the driver.",
+    Advice.START_TIMEOUT: "Give a slow start more time by --start-timeout, or do less before hvd.init().",
+    Advice.BE_ELASTIC: (
+        "Let the job survive a lost worker: start it with --min-np, with the training loop in a function under"
+        " @elastic.run."
+    ),
+    Advice.FEWER_NEEDED: (
+        "Have the job go on with fewer than {workers} (--min-np), or start more"
+        " hosts, keep spares by --standbys, or wait longer by --elastic-timeout."
+    ),
+    Advice.RESET_LIMIT: "Raise --reset-limit (it is {limit}), or leave it out.",
+    Advice.CHECKPOINTS: "With --checkpoint-dir, commits outlive all workers, and the job goes on from the newest.",
+    Advice.COMMIT_MORE_OFTEN: (
+        "{share:.0%} of the workers' time was done again: commit more often, or after every step."
+    ),
+    Advice.PRELOAD: (
+        "{share:.0%} of the workers' time was spent on imports and joining: --preload keeps a"
+        " process with the imports done."
+    ),
+    Advice.STANDBYS: "--standbys 1 keeps a worker ready to take the place of a lost one at once.",
+    Advice.ETCD: (
+        "Bring etcd at {store} back, and run several members of it. The same command with --resume"
+        " then goes on with the job, {goes_on}."
+    ),
+    Advice.REPORT_BUG: "Please report the bug, with this journal.",
+    Advice.RESUME: "The same command goes on with the job if it had --resume, {goes_on}.",
+    Advice.LOOK_AT_EXIT: "Look at what {who} wrote last: the script, or a library, ended it without an exception.",
+}
+
+
 def _advice(facts: Facts) -> str:
-    host, who, signal = facts.get("host"), facts.get("who"), facts.get("signal")
-    match Advice(facts["advice"]):
-        case Advice.MORE_MEMORY:
-            return (
-                f"Give the workers of {host} more memory, start fewer of them there, or have each hold less: a smaller"
-                " batch, fewer DataLoader workers, fewer tensors kept from step to step."
-            )
-        case Advice.LESS_GPU_MEMORY:
-            return (
-                "Have each worker hold less on its GPU: a smaller batch, activation checkpointing, or fewer tensors"
-                " kept from step to step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against"
-                " fragmentation."
-            )
-        case Advice.FREE_DISK:
-            return (
-                f"Make room on {host} on the disk that the script writes to in the traceback's last line of its own, or"
-                " write elsewhere."
-            )
-        case Advice.SAME_CALLS:
-            return (
-                "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes. A rank that"
-                " has fewer batches than the others calls join() at its end."
-            )
-        case Advice.SAME_STATE:
-            return (
-                "Have every worker build the same model, optimizer and state: the log shows the first difference, in"
-                " both texts."
-            )
-        case Advice.MEND_SCRIPT:
-            return "Mend the script, or its data, where the traceback says; it was not the cluster's fault."
-        case Advice.INSTALL:
-            return (
-                f"Check the name; install what is missing in the Python that runs the workers on {host}, or put its"
-                " folder into PYTHONPATH."
-            )
-        case Advice.MEND_START:
-            return f"Try the command by hand on {host}: the program, its path and its permissions."
-        case Advice.TEST_GPU:
-            return (
-                f"Look for the GPU's errors on {host} (nvidia-smi -q, Xid lines in dmesg), and leave it out of the"
-                " list of hosts until it is tested."
-            )
-        case Advice.TEST_HOST:
-            return (
-                f"Have the memory and the processor of {host} tested, and leave it out until then."
-            )
-        case Advice.TEST_HOSTS:
-            return "Have the memory and the processors of all hosts tested: whose bits have changed could not be told."
-        case Advice.LOOK_AT_STACKS:
-            return (
-                f"Look at the stacks of {who} in the log: they were written before it was killed. If the pause is"
-                ' intended, put it into `with elastic.long_phase("evaluate"):`.'
-            )
-        case Advice.WHO_FROZE_IT:
-            return (
-                f"Find out who stopped {who} on {host}: SIGSTOP by a person or a debugger, a frozen container, a"
-                " suspended machine. A longer --lease tolerates longer stops."
-            )
-        case Advice.LOOK_AT_NETWORK:
-            return f"Look at the network of {host}, and whether the machine itself stood still."
-        case Advice.WHO_KILLED_IT:
-            return (
-                f"Find out who killed {who} on {host} ({signal or 'its end was not seen'}): look in dmesg, in the"
-                " system's log, and in what your batch system or container runtime says. The kernel did not report that"
-                " memory ran out."
-            )
-        case Advice.CRASH:
-            return (
-                f"{signal} is a crash in native code: a library that does not fit, or a bug of an extension. Run the"
-                " script with PYTHONFAULTHANDLER=1 to see where."
-            )
-        case Advice.SHARED_MEMORY:
-            return f"Give /dev/shm on {host} more room (in a container: --shm-size), or use fewer DataLoader workers."
-        case Advice.LOOK_AT_HOST:
-            return f"See whether {host} is up, whether its agent runs, and whether it reaches the driver."
-        case Advice.START_TIMEOUT:
-            return "Give a slow start more time by --start-timeout, or do less before hvd.init()."
-        case Advice.BE_ELASTIC:
-            return (
-                "Let the job survive a lost worker: start it with --min-np, with the training loop in a function under"
-                " @elastic.run."
-            )
-        case Advice.FEWER_NEEDED:
-            return (
-                f"Have the job go on with fewer than {counted(facts['needed'], 'worker')} (--min-np), or start more"
-                " hosts, keep spares by --standbys, or wait longer by --elastic-timeout."
-            )
-        case Advice.RESET_LIMIT:
-            return f"Raise --reset-limit (it is {facts['limit']}), or leave it out."
-        case Advice.CHECKPOINTS:
-            return "With --checkpoint-dir, commits outlive all workers, and the job goes on from the newest."
-        case Advice.COMMIT_MORE_OFTEN:
-            return f"{facts['share']:.0%} of the workers' time was done again: commit more often, or after every step."
-        case Advice.PRELOAD:
-            return (
-                f"{facts['share']:.0%} of the workers' time was spent on imports and joining: --preload keeps a"
-                " process with the imports done."
-            )
-        case Advice.STANDBYS:
-            return "--standbys 1 keeps a worker ready to take the place of a lost one at once."
-        case Advice.ETCD:
-            return (
-                f"Bring etcd at {facts['store']} back, and run several members of it. The same command with --resume"
-                f" then goes on with the job, {_GOES_ON}."
-            )
-        case Advice.REPORT_BUG:
-            return "Please report the bug, with this journal."
-        case Advice.RESUME:
-            return f"The same command goes on with the job if it had --resume, {_GOES_ON}."
-        case Advice.LOOK_AT_EXIT:
-            return f"Look at what {who} wrote last: the script, or a library, ended it without an exception."
+    worded = {
+        **facts,
+        "seen": facts.get("signal") or "its end was not seen",
+        "workers": counted(facts["needed"], "worker") if "needed" in facts else "",
+        "goes_on": _GOES_ON,
+    }
+    return _ADVICE[Advice(facts["advice"])].format_map(worded)
 
 
 _SENTENCES: dict[What, Callable[[Facts], str]] = {
