@@ -116,8 +116,8 @@ class LinkThread:
         account = self._session.account
         part, times = account.part, account.times(time.monotonic())
         recovery = self._session.recovery
-        told = recovery.phase in (Phase.TRAINING, Phase.RETURNED, Phase.FINISHED)
-        commit = recovery.agreed() if told else None
+        holds = recovery.phase in (Phase.TRAINING, Phase.RETURNED)
+        commit = recovery.agreed() if holds else None
         return messages.TimeSpent(recovery.generation, times, part, commit)
 
     def receive(self, message: Message) -> None:
@@ -141,6 +141,8 @@ class LinkThread:
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":
                     session.account.begin("joining", time.monotonic())
+            case messages.Finish():  # after which it holds no commit
+                session.send(self.time_spent())
             case messages.Locate():
                 main = threading.main_thread().ident or 0
                 line = user_line.of_thread(self._progress.thread or main)

@@ -14,7 +14,7 @@ from elastic.rendezvous import environment
 from elastic.runtime import link_thread
 from elastic.runtime.link_thread import FIRST_SPENT_S, SPENT_S, LinkThread
 from elastic.runtime.progress import ProgressCounter
-from elastic.runtime.recovery import Phase
+from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
 from elastic.runtime.training import Training
 from elastic.runtime.worlds import DriverWorlds
@@ -137,11 +137,15 @@ def test_rank_0_says_often_how_far_all_are(worker, rank, every_s):
     assert said.commit == Commit(3, 7)
 
 
-@pytest.mark.parametrize("phase", [Phase.RETURNED, Phase.FINISHED])
-def test_its_last_word_has_the_last_commit(worker, phase):
+def test_at_the_end_it_says_which_commit_is_the_last(worker):
+    worker.waits()
+    worker.world(3)
     worker.session.recovery.newest = Commit(3, 9)
-    worker.session.recovery.phase = phase
-    assert worker.thread.time_spent().commit == Commit(3, 9)
+    worker.session.update(Recovery.returned)
+    worker.said.clear()
+    worker.thread.receive(messages.Finish(3))
+    assert worker.session.recovery.phase is Phase.FINISHED
+    assert [said.commit for said in worker.said] == [Commit(3, 9)]
 
 
 def test_a_second_training_is_told_of_when_it_begins(worker):
