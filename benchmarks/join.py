@@ -1,5 +1,4 @@
-"""What does a joining worker cost the others? The longest gap between an old worker's steps while
-one joins.
+"""What does a joining worker cost the others? The longest gap between an old worker's steps while one joins.
 
 A worker is killed and its slot's next incarnation joins. The gap is looked for from the newcomer's
 start (its imports share the machine's cores) until a second after its first step.

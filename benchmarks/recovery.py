@@ -1,5 +1,4 @@
-"""How long does a killed worker cost? SIGKILL of a random worker -> the slowest survivor's next
-step in the new world.
+"""How long does a killed worker cost? SIGKILL of a random worker -> the slowest survivor's next step in the new world.
 
 Beside it, in the same run, the same loss survived by bare Gloo: processes that do nothing but
 allreduce, are told by their parent at once, destroy the group, make a new one and allreduce again.
@@ -59,9 +58,7 @@ def _bare_worker(orders: Connection) -> None:
 
 
 def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
-    """Milliseconds from the kill to the slowest survivor's next allreduce; a fresh set of processes
-    for each kill.
-    """
+    """Milliseconds from the kill to the slowest survivor's next allreduce; a fresh set of processes for each kill."""
     context = multiprocessing.get_context("spawn")
     times = []
 

@@ -1,5 +1,4 @@
-"""What membership is told (events, past tense) and what it asks for (actions, imperative). Pure:
-values only.
+"""What membership is told (events, past tense) and what it asks for (actions, imperative). Pure: values only.
 
 They are msgspec structs, so that the journal can write each as one JSON object and read it back.
 """
@@ -499,9 +498,7 @@ class HastenCheckpoint(Action):
 
 
 class EndJob(Action):
-    """The job is over. Code 0 is success. On failure every worker that is left is told and then
-    killed.
-    """
+    """The job is over. Code 0 is success. On failure every worker that is left is told and then killed."""
 
     code: int
     reason: Reason
@@ -524,9 +521,7 @@ class Report(Action):
 
 
 class ReportRecovery(Action):
-    """Every member has resumed after a failure or a planned change. Milliseconds since the cause
-    was noticed.
-    """
+    """Every member has resumed after a failure or a planned change. Milliseconds since the cause was noticed."""
 
     generation: int
     kind: str  # "recovery" or "change"

@@ -193,8 +193,7 @@ def counted(number: int, noun: str) -> str:
 
 class _Words(string.Formatter):
     """Beside the usual formats: ``{n:+worker}`` is counted, ``{x:brief}`` a reason in its first words, ``{x:wrote}``
-    the last words of a worker, and ``{x:because}`` why it
-    was killed, if there is any.
+    the last words of a worker, and ``{x:because}`` why it was killed, if there is any.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:

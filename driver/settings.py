@@ -1,6 +1,4 @@
-"""Everything a job can be told, validated once. Pure: `cli` builds it from flags, file and
-environment.
-"""
+"""Everything a job can be told, validated once. Pure: `cli` builds it from flags, file and environment."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ UNBOUNDED = 2**31 - 1  # workers_max where only the slots limit it
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits are numbers of workers; ``_s`` are seconds. Raises Invalid with a sentence that says
-    what to do.
-    """
+    """Limits are numbers of workers; ``_s`` are seconds. Raises Invalid with a sentence that says what to do."""
 
     np: int
     workers_min: int

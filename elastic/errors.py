@@ -1,6 +1,4 @@
-"""What can go wrong, in three kinds: an interruption, an error a user may see, a bug (an
-``assert``). Pure.
-"""
+"""What can go wrong, in three kinds: an interruption, an error a user may see, a bug (an ``assert``). Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Horovod's exceptions, for scripts that raise or catch them, and the two that this system raises where they do.
 
 A script that only imports `elastic` sees ``PeerLost`` and ``WorldChanging``, which nobody catches by accident. A script
-that imports Horovod's names has ``except HorovodInternalError:`` in it, to log, to clean up or to retry: there the
-same two are raised as classes that are both. Pure. Importing this module changes nothing; the door calls
-`raise_as_horovod`.
+that imports Horovod's names has ``except HorovodInternalError:`` in it, to log, to clean up or to retry: there the same
+two are raised as classes that are both. Pure. Importing this module changes nothing; the door calls `raise_as_horovod`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The loop under ``@elastic.run``: form a world, bring the state to all, train, and again when the
-world changes.
+"""The loop under ``@elastic.run``: form a world, bring the state to all, train, and again when the world changes.
 
-Interruptions reach user code only in the training thread, at a collective, an optimizer step or
-synchronize, at ``commit()`` and ``check_host_updates()``. A user's own exception is never recovered
-here: it ends this process, and the driver decides what that means for the others. Horovod's two
-exceptions are what a script raises to be recovered; a mismatch of tensors bears their name, and is
-not, because the same lines would submit the same tensors again.
+Interruptions reach user code only in the training thread, at a collective, an optimizer step or synchronize, at
+``commit()`` and ``check_host_updates()``. A user's own exception is never recovered here: it ends this process, and the
+driver decides what that means for the others. Horovod's two exceptions are what a script raises to be recovered; a
+mismatch of tensors bears their name, and is not, because the same lines would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ AGAIN = (
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Decorates a training function whose first argument is a State; returns what the function
-    returns.
+    """Decorates a training function whose first argument is a State; returns what the function returns.
 
     A script may train again, by another such function or another fit() of a trainer, once the first has returned on
     all workers; that training is not elastic any more, and a line says so.
@@ -250,9 +247,7 @@ def _bring(rt: Runtime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: Runtime, state: State, world: World) -> int:
-    """Rank 0 sends to the ranks that lack the newest commit; the others go on at once. Returns
-    bytes copied.
-    """
+    """Rank 0 sends to the ranks that lack the newest commit; the others go on at once. Returns bytes copied."""
     rank, lacking = world.place.rank, _lacking(world)
     if world.holders == 0:
         state.save()  # the first world: what rank 0 holds now is where all begin

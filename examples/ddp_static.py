@@ -1,7 +1,6 @@
 """Trains a small network with DistributedDataParallel, as torch's own tutorial does. Knows of torch alone.
 
-torchrun --nproc-per-node 2 examples/ddp_static.py
-elasticrun -np 2 examples/ddp_static.py
+torchrun --nproc-per-node 2 examples/ddp_static.py elasticrun -np 2 examples/ddp_static.py
 """
 
 from __future__ import annotations

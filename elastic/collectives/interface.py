@@ -1,8 +1,7 @@
 """The seam under every collective: one group of ranks, of one generation, on one backend.
 
-Nothing above this seam knows Gloo or NCCL; nothing below it knows State, the optimizer or the
-driver. Every tensor is contiguous and lies on the group's device. Ranks here are indices in the
-group.
+Nothing above this seam knows Gloo or NCCL; nothing below it knows State, the optimizer or the driver. Every tensor is
+contiguous and lies on the group's device. Ranks here are indices in the group.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class Work(Protocol):
         """As `wait`, for so long at most. Whether it is done."""
 
     def wait(self) -> None:
-        """Blocks until the result is in place. Raises CollectiveFailed if the group broke or was
-        aborted.
-        """
+        """Blocks until the result is in place. Raises CollectiveFailed if the group broke or was aborted."""
 
 
 @runtime_checkable
@@ -53,9 +50,7 @@ class KnowsWhoIsMissing(Protocol):
 
 
 class Collectives(Protocol):
-    """All calls are asynchronous, in the same order on every rank. Only SUM, MIN, MAX and PRODUCT
-    reach this seam.
-    """
+    """All calls are asynchronous, in the same order on every rank. Only SUM, MIN, MAX and PRODUCT reach this seam."""
 
     rank: int
     size: int
@@ -78,29 +73,22 @@ class Collectives(Protocol):
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
-        """Rows along dimension 0: ``sent[r]`` rows go to rank r, ``received[r]`` rows come from
-        it.
-        """
+        """Rows along dimension 0: ``sent[r]`` rows go to rank r, ``received[r]`` rows come from it."""
 
     def barrier(self) -> Work:
         """Done when every rank has called it."""
 
     def abort(self) -> None:
-        """From any thread, never blocks, any number of times: what is blocked or called later
-        raises CollectiveFailed.
-        """
+        """From any thread, any number of times, never blocks: what waits or is called later raises CollectiveFailed."""
 
     def drain(self, timeout_s: float) -> bool:
-        """After `abort`: waits until no collective of this group writes into any tensor,
-        ``timeout_s`` at most.
+        """After `abort`: waits until no collective of this group writes into any tensor, ``timeout_s`` at most.
 
         Returns whether that is so. Call it before tensors that were under way are written again.
         """
 
     def close(self) -> None:
-        """Frees sockets and threads. May take tens of milliseconds: call it off the critical path,
-        after `abort`.
-        """
+        """Frees sockets and threads. May take tens of milliseconds: call it off the critical path, after `abort`."""
 
 
 @runtime_checkable

@@ -1,5 +1,4 @@
-"""Every message between driver and worker, and the words both sides share. Pure: bytes in, values
-out.
+"""Every message between driver and worker, and the words both sides share. Pure: bytes in, values out.
 
 A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `framing`). Messages are
 tagged by their class name, schema-checked by msgspec when decoded, never pickled. Every message that concerns a world
@@ -69,9 +68,7 @@ class Worker(Value):
 
 
 class Commit(Value):
-    """The identity of a committed state: the n-th commit of a generation. Later ones compare
-    greater.
-    """
+    """The identity of a committed state: the n-th commit of a generation. Later ones compare greater."""
 
     generation: int
     number: int
@@ -187,9 +184,7 @@ class Reconnected(Message):
 
 
 class Layout(Message):
-    """The names, shapes and dtypes of this worker's state, sent once before the first Ready that
-    carries its digest.
-    """
+    """The names, shapes and dtypes of this worker's state, sent once before the first Ready that carries its digest."""
 
     digest: str
     text: str

@@ -29,9 +29,7 @@ class ServedSession(Session):
     given_up = ""
 
     def give_up(self, reason: str, needed: Callable[[], bool] = lambda: True) -> None:
-        """The present world is over, without a word to the driver. From any thread. ``needed`` is asked under the
-        lock.
-        """
+        """The present world is over; the driver is not told. From any thread. ``needed`` is asked under the lock."""
 
         def decide(recovery: Recovery) -> list[Action]:
             if not needed() or recovery.phase is not Phase.TRAINING:

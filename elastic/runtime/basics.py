@@ -12,8 +12,7 @@ from elastic.runtime import lifecycle
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Joins the job that this process was started for; without ``elasticrun``, a world of one.
-    Idempotent.
+    """Joins the job that this process was started for; without ``elasticrun``, a world of one. Idempotent.
 
     ``process_sets``: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic":
     then `add_process_set` and `remove_process_set` may follow. ``comm``: a list of all ranks, which
@@ -121,9 +120,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """The slot of this worker on its host. It stays with the slot while the world changes, as a GPU
-    does.
-    """
+    """The slot of this worker on its host. It stays with the slot while the world changes, as a GPU does."""
     return lifecycle.place().local_rank
 
 

@@ -175,9 +175,7 @@ class Link:
             lost(reason)
 
     def send(self, message: Message) -> None:
-        """From any thread but a signal handler. Raises DriverLost if the driver takes nothing for
-        SEND_S seconds.
-        """
+        """From any thread but a signal handler. Raises DriverLost if the driver takes nothing for SEND_S seconds."""
         body = messages.encoded(message)
         with self._sending:
             try:

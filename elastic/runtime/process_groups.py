@@ -44,9 +44,7 @@ GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
 
 class DeferredCloser:
-    """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step
-    should pay.
-    """
+    """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step should pay."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -89,11 +89,9 @@ class Runtime:
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives:
-        """The group for a purpose, made at its first use. Collective among ``ranks`` (all, by
-        default).
+        """The group for a purpose, made at its first use. Collective among ``ranks`` (all, by default).
 
-        Raises PeerLost if it can't be made, because a rank is gone or does not come within the
-        timeout.
+        Raises PeerLost if it can't be made, because a rank is gone or does not come within the timeout.
         """
         return self._groups.group(purpose, device, ranks)
 
@@ -127,9 +125,7 @@ class Runtime:
         return Guard(self._groups, name)
 
     def mark_broken(self, generation: int, reason: str) -> None:
-        """A collective of this generation failed: cuts the rest, tells the driver. From any thread;
-        never raises.
-        """
+        """A collective of this generation failed: cuts the rest, tells the driver. From any thread; never raises."""
         self.session.mark_broken(generation, reason)
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
@@ -144,9 +140,7 @@ class Runtime:
         self.worlds.first()
 
     def pause(self) -> None:
-        """``shutdown()``: groups are kept until the next world or the exit, because a peer may
-        still be in one.
-        """
+        """``shutdown()``: groups are kept until the next world or the exit, because a peer may still be in one."""
         self.session.pause()
 
     def close(self) -> None:

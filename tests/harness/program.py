@@ -31,9 +31,8 @@ Found = TypeVar("Found")
 class Program:
     """Starts at once. Every wait has a deadline and fails with an AssertionError that shows the end of the output.
 
-    ``mark`` is the environment variable by which its processes are found; ``called`` what messages call it.
-    ``forked``: it is `elasticrun`, and comes from a process that has imported torch, and ``modules``; see
-    `harness.forking`.
+    ``mark`` is the environment variable by which its processes are found; ``called`` what messages call it. ``forked``:
+    it is `elasticrun`, and comes from a process that has imported torch, and ``modules``; see `harness.forking`.
     """
 
     def __init__(

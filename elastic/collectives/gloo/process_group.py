@@ -307,10 +307,9 @@ class GlooCollectives(MovesBytes):
     def _time_out(self) -> None:
         """After a cut: makes Gloo close every connection that it left open, and wake who waits for one.
 
-        A receiver or a sender that failed in the middle of a message leaves its connection open: nobody reads or
-        writes it again, its thread spins at the end of the stream, and other works wait for it until the timeout. The
-        timeout of one receive closes all connections of a group. It's at least a millisecond, so call it off the link
-        thread.
+        A receiver or a sender that failed in the middle of a message leaves its connection open: nobody reads or writes
+        it again, its thread spins at the end of the stream, and other works wait for it until the timeout. The timeout
+        of one receive closes all connections of a group. It's at least a millisecond, so call it off the link thread.
         """
         backend, nothing = self._backend, torch.zeros(1, dtype=torch.uint8, device="cpu")
         if backend is None or self._connections() == 0:

@@ -86,9 +86,7 @@ class HostManager:
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Asks again; what was added and removed since the last time, slots included. Raises what the discovery
-        raises.
-        """
+        """Asks again; what has come and gone since the last time, slots included. Raises what the discovery raises."""
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update
         for host in {*before, *self._hosts}:

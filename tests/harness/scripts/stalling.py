@@ -1,9 +1,8 @@
 """Trains as training.py does, but a worker stops to come on at some place: STALL, rules as for WAIT, with ``how=``.
 
-Ill: ``sleep``, ``lock`` (a deadlock), ``loop`` (in Python), ``gil`` (held in C, without doing anything). None ends.
-In good health, until the file ``file=`` exists: ``work`` computes, ``evaluation`` computes nothing but is marked as a
-long phase, ``write`` saves a checkpoint again and again, ``pause`` sleeps, ``slow`` takes a while, once or at each
-step.
+Ill: ``sleep``, ``lock`` (a deadlock), ``loop`` (in Python), ``gil`` (held in C, without doing anything). None ends. In
+good health, until the file ``file=`` exists: ``work`` computes, ``evaluation`` computes nothing but is marked as a long
+phase, ``write`` saves a checkpoint again and again, ``pause`` sleeps, ``slow`` takes a while, once or at each step.
 """
 
 from __future__ import annotations
