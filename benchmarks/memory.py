@@ -125,8 +125,7 @@ def table(answers: list[Answer]) -> Table:
             row = [answer.model, str(answer.ranks), name]
             for values in [job.before for job in jobs], [job.trained for job in jobs]:
                 row.append(
-                    f"{statistics.median(values) / MB:.1f}"
-                    f" ({min(values) / MB:.1f} .. {max(values) / MB:.1f})"
+                    f"{statistics.median(values) / MB:.1f} ({min(values) / MB:.1f} .. {max(values) / MB:.1f})"
                 )
             found.add_row(*row)
         found.add_row(answer.model, "", "difference", "", f"{answer.more / MB:.1f}")

@@ -73,8 +73,7 @@ class Settings:
                 raise Invalid(f"{name} is {getattr(self, name)}; give a positive number of seconds")
         if self.cooldown_min_s > self.cooldown_max_s:
             raise Invalid(
-                f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty;"
-                " give MIN <= MAX"
+                f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty; give MIN <= MAX"
             )
         if self.lease_s <= 0:
             raise Invalid(f"--lease is {self.lease_s:g}; give a positive number of seconds")

@@ -12,8 +12,7 @@ from elastic.version import __version__ as __version__
 
 _MODULES = {
     "elastic.runtime.basics": (
-        "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size"
-        " is_homogeneous long_phase"
+        "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size is_homogeneous long_phase"
     ),
     "elastic.run_loop": "run",
     "elastic.checkpoints.on_request": "Checkpoints",
@@ -28,11 +27,10 @@ _MODULES = {
     ),
     "elastic.api.ops": (
         "allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_"
-        " grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async allgather"
-        " allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_"
-        " broadcast_async broadcast_async_ alltoall alltoall_async reducescatter"
-        " reducescatter_async grouped_reducescatter grouped_reducescatter_async barrier poll"
-        " synchronize global_process_set Average Sum Adasum Min Max Product"
+        " grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async"
+        " grouped_allgather grouped_allgather_async broadcast broadcast_ broadcast_async broadcast_async_ alltoall"
+        " alltoall_async reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async barrier"
+        " poll synchronize global_process_set Average Sum Adasum Min Max Product"
     ),
     "elastic.negotiation.process_sets": "ProcessSet add_process_set remove_process_set",
     "elastic.optimizer.join": "join",

@@ -78,8 +78,7 @@ def train(state: hvd.elastic.TorchState) -> float:
             state.commit()
         if hvd.rank() == 0:
             print(
-                f"epoch {state.epoch + 1:2}/{args.epochs}"
-                f"  test accuracy {accuracy():.1%}  {hvd.size()} workers"
+                f"epoch {state.epoch + 1:2}/{args.epochs}  test accuracy {accuracy():.1%}  {hvd.size()} workers"
             )
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)

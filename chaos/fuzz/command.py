@@ -62,8 +62,7 @@ def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
     for name, part in (("decoders", decoders), ("streams", streams)):
         grown = _watched(part, SHARES[name] * seconds, part.tally)
         words.append(
-            f"{name}: the slowest input took {part.tally.worst_s * 1e3:.0f} ms, memory grew by"
-            f" {grown / 1e6:.1f} MB"
+            f"{name}: the slowest input took {part.tally.worst_s * 1e3:.0f} ms, memory grew by {grown / 1e6:.1f} MB"
         )
     # Two servers, one after the other: the first warms up.
     first, server = OnLoopback(seed), OnLoopback(seed + 1)
@@ -76,8 +75,7 @@ def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
     server.turncoats.findings += first.turncoats.findings
     words.append(
         f"server: honest workers said {server.words:,} words meanwhile, the longest wait for an answer was"
-        f" {server.answered_s * 1e3:.0f} ms; {server.lines} lines of log; memory grew by"
-        f" {grown / 1e6:.1f} MB"
+        f" {server.answered_s * 1e3:.0f} ms; {server.lines} lines of log; memory grew by {grown / 1e6:.1f} MB"
     )
     return [decoders.tally, streams.tally, server.strangers, server.turncoats], words
 

@@ -152,13 +152,12 @@ def page(
         "",
         *table(outcomes),
         "",
-        "*Survivors* committed steps before and after, in the same process. *Next step after*: from what"
-        " happened until the slowest of them had committed a step in its new world; where a host comes"
-        " back, the others train on until it is ready. *Longest pause*: between two commits of one of"
-        " them from then on. A step has *failed* where a survivor began it"
-        " and had to go back before it. A commit is *lost* where somebody held it, and the training went"
-        " back before it: counted in the workers' own notes, and in the journal. *Adopted after*: from"
-        " the death of the driver until another had heard of every worker. *Invariants*: all that"
+        "*Survivors* committed steps before and after, in the same process. *Next step after*: from what happened until"
+        " the slowest of them had committed a step in its new world; where a host comes back, the others train on until"
+        " it is ready. *Longest pause*: between two commits of one of them from then on. A step has *failed* where a"
+        " survivor began it and had to go back before it. A commit is *lost* where somebody held it, and the training"
+        " went back before it: counted in the workers' own notes, and in the journal. *Adopted after*: from the death"
+        " of the driver until another had heard of every worker. *Invariants*: all that"
         " `chaos/invariants/invariants.py` asks of the journal; that it has lost no commit; and that parameters were"
         " equal at every commit that at least two workers reported.",
         "",

@@ -181,8 +181,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
     at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
     if at is None:
         raise Invalid(
-            "give the job after --, started with elasticrun, as in: -- elasticrun -np 4 --min-np 1"
-            " python train.py"
+            "give the job after --, started with elasticrun, as in: -- elasticrun -np 4 --min-np 1 python train.py"
         )
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)

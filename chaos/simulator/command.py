@@ -169,8 +169,7 @@ def _large(options: argparse.Namespace) -> int:
     for fault in scale.simulation.faults:
         print(f"fault: {fault}")
     print(
-        f"seed {options.seed}: {options.workers} workers, {outcome.virtual_s:.0f} virtual seconds,"
-        f" {outcome.generation} worlds, {outcome.messages} messages, {outcome.happened} events,"
-        f" {spent:.1f} s of processor time"
+        f"seed {options.seed}: {options.workers} workers, {outcome.virtual_s:.0f} virtual seconds, {outcome.generation}"
+        f" worlds, {outcome.messages} messages, {outcome.happened} events, {spent:.1f} s of processor time"
     )
     return 0

@@ -111,9 +111,8 @@ def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
         "",
         f"    {command}",
         "",
-        "A small model trains on workers of one machine, with a commit after every step; faults come"
-        " at random, and the workers that are lost return. One worker is spared by all faults, so"
-        " that its curves are as long as the job.",
+        "A small model trains on workers of one machine, with a commit after every step; faults come at random, and the"
+        " workers that are lost return. One worker is spared by all faults, so that its curves are as long as the job.",
         "",
         "| | |",
         "|---|---|",
@@ -121,10 +120,8 @@ def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
         f"| recoveries after a failure | {_spread(failures)} |",
         f"| planned changes | {_spread(changes)} |",
         f"| commits lost | {steps.lost} of {steps.kept + steps.lost} |",
-        f"| commits compared between workers, differing | {report.digests.compared},"
-        f" {report.digests.differing} |",
-        f"| time training | {goodput.share:.1%}; with all {goodput.workers} workers"
-        f" {goodput.full_share:.1%} |",
+        f"| commits compared between workers, differing | {report.digests.compared}, {report.digests.differing} |",
+        f"| time training | {goodput.share:.1%}; with all {goodput.workers} workers {goodput.full_share:.1%} |",
         f"| invariants | {'; '.join(report.broken) or 'all hold'} |",
         f"| all workers back after the last fault | {_seconds(found.back_s)} |",
         f"| left behind | {', '.join(found.left) or 'nothing'} |",

@@ -81,8 +81,7 @@ class WorkerFlags:
     max_num_proc: int | None = flag(
         "--max-np --max-num-proc",
         "N",
-        "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are"
-        " slots).",
+        "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are slots).",
         whole(1),
     )
     standbys: int | None = flag(
@@ -127,8 +126,7 @@ class WorkerFlags:
     slot_attempts: int | None = flag(
         "--slot-attempts",
         "N",
-        "Give a slot up after N workers in a row died there before they trained (default:"
-        f" {Settings.slot_attempts}).",
+        f"Give a slot up after N workers in a row died there before they trained (default: {Settings.slot_attempts}).",
         whole(1),
     )
     host_attempts: int | None = flag(
@@ -152,8 +150,7 @@ class HostFlags:
     host_discovery_script: str | None = flag(
         "--host-discovery-script",
         "SCRIPT",
-        "A program that is run every second and prints the hosts there are now, one host or"
-        " host:slots a line.",
+        "A program that is run every second and prints the hosts there are now, one host or host:slots a line.",
     )
     slots_per_host: int | None = flag(
         "--slots-per-host", "N", "Slots of a host listed without a number (default: 1).", whole(1)
@@ -162,8 +159,7 @@ class HostFlags:
         "--network-interface --network-interfaces",
         "LIST",
         "Talk over the first of these that a host has: interfaces, networks or addresses, as in"
-        " eth1,10.0.0.0/8,fd00::/8 (default: what leads to the other hosts; on one machine"
-        " loopback).",
+        " eth1,10.0.0.0/8,fd00::/8 (default: what leads to the other hosts; on one machine loopback).",
         action=Names,
     )
 
@@ -181,9 +177,8 @@ class CommunicationFlags:
     gloo_timeout_seconds: float | None = flag(
         "--gloo-timeout-seconds",
         "S",
-        "End a collective that has waited this long, whoever is to blame (default:"
-        " HOROVOD_GLOO_TIMEOUT_SECONDS, ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute);"
-        " also the time to connect (default: 30).",
+        "End a collective that has waited this long, whoever is to blame (default: HOROVOD_GLOO_TIMEOUT_SECONDS,"
+        " ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute); also the time to connect (default: 30).",
         seconds,
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         keys=("library_options.gloo_timeout_seconds",),
@@ -206,8 +201,7 @@ class TuningFlags:
     cycle_time_ms: float | None = flag(
         "--cycle-time-ms",
         "MS",
-        "Wait this long for more to fuse before a round of negotiation (default:"
-        " HOROVOD_CYCLE_TIME, or 1).",
+        "Wait this long for more to fuse before a round of negotiation (default: HOROVOD_CYCLE_TIME, or 1).",
         number,
         variable="HOROVOD_CYCLE_TIME",
         keys=("params.cycle_time_ms",),
@@ -215,8 +209,7 @@ class TuningFlags:
     cache_capacity: int | None = flag(
         "--cache-capacity",
         "N",
-        "Remember the negotiation of so many tensors; 0: of none (default:"
-        " HOROVOD_CACHE_CAPACITY, or 1024).",
+        "Remember the negotiation of so many tensors; 0: of none (default: HOROVOD_CACHE_CAPACITY, or 1024).",
         whole(0),
         variable="HOROVOD_CACHE_CAPACITY",
         keys=("params.cache_capacity",),
@@ -260,16 +253,14 @@ class DetectionFlags:
     busy_timeout: float | None = flag(
         "--busy-timeout",
         "S",
-        "Fence a busy worker once others have waited for it this long; 0: never (default:"
-        f" {Settings.busy_s:g}).",
+        f"Fence a busy worker once others have waited for it this long; 0: never (default: {Settings.busy_s:g}).",
         number,
     )
     gpu_hang_timeout: float | None = flag(
         "--gpu-hang-timeout",
         "S",
-        "Fence a worker whose GPU has not come to a collective this long after those of the others;"
-        " where all have come, form a new world after three times as long; 0: never (default:"
-        f" {Settings.gpu_hang_s:g}).",
+        "Fence a worker whose GPU has not come to a collective this long after those of the others; where all have"
+        f" come, form a new world after three times as long; 0: never (default: {Settings.gpu_hang_s:g}).",
         number,
     )
     stall_warning: float | None = flag(
@@ -319,8 +310,7 @@ class OutputFlags:
     timeline_filename: str | None = flag(
         "--timeline-filename",
         "FILE",
-        "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev"
-        " (default: HOROVOD_TIMELINE).",
+        "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev (default: HOROVOD_TIMELINE).",
         variable="HOROVOD_TIMELINE",
         keys=("timeline.filename",),
     )
@@ -393,8 +383,7 @@ class OutputFlags:
     log_level: str | None = flag(
         "--log-level",
         "LEVEL",
-        f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or"
-        " HOROVOD_LOG_LEVEL).",
+        f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or HOROVOD_LOG_LEVEL).",
         log_level,
         variable="HOROVOD_LOG_LEVEL",
         keys=("logging.level",),
@@ -405,8 +394,7 @@ class OutputFlags:
         given(
             "--log-without-timestamp --log-hide-timestamp",
             False,
-            "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does."
-            " On: --log-with-timestamp.",
+            "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does. On: --log-with-timestamp.",
             variable="HOROVOD_LOG_HIDE_TIME",
             keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
         ),
@@ -599,10 +587,7 @@ def _add_without_meaning(add: Group) -> None:
 def why_without_meaning(flag: str) -> str:
     """Why there is nothing that this flag could set here: a clause."""
     if flag.startswith("--autotune"):
-        return (
-            "nothing is tuned while training; --fusion-threshold-mb and --cycle-time-ms are"
-            " what there is to try"
-        )
+        return "nothing is tuned while training; --fusion-threshold-mb and --cycle-time-ms are what there is to try"
     return {
         "--hierarchical-allreduce": _BY_ITSELF,
         "--hierarchical-allgather": _BY_ITSELF,

@@ -29,8 +29,7 @@ class SshFlags:
     exported: list[str] | None = flag(
         "--export",
         "NAMES",
-        "Give workers on all hosts these variables of this environment, besides HOROVOD_*, NCCL_*"
-        " and the like.",
+        "Give workers on all hosts these variables of this environment, besides HOROVOD_*, NCCL_* and the like.",
         action=Names,
     )
 
@@ -101,8 +100,7 @@ class FailoverFlags:
     driver_timeout: float | None = flag(
         "--driver-timeout",
         "S",
-        "Workers train on for so long without a driver (default: 600 with --resume or --standby,"
-        " else 30).",
+        "Workers train on for so long without a driver (default: 600 with --resume or --standby, else 30).",
         seconds,
     )
     driver_port: int | None = flag(
@@ -125,9 +123,8 @@ class CheckpointFlags:
     checkpoint_every: str | None = flag(
         "--checkpoint-every",
         "EVERY",
-        "How often: 60s, 10m, 1h, 500commits, or manual, when the script asks (default:"
-        f" {DEFAULT_EVERY})."
-        " The last commit of a training becomes durable in any case.",
+        f"How often: 60s, 10m, 1h, 500commits, or manual, when the script asks (default: {DEFAULT_EVERY}). The last"
+        " commit of a training becomes durable in any case.",
         variable="ELASTIC_CHECKPOINT_EVERY",
         keys=("checkpoint.every",),
     )

@@ -98,8 +98,7 @@ class EtcdConnection:
             if "authentication is not enabled" in str(error):
                 return  # whoever comes is let in
             raise NotLetIn(
-                f"it does not let user {self._access.user!r} in: {error};"
-                " check --etcd-user and its password"
+                f"it does not let user {self._access.user!r} in: {error}; check --etcd-user and its password"
             ) from None
         self._token = answer.token
 

@@ -35,8 +35,7 @@ CLOSE_S = 10.0
 
 # Any login shell takes these words: a quoted text without quotes, backslashes, newlines or exclamation marks in it.
 REMOTE = (
-    "exec /bin/sh -c '"
-    "IFS= read -r a; IFS= read -r b; "
+    "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
     'for p in "$a" "$b"; do '
     'case "$p" in "") false;; */*) test -f "$p" && test -x "$p";; *) command -v "$p" >/dev/null;; esac '
     f'&& exec "$p" -c "{RUN_MODULE}" {AGENT_MODULE}; '

@@ -89,10 +89,7 @@ class Agreement:
             case "families":
                 old = self._shown(h for h in self._hosts.values() if h.bind.version == 4)
                 new = self._shown(h for h in self._hosts.values() if h.bind.version == 6)
-                return (
-                    f"workers on {old} listen in IPv4 and those on {new} in IPv6, so they can't reach each"
-                    " other"
-                )
+                return f"workers on {old} listen in IPv4 and those on {new} in IPv6, so they can't reach each other"
             case "loopback":
                 inside = self._shown(h for h in self._hosts.values() if h.inside)
                 return f"workers on {inside} listen on loopback, where no other host reaches them"

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
-PROGRAM = (
-    "import sys; sys.path[:1] = sys.argv[1:2];"
-    " from elastic.driver.processes.prepared_process import main; main()"
-)
+PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
 PREPARED = "ELASTIC_PREPARED"  # in the environment of one, as the kernel shows it to others: it names no worker
 MOST = 64  # processes
 QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves

@@ -189,8 +189,7 @@ class Turn:
             self._lost.set()
             self._log(
                 "warning",
-                f"another driver leads job {self._job} now, or Ray's key-value store has lost its data;"
-                " this one ends",
+                f"another driver leads job {self._job} now, or Ray's key-value store has lost its data; this one ends",
             )
         raise Deposed(f"this driver does not lead job {self._job}; nothing may be done")
 

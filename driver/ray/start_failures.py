@@ -17,10 +17,8 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
     said = _COLOUR.sub("", text)
     node = node[:8]
     if found := re.search(r"No module named '?([\w.]+)'?", said):
-        return (
-            f"hvd-elastic can't be imported on {host}: there is no module {found[1]} for Ray's python"
-            f" there; {_INSTALL}"
-        )
+        missing = f"there is no module {found[1]} for Ray's python there"
+        return f"hvd-elastic can't be imported on {host}: {missing}; {_INSTALL}"
     if "failed to import on the worker" in said:
         return f"hvd-elastic can't be imported on {host}; {_INSTALL}"
     if kind == "RuntimeEnvSetupError":
@@ -31,9 +29,8 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
         return f"the node {node} of {host} has died; another has to take its place"
     if kind in ("GetTimeoutError", "TimeoutError"):
         return (
-            f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not"
-            " yet known to be, or too busy, or still sets up the job's runtime_env; look at `ray list"
-            " nodes` and the load there"
+            f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not yet known to be,"
+            " or too busy, or still sets up the job's runtime_env; look at `ray list nodes` and the load there"
         )
     return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(said)}; look at `ray list actors`"
 

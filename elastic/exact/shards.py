@@ -310,9 +310,8 @@ class Shards:
                 raise Invalid(
                     f"{name or 'the model'} is a SyncBatchNorm, whose statistics are those of the whole batch: all"
                     " shards of a step would have to be in this layer at once, and a worker has several, one after the"
-                    " other."
-                    " Use torch's BatchNorm, which normalizes each shard by itself, with fewer and larger shards where"
-                    " that is too few samples, or a GroupNorm, to which the batch is all the same"
+                    " other. Use torch's BatchNorm, which normalizes each shard by itself, with fewer and larger shards"
+                    " where that is too few samples, or a GroupNorm, to which the batch is all the same"
                 )
         if self._keeper is None:
             self._keeper = BufferKeeper()

@@ -76,8 +76,7 @@ def _rule(line: str) -> Rule:
     action, _, argument = words[0].partition("=")
     if action not in ACTIONS:
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: there is no action {action!r} (in {line.strip()!r}); give one of"
-            f" {', '.join(ACTIONS)}"
+            f"ELASTIC_FAILPOINTS: there is no action {action!r} (in {line.strip()!r}); give one of {', '.join(ACTIONS)}"
         )
     if ACTIONS[action] != bool(argument):
         form = f"{action}=..." if ACTIONS[action] else action

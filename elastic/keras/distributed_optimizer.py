@@ -102,8 +102,7 @@ def PartialDistributedOptimizer(
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
         if not isinstance(layer, keras.layers.Layer):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is not a Keras layer; give one layer, or a"
-                " list"
+                f"local_layers has a {type(layer).__name__}, which is not a Keras layer; give one layer, or a list"
             )
         for variable in layer.trainable_weights:
             reducing.inside(made).register_local_var(variable)

@@ -178,8 +178,7 @@ class TracingToFile:
         if self._writing is not None:
             if self._writing.path != path:
                 raise Invalid(
-                    f"start_timeline: a timeline is being written to {self._writing.path};"
-                    " call stop_timeline() first"
+                    f"start_timeline: a timeline is being written to {self._writing.path}; call stop_timeline() first"
                 )
             return
         rank = self._place.rank

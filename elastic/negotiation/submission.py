@@ -55,8 +55,7 @@ def _need_tensors(kind: str, tensors: Sequence[object]) -> None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"{kind} takes a torch.Tensor, not a {type(tensor).__name__};"
-                " convert it with torch.as_tensor()"
+                f"{kind} takes a torch.Tensor, not a {type(tensor).__name__}; convert it with torch.as_tensor()"
             )
 
 

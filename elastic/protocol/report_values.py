@@ -95,8 +95,7 @@ def _only(value: Any, path: Path) -> Any:
     count = _count(value)
     if count is None:
         raise TypeError(
-            f"report(): {_where(path)} is a {_name(value)}; give None, numbers, strings, and lists"
-            " and dicts of them"
+            f"report(): {_where(path)} is a {_name(value)}; give None, numbers, strings, and lists and dicts of them"
         )
     if count != 1:
         raise TypeError(

@@ -57,8 +57,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
             raise Invalid(
-                f"--tls-key {key} does not belong to --tls-cert {cert}; give the two that were"
-                " made together"
+                f"--tls-key {key} does not belong to --tls-cert {cert}; give the two that were made together"
             ) from None
         raise Invalid(
             f"--tls-cert {cert} and --tls-key {key} are no certificate and key; give two PEM files"

@@ -57,8 +57,7 @@ class TraceFile:
         except (OSError, ValueError) as error:  # ValueError: a null character in the path
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise Invalid(
-                f"the timeline {path!r} can't be written: {why}; give the path of a file in a"
-                " writable folder"
+                f"the timeline {path!r} can't be written: {why}; give the path of a file in a writable folder"
             ) from None
         self._end = len(OPENING)  # where the next event goes
         self._empty = True

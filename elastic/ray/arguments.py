@@ -120,8 +120,7 @@ def wanted(
     np = num_workers if num_workers is not None else min_workers
     if np is None:
         raise Invalid(
-            "num_workers and min_workers are missing; say how many workers to start, as in"
-            " num_workers=4"
+            "num_workers and min_workers are missing; say how many workers to start, as in num_workers=4"
         )
     least = min_workers if min_workers is not None else np
     most = max_workers if max_workers is not None else np
@@ -129,8 +128,7 @@ def wanted(
         raise Invalid(f"min_workers {least} is greater than max_workers {most}; give min <= max")
     if not least <= np <= most:
         raise Invalid(
-            f"num_workers {np} is not between min_workers {least} and max_workers {most};"
-            " give min <= num <= max"
+            f"num_workers {np} is not between min_workers {least} and max_workers {most}; give min <= num <= max"
         )
     if num_hosts is not None and (num_hosts < 1 or np % num_hosts):
         raise Invalid(f"{np} workers can't be spread evenly over {num_hosts} hosts")
@@ -153,8 +151,7 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
         raise Invalid(f"use_gpu is {use_gpu!r}; give True or False")
     if given is not None and not isinstance(given, Mapping):
         raise Invalid(
-            f"resources_per_worker is a {type(given).__name__}; give a dict such as"
-            " {'CPU': 2, 'GPU': 1}"
+            f"resources_per_worker is a {type(given).__name__}; give a dict such as {{'CPU': 2, 'GPU': 1}}"
         )
     found: dict[str, float] = {"CPU": 1.0}
     for name, amount in (given or {}).items():

@@ -83,8 +83,7 @@ def answered(value: Any) -> bytes:
     answer: bytes = _VALUE + cloudpickle.dumps(value)
     if len(answer) > FRAME_LIMIT:
         raise Invalid(
-            f"the value has {len(answer)} bytes, and {FRAME_LIMIT} is the limit; let the function write it"
-            " to a file"
+            f"the value has {len(answer)} bytes, and {FRAME_LIMIT} is the limit; let the function write it to a file"
         )
     return answer
 

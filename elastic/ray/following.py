@@ -53,8 +53,7 @@ def with_group(wanted: Wanted) -> Wanted:
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(
-                f"placement_group is {wanted.placement_group!r}; give 'current', None or a"
-                " PlacementGroup"
+                f"placement_group is {wanted.placement_group!r}; give 'current', None or a PlacementGroup"
             )
         group = ray.util.get_current_placement_group()
         in_use = {} if group is None else held_of(group)

@@ -159,8 +159,7 @@ class Store:
                     f"aborted while waiting for {awaited}", aborted=True
                 ) from None
             raise CollectiveFailed(
-                f"gave up waiting for {awaited} at the store"
-                f" {self.address}: {error or type(error).__name__}"
+                f"gave up waiting for {awaited} at the store {self.address}: {error or type(error).__name__}"
             ) from error
         finally:
             with self._lock:

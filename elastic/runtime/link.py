@@ -97,8 +97,7 @@ class Link:
             data = self._socket.recv(65536)
             if not data and silent and self._tls is None:
                 raise ProtocolError(
-                    "it closed the connection without a word; does it expect TLS (--tls-cert,"
-                    " --tls-key, --tls-ca)?"
+                    "it closed the connection without a word; does it expect TLS (--tls-cert, --tls-key, --tls-ca)?"
                 )
             if not data:
                 raise ProtocolError("it closed the connection")

@@ -193,8 +193,7 @@ class HandledState(ObjectState):
         """Goes back to the last commit; after a torn save only gradients are cleared. Raises DeviceLost."""
         if not self.valid():
             log.warning(
-                "the last save() did not complete, so there is nothing whole to restore:"
-                " values stay as they are"
+                "the last save() did not complete, so there is nothing whole to restore: values stay as they are"
             )
             for part in self._of_ours():
                 part.restore_nothing()

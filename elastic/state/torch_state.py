@@ -36,8 +36,7 @@ class TorchState(HandledState):
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise Invalid(
-                f"model is a {type(model).__name__}; pass the torch.nn.Module itself, or give the"
-                " value another name"
+                f"model is a {type(model).__name__}; pass the torch.nn.Module itself, or give the value another name"
             )
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise Invalid(

@@ -176,8 +176,7 @@ def train(epoch):
     if verbose:
         lr = optimizer.param_groups[0]["lr"]
         print(
-            f"Train Epoch #{epoch + 1}: loss {train_loss.avg:.4f}"
-            f" accuracy {100 * train_accuracy.avg:.1f}% lr {lr:.5f}"
+            f"Train Epoch #{epoch + 1}: loss {train_loss.avg:.4f} accuracy {100 * train_accuracy.avg:.1f}% lr {lr:.5f}"
         )
 
 
@@ -193,8 +192,7 @@ def validate(epoch):
             val_accuracy.update(accuracy(output, target))
     if verbose:
         print(
-            f"Validate Epoch #{epoch + 1}: loss {val_loss.avg:.4f}"
-            f" accuracy {100 * val_accuracy.avg:.1f}%"
+            f"Validate Epoch #{epoch + 1}: loss {val_loss.avg:.4f} accuracy {100 * val_accuracy.avg:.1f}%"
         )
 
 

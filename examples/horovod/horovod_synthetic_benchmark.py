@@ -97,6 +97,5 @@ img_sec_mean = np.mean(img_secs)
 img_sec_conf = 1.96 * np.std(img_secs)
 log(f"Img/sec per {device}: {img_sec_mean:.1f} +-{img_sec_conf:.1f}")
 log(
-    f"Total img/sec on {hvd.size()} {device}(s):"
-    f" {hvd.size() * img_sec_mean:.1f} +-{hvd.size() * img_sec_conf:.1f}"
+    f"Total img/sec on {hvd.size()} {device}(s): {hvd.size() * img_sec_mean:.1f} +-{hvd.size() * img_sec_conf:.1f}"
 )

@@ -27,8 +27,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     """
     if _tensors.backend() != "tensorflow":
         raise RuntimeError(
-            "Keras has no global variables on this backend;"
-            " use hvd.callbacks.BroadcastGlobalVariablesCallback"
+            "Keras has no global variables on this backend; use hvd.callbacks.BroadcastGlobalVariablesCallback"
         )
     from elastic.tensorflow import variables
 

@@ -100,8 +100,7 @@ class RayExecutor:
             return
         if not override_discovery:
             raise Invalid(
-                "override_discovery=False: hosts come from Ray here, as far as it grants them to this job;"
-                " leave it out"
+                "override_discovery=False: hosts come from Ray here, as far as it grants them to this job; leave it out"
             )
         placing = PGStrategy(
             num_workers=min_workers,
@@ -191,13 +190,11 @@ def _check_kind(
         )
     if min_workers is not None and num_hosts is not None:
         raise Invalid(
-            "Both `min_workers` and `num_hosts` provided. An elastic job takes the hosts that come; leave"
-            " num_hosts out"
+            "Both `min_workers` and `num_hosts` provided. An elastic job takes the hosts that come; leave num_hosts out"
         )
     if num_workers is not None and num_hosts is not None:
         raise Invalid(
-            "Both `num_workers` and `num_hosts` provided. Give num_workers, or num_hosts with"
-            " num_workers_per_host"
+            "Both `num_workers` and `num_hosts` provided. Give num_workers, or num_hosts with num_workers_per_host"
         )
     if min_workers is None and num_workers is None and num_hosts is None:
         raise Invalid(

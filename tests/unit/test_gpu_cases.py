@@ -58,9 +58,8 @@ def test_a_case_that_hangs_is_ended_with_its_children_and_what_it_had_found_is_k
     tmp_path, monkeypatch
 ):
     body = (
-        "from gpu.programs import environment; env = environment(machine);"
-        " child = subprocess.Popen(['sleep', '99'], env=env, start_new_session=True);"
-        " result.figure('child', child.pid); time.sleep(99)"
+        "from gpu.programs import environment; env = environment(machine); child = subprocess.Popen(['sleep', '99'],"
+        " env=env, start_new_session=True); result.figure('child', child.pid); time.sleep(99)"
     )
     outcome = outcome_of(body, 5.0, tmp_path, monkeypatch)
     assert outcome["ok"] is False and "did not end within 5 s" in outcome["reason"]

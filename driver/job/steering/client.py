@@ -73,8 +73,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     if not found:
         if other := _other_owner(path):
             raise Invalid(
-                f"{whose} belongs to user {other}, and a job answers only the user that"
-                f" started it: ask as {other}"
+                f"{whose} belongs to user {other}, and a job answers only the user that started it: ask as {other}"
             )
         raise Invalid(f"no {which} runs here{hint}; {_others(there)}")
     if len(found) > 1:

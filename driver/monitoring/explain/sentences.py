@@ -462,9 +462,8 @@ _ADVICE = {
         " batch, fewer DataLoader workers, fewer tensors kept from step to step."
     ),
     Advice.LESS_GPU_MEMORY: (
-        "Have each worker hold less on its GPU: a smaller batch, activation checkpointing, or fewer tensors"
-        " kept from step to step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against"
-        " fragmentation."
+        "Have each worker hold less on its GPU: a smaller batch, activation checkpointing, or fewer tensors kept from"
+        " step to step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragmentation."
     ),
     Advice.FREE_DISK: (
         "Make room on {host} on the disk that the script writes to in the traceback's last line of its own, or"
@@ -502,9 +501,8 @@ _ADVICE = {
     ),
     Advice.LOOK_AT_NETWORK: "Look at the network of {host}, and whether the machine itself stood still.",
     Advice.WHO_KILLED_IT: (
-        "Find out who killed {who} on {host} ({seen}): look in dmesg, in the"
-        " system's log, and in what your batch system or container runtime says. The kernel did not report that"
-        " memory ran out."
+        "Find out who killed {who} on {host} ({seen}): look in dmesg, in the system's log, and in what your batch"
+        " system or container runtime says. The kernel did not report that memory ran out."
     ),
     Advice.CRASH: (
         "{signal} is a crash in native code: a library that does not fit, or a bug of an extension. Run the"

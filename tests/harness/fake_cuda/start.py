@@ -33,10 +33,7 @@ def missing() -> str | None:
     if not BUILT.exists():
         return "the made-up CUDA is not built; run: make fakecuda"
     if BUILT.read_text() != sources():
-        return (
-            f"the made-up CUDA in {FOLDER} is older than its sources, or not for torch {TORCH};"
-            " run: make fakecuda"
-        )
+        return f"the made-up CUDA in {FOLDER} is older than its sources, or not for torch {TORCH}; run: make fakecuda"
     return None
 
 

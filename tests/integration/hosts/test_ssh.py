@@ -143,8 +143,7 @@ class TestContract(StarterContract):
                 await until(lambda: bool(bench.log), "the end of ssh")
                 assert [level for level, _ in bench.log] == ["warning"]
                 assert re.fullmatch(
-                    "the ssh connection to the agent on alpha has broken:"
-                    " Timeout, server .* not responding",
+                    "the ssh connection to the agent on alpha has broken: Timeout, server .* not responding",
                     bench.log[0][1],
                 )
             finally:
@@ -259,8 +258,7 @@ def test_a_changed_host_key_and_its_cure(hosts, tmp_path):
     )
     text = refusal(hosts, tmp_path)
     assert text.startswith(
-        f"the host key of alpha is not the one known for it (line 1 of {hosts.known}): somebody may"
-        " stand in between;"
+        f"the host key of alpha is not the one known for it (line 1 of {hosts.known}): somebody may stand in between;"
     )
     forget = re.search(r"ssh-keygen -f .*?(?=, then)", text)
     assert forget is not None
@@ -281,8 +279,7 @@ def test_a_key_that_is_not_let_in_is_named(hosts, tmp_path):
 
 def test_a_host_without_a_python(hosts, tmp_path):
     assert refusal(hosts, tmp_path, python="/no/python") == (
-        "alpha has no python to run the agent with (tried /no/python /no/python); name one by"
-        " --remote-python"
+        "alpha has no python to run the agent with (tried /no/python /no/python); name one by --remote-python"
     )
 
 

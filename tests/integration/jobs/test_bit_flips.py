@@ -27,10 +27,7 @@ from harness.job import Job
 FLIPS = int(os.environ.get("FLIPS", "60"))
 SEED = int(os.environ.get("SEED", "11"))
 WORN = 50  # flips in one job, each of which takes a worker, or all three
-FLAGS = (
-    "-np 3 --min-np 1 --blacklist-cooldown-range 0.05 0.1 --slot-attempts 100000"
-    " --checkpoint-every 5commits"
-)
+FLAGS = "-np 3 --min-np 1 --blacklist-cooldown-range 0.05 0.1 --slot-attempts 100000 --checkpoint-every 5commits"
 Where = tuple[int, int]  # generation and number of a commit
 
 pytestmark = [pytest.mark.nightly, pytest.mark.forked, pytest.mark.timeout(120 + 10 * FLIPS)]

@@ -318,9 +318,8 @@ def test_log_levels():
 
 def test_every_setting_has_its_flag():
     settings = job(
-        "-np 2 --min-np 1 --start-timeout 7 --elastic-timeout 8.5 --reset-limit 3"
-        " --blacklist-cooldown-range 2 20 --slot-attempts 4 --host-attempts 2"
-        " --gloo-timeout-seconds 12.5 --tcp --digests --allow-inexact"
+        "-np 2 --min-np 1 --start-timeout 7 --elastic-timeout 8.5 --reset-limit 3 --blacklist-cooldown-range 2 20"
+        " --slot-attempts 4 --host-attempts 2 --gloo-timeout-seconds 12.5 --tcp --digests --allow-inexact"
     ).settings
     assert (settings.start_timeout_s, settings.elastic_timeout_s) == (7.0, 8.5)
     assert (settings.reset_limit, settings.slot_attempts, settings.host_attempts) == (3, 4, 2)
@@ -372,8 +371,7 @@ def test_threads_are_shared_unless_the_user_has_chosen():
     assert made.notes == [
         (
             "info",
-            "each worker gets OMP_NUM_THREADS=2 (8 cores, up to 3 workers); set it yourself to"
-            " change that",
+            "each worker gets OMP_NUM_THREADS=2 (8 cores, up to 3 workers); set it yourself to change that",
         )
     ]
     assert job("-np 16", cores=2).settings.env["OMP_NUM_THREADS"] == "1"
@@ -568,8 +566,7 @@ def test_flags_without_meaning_are_named_with_the_reason():
     assert warnings(made) == [
         "--torus-allreduce has no meaning here: NCCL chooses the algorithm by the network it finds;"
         " its variable NCCL_ALGO forces one",
-        "--mpi-args, --binding-args have no meaning here: workers are not started by MPI and do not"
-        " talk over it",
+        "--mpi-args, --binding-args have no meaning here: workers are not started by MPI and do not talk over it",
     ]
     assert warnings(job("-np 2 --no-stall-check --no-hierarchical-allreduce --gloo")) == []
     [told] = warnings(job("-np 2", HOROVOD_AUTOTUNE="1", HOROVOD_NUM_NCCL_STREAMS="1"))
@@ -744,8 +741,7 @@ def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder,
     assert cli.main([*flags, "touch", f"{folder}/was-started"]) == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last == (
-        f"elasticrun: discovery script {folder}/hosts.sh ended with exit code 1;"
-        " it said: no cluster"
+        f"elasticrun: discovery script {folder}/hosts.sh ended with exit code 1; it said: no cluster"
     )
     assert not (folder / "was-started").exists()
 

@@ -377,16 +377,14 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
             "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r\n"
             "Offending ED25519 key in /k:3\r\nHost key for [a]:22 has changed and\r\n"
             "Host key verification failed.\r\n",
-            "the host key of alpha is not the one known for it (line 3 of /k): somebody may stand in"
-            " between; if it was installed anew, forget the old key: ssh-keygen -f /k -R '[a]:22',"
-            " then log in by hand: ssh -p 22 alpha",
+            "the host key of alpha is not the one known for it (line 3 of /k): somebody may stand in between; if it was"
+            " installed anew, forget the old key: ssh-keygen -f /k -R '[a]:22', then log in by hand: ssh -p 22 alpha",
         ),
         (
             "debug1: Offering public key: /home/ana/.ssh/id RSA SHA256:x agent\r\n"
             "ana@alpha.example: Permission denied (publickey,password).\r\n",
-            "alpha denies user ana permission (publickey,password); keys that were tried:"
-            " /home/ana/.ssh/id; bring one there: ssh-copy-id -p 22 alpha (a key with a passphrase"
-            " needs ssh-agent)",
+            "alpha denies user ana permission (publickey,password); keys that were tried: /home/ana/.ssh/id; bring one"
+            " there: ssh-copy-id -p 22 alpha (a key with a passphrase needs ssh-agent)",
         ),
         (
             "kex_exchange_identification: Connection closed by remote host\r\n"
@@ -432,8 +430,7 @@ def test_why_ssh_failed(said, expected):
             127,
             "debug1: Sending command\r\nhvd-elastic: no python: /a/python python3\n"
             "debug1: Exit status 127\r\n",
-            "alpha has no python to run the agent with (tried /a/python python3); name one by"
-            " --remote-python",
+            "alpha has no python to run the agent with (tried /a/python python3); name one by --remote-python",
         ),
         (
             1,
@@ -443,16 +440,14 @@ def test_why_ssh_failed(said, expected):
         (
             1,
             "This account is currently not available.\n",
-            "the agent on alpha ended with exit code 1 before it was ready: This account is"
-            " currently not available.",
+            "the agent on alpha ended with exit code 1 before it was ready: This account is currently not available.",
         ),
         (0, "", "the agent on alpha ended with exit code 0 before it was ready"),
         (-9, "", "the agent on alpha was killed by signal 9 before it was ready"),
         (
             None,
             "Authenticated to alpha\r\nWelcome!\n",
-            "no agent was ready on alpha within 60 s; the last that was heard is: Welcome!; look at"
-            " the load there",
+            "no agent was ready on alpha within 60 s; the last that was heard is: Welcome!; look at the load there",
         ),
     ],
 )
@@ -473,8 +468,7 @@ def test_another_release_is_named():
         (
             255,
             "Timeout, server 10.0.0.7 not responding.\r\nTransferred: sent 3\r\n",
-            "the ssh connection to the agent on alpha has broken: Timeout, server 10.0.0.7 not"
-            " responding",
+            "the ssh connection to the agent on alpha has broken: Timeout, server 10.0.0.7 not responding",
         ),
         (1, "ValueError: 3\n", "the agent on alpha has ended with exit code 1: ValueError: 3"),
         (0, "elastic | the job is over\n", "the agent on alpha has ended with exit code 0"),

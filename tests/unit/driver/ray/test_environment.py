@@ -122,9 +122,8 @@ def test_an_environment_is_read_as_the_kernel_writes_it():
             "The actor died because of an error raised in its creation task, \x1b[36mray::A()\x1b[39m\n"
             "RuntimeError: The actor with name AgentActor failed to import on the worker. This may be ...\n"
             "ModuleNotFoundError: No module named 'elastic'",
-            "hvd-elastic can't be imported on alpha: there is no module elastic for Ray's python there;"
-            " install it in the nodes' image, or give ray.init(runtime_env={'pip': ['hvd-elastic']}), or"
-            " its folder in py_modules",
+            "hvd-elastic can't be imported on alpha: there is no module elastic for Ray's python there; install it in"
+            " the nodes' image, or give ray.init(runtime_env={'pip': ['hvd-elastic']}), or its folder in py_modules",
         ),
         (
             "RuntimeEnvSetupError",
@@ -134,15 +133,13 @@ def test_an_environment_is_read_as_the_kernel_writes_it():
         (
             "TimeoutError",
             "",
-            "Ray has started no actor on alpha within 30 s: its node ab12cd34 is dead and not yet known"
-            " to be, or too busy, or still sets up the job's runtime_env; look at `ray list nodes` and"
-            " the load there",
+            "Ray has started no actor on alpha within 30 s: its node ab12cd34 is dead and not yet known to be, or too"
+            " busy, or still sets up the job's runtime_env; look at `ray list nodes` and the load there",
         ),
         (
             "RpcError",
             "failed to connect\nmore",
-            "Ray can't run an actor on alpha, node ab12cd34: RpcError: failed to connect; look at `ray"
-            " list actors`",
+            "Ray can't run an actor on alpha, node ab12cd34: RpcError: failed to connect; look at `ray list actors`",
         ),
     ],
 )
@@ -156,6 +153,5 @@ def test_why_an_actor_is_gone():
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR."
     )
     assert why_gone("alpha", text) == (
-        "the agent on alpha is gone with its actor: its worker process has died. Worker exit type:"
-        " SYSTEM_ERROR"
+        "the agent on alpha is gone with its actor: its worker process has died. Worker exit type: SYSTEM_ERROR"
     )

@@ -71,8 +71,7 @@ def test_a_name_server_that_fails_changes_nothing():
         [
             (
                 "warning",
-                "service workers.lab: workers.lab could not be resolved within 5 s;"
-                " keeping 10.0.0.6:4,10.0.0.7:4",
+                "service workers.lab: workers.lab could not be resolved within 5 s; keeping 10.0.0.6:4,10.0.0.7:4",
             ),
             (
                 "warning",

@@ -169,8 +169,7 @@ def test_a_job_that_is_not_elastic_ends_and_names_it():
     assert names(talk.tell(frozen("h:1")), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
     assert str(end.reason) == (
-        "rank 1 (h:1#1 on h) ended with signal 9 SIGKILL,"
-        " killed because it is frozen (stopped by a signal)"
+        "rank 1 (h:1#1 on h) ended with signal 9 SIGKILL, killed because it is frozen (stopped by a signal)"
     )
 
 

@@ -303,10 +303,9 @@ def test_members_that_wait_in_different_collectives_are_told_apart_and_none_is_f
     report, broken = talk.wait(2)
     assert isinstance(report, Report) and report.level == "error"
     assert report.text == (
-        "all members wait for 30 s, but rank 2 (h:2#1 on h) waits in 'accuracy' (collective 7),"
-        " rank 0 (h:0#1 on h), rank 1 (h:1#1 on h), rank 3 (h:3#1 on h) wait in 'loss'"
-        " (collective 7): these are not the same collective, so that nobody can go on:"
-        " the script is wrong"
+        "all members wait for 30 s, but rank 2 (h:2#1 on h) waits in 'accuracy' (collective 7), rank 0 (h:0#1 on h),"
+        " rank 1 (h:1#1 on h), rank 3 (h:3#1 on h) wait in 'loss' (collective 7): these are not the same collective, so"
+        " that nobody can go on: the script is wrong"
     )
     # Once more from the last commit; the third time ends the job.
     assert isinstance(broken, BreakWorld)
@@ -471,9 +470,8 @@ def test_who_waits_in_a_collective_for_those_that_have_returned_waits_for_ever()
     end = the(EndJob, talk.wait(31))
     assert end.code == 1
     assert str(end.reason) == (
-        "rank 0 (h:0#1 on h), rank 1 (h:1#1 on h) returned from elastic.run 30 s ago or more, while"
-        " rank 2 (h:2#1 on h) waits in 'accuracy' (collective 7): the script is wrong,"
-        " all members must make the same calls"
+        "rank 0 (h:0#1 on h), rank 1 (h:1#1 on h) returned from elastic.run 30 s ago or more, while rank 2 (h:2#1 on h)"
+        " waits in 'accuracy' (collective 7): the script is wrong, all members must make the same calls"
     )
 
 
@@ -498,9 +496,8 @@ def test_who_ended_too_early_is_named_when_all_others_wait():
     assert not has(EndJob, talk.wait(25))
     end = the(EndJob, talk.wait(10))
     assert str(end.reason) == (
-        "rank 1 (h:1#1 on h) ended with exit code 0 too early: rank 0 (h:0#1 on h), rank 2 (h:2#1 on h)"
-        " wait in 'loss' (collective 7) for 30 s; all ranks must make the same calls; where their"
-        " data are uneven, end with hvd.join()"
+        "rank 1 (h:1#1 on h) ended with exit code 0 too early: rank 0 (h:0#1 on h), rank 2 (h:2#1 on h) wait in 'loss'"
+        " (collective 7) for 30 s; all ranks must make the same calls; where their data are uneven, end with hvd.join()"
     )
 
 

@@ -120,8 +120,7 @@ def test_busy_is_named_after_a_minute_and_condemned_after_ten():
             heard[look.now] = look.words
     assert list(heard) == [60.0, 120.0, 240.0, 480.0]
     assert heard[60.0] == (
-        "busy (CPU 98%, 0 KiB/s); it is fenced in 540 s (--busy-timeout),"
-        " unless its code marks this as long"
+        "busy (CPU 98%, 0 KiB/s); it is fenced in 540 s (--busy-timeout), unless its code marks this as long"
     )
     assert look.now == 600.0
     assert look.it.reason(look.now, "here").kind is Why.BUSY
