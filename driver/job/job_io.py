@@ -194,6 +194,7 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
         command=readable(job.command),
         journal=job.journal or "",
         environ=job.environ,
+        standby=job.fleet is not None and job.fleet.standby,
     )
     return OperatorDesk(steering, page, log)
 

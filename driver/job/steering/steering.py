@@ -75,6 +75,7 @@ class Steering:
     command: Sequence[str]
     journal: str
     environ: Mapping[str, str]
+    standby: bool = False  # its driver waits until another one, here maybe, no longer leads
 
 
 class OperatorDesk:
@@ -113,7 +114,8 @@ class OperatorDesk:
             )
             self._record = LeftRecord(self.job.environ, record)
             alike = [each for each in records(self.job.environ) if each.name == record.name]
-            for other in [each for each in alike if each.address != record.address][:1]:
+            others = [each for each in alike if each.address != record.address]
+            for other in [] if self.job.standby else others[:1]:
                 self._log(
                     "warning",
                     f"a job named {record.name} runs here already (process {other.pid}): commands find this one as"

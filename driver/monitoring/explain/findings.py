@@ -338,6 +338,7 @@ def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
             "largest": story.largest,
             "hosts": len(story.hosts),
             "started": story.started,
+            "before": story.trained_at == story.began,
         }
         yield story.trained_at, JobFinding(What.TRAINING_BEGAN, facts)
     told = story.incidents

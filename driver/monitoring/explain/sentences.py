@@ -264,10 +264,13 @@ def _trace(facts: Facts) -> str:
 
 
 def _training_began(facts: Facts) -> str:
-    hosts = counted(facts["hosts"], "host")
+    what, since, in_all = "began", "", " in all"
+    if facts["before"]:  # a copy that begins in the middle
+        what, since, in_all = "went on", " since then", ""
     return (
-        f"{_at(facts)} Training began; the largest world had {counted(facts['largest'], 'worker')}, on {hosts}"
-        f" ({counted(facts['started'], 'process').replace('processs', 'processes')} started in all)."
+        f"{_at(facts)} Training {what}; the largest world{since} had {counted(facts['largest'], 'worker')},"
+        f" on {counted(facts['hosts'], 'host')}"
+        f" ({counted(facts['started'], 'process').replace('processs', 'processes')} started{in_all})."
     )
 
 

@@ -139,6 +139,7 @@ class Story:
         self.members = dict(members)
         self._ranks.update(self.members)
         self._connected.update(self.members)
+        self.hosts.update(worker.host for worker in self.members)
         self.generation, self.largest = generation, len(self.members)
         self.trained_at, self._running = now, True
 

@@ -59,12 +59,17 @@ A, B = Worker("h", 0), Worker("h", 1)
 class Job:
     """A desk, and a driver that answers at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, standby: bool = False) -> None:
         self.page = LivePage(PageModel(name="bert", command=["train.py"], least=1, most=2))
         self.lines: list[str] = []
         environ = {"XDG_RUNTIME_DIR": str(folder)}
         about = Steering(
-            name="bert", key=key_of(SECRET), command=["train.py"], journal="/tmp/j", environ=environ
+            name="bert",
+            key=key_of(SECRET),
+            command=["train.py"],
+            journal="/tmp/j",
+            environ=environ,
+            standby=standby,
         )
         self.desk = OperatorDesk(about, self.page, lambda level, text: self.lines.append(text))
         self.driver = create_autospec(Steered, instance=True)
@@ -93,8 +98,8 @@ class Job:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[Job]:
-    job = Job(folder)
+async def running(folder: Path, *, standby: bool = False) -> AsyncIterator[Job]:
+    job = Job(folder, standby=standby)
     await job.desk.open()
     job.desk.serves(job.driver)
     try:
@@ -247,6 +252,8 @@ async def test_a_job_with_the_name_of_one_that_runs_says_so(tmp_path):
     first = LeftRecord({"XDG_RUNTIME_DIR": str(tmp_path)}, record("bert", 1))
     async with running(tmp_path) as job:
         assert any("a job named bert runs here already" in line for line in job.lines)
+    async with running(tmp_path, standby=True) as job:
+        assert not job.lines, "it waits for the other's end"
     first.close()
     async with running(tmp_path) as job:
         assert not job.lines

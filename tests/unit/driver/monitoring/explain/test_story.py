@@ -265,6 +265,16 @@ def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
     assert known > 0
 
 
+def test_training_has_begun_before_a_copy_that_begins_in_the_middle():
+    told = Told()
+    told.story = Story()
+    told.story.adopt([(A, 0), (B, 1)], 4, 50.0)
+    [went_on] = told.found(What.TRAINING_BEGAN)
+    assert sentence(went_on) == (
+        "+0.0 s: Training went on; the largest world since then had 2 workers, on 1 host (0 processes started)."
+    )
+
+
 def test_who_thaws_does_what_it_did():
     rows = Told().rows
     rows.note(WorkerFrozen(B, "stopped"), [], 5.0)
