@@ -194,8 +194,10 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
     facts: dict[str, Any] = {"after_s": after, "workers": len(story.members)}
     facts["commit"] = str(story.newest) if story.newest and story.newest.number else None
     facts |= _since_the_store(story, story.last)
-    if end is None:
-        yield JobFinding(What.RUNS if source.runs else What.CUT_OFF, facts)
+    if end is None and source.runs:
+        yield JobFinding(What.RUNS, facts)
+    elif end is None:
+        yield JobFinding(What.CUT_OFF, {**facts, "abandoned": source.abandoned})
     elif story.code == 0:
         yield JobFinding(What.DONE, facts)
     elif story.stop is not None:
@@ -505,7 +507,7 @@ def _advices(
             yield Advice.RESET_LIMIT, {"limit": settings.reset_limit}
     if failed and end is not None and end.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
         yield Advice.CHECKPOINTS, {}
-    if end is None and not source.runs and story.store_away is None:
+    if end is None and not (source.runs or source.abandoned) and story.store_away is None:
         yield Advice.RESUME, {}
     yield from (_against(each) for each in story.losses() if each.cause is Cause.DAMAGED)
     counted = Counter((each.cause, each.what) for each in story.losses() if each is not cause)

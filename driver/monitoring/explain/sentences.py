@@ -185,6 +185,11 @@ def _runs(facts: Facts) -> str:
 
 
 def _cut_off(facts: Facts) -> str:
+    if facts["abandoned"]:
+        return (
+            f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver could not write"
+            " it any further, as on a full disk, and the job went on."
+        )
     if "after_store_s" in facts:
         return (
             f"The journal ends {duration(facts['after_store_s'])} after etcd was lost, in the middle of the job: its"
@@ -192,7 +197,7 @@ def _cut_off(facts: Facts) -> str:
         )
     return (
         f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver was killed, or its"
-        " machine went down, or this is a copy of a journal that is still being written."
+        " machine went down, or its disk was full, or this is a copy of a journal that is still being written."
     )
 
 

@@ -265,6 +265,17 @@ def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
     assert known > 0
 
 
+def test_a_journal_on_a_full_disk_says_nothing_of_a_killed_driver():
+    """Its driver runs on, and no other can go on from there."""
+    found = findings(Told().story, JournalState(SETTINGS, abandoned=True))
+    first, *rest = map(sentence, found)
+    assert first == (
+        "The journal ends in the middle of the job, after 2.0 s: its driver could not write it any further, as on a"
+        " full disk, and the job went on."
+    )
+    assert not any("--resume" in each for each in rest)
+
+
 def test_training_has_begun_before_a_copy_that_begins_in_the_middle():
     told = Told()
     told.story = Story()
