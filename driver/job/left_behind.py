@@ -23,14 +23,18 @@ async def end(job: Job, plan: FleetPlan, path: str, log: Log) -> None:
     """
     archive = FileArchive(Path(path))
     try:
-        past = await archive.past() if archive.outlives() else None
-    except Invalid:
-        return  # nobody can know where they look
+        header = archive.header()
+        address = header.writer.address if header is not None and header.outlives else ""
+        if not address:
+            return
+        past = await archive.past()
+        if past is None or past.over:
+            return
+        hosts = {worker.host for worker in past.membership.roster}
+    except Invalid:  # its end is lacking, as on a full disk
+        hosts = set(job.hosts or ())
     finally:
         archive.close()
-    if past is None or past.over or not past.address:
-        return
-    hosts = {worker.host for worker in past.membership.roster}
     called: set[str] = set()
     here: set[HostAgent] = set()
     server = Server(
@@ -50,7 +54,7 @@ async def end(job: Job, plan: FleetPlan, path: str, log: Log) -> None:
     began = now()
     try:
         await server.open(
-            *parse_address(past.address),
+            *parse_address(address),
             heard=lambda agent, message: None,
             gone=lambda agent, silent: here.discard(agent),
             expected=lambda agent: True,

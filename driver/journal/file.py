@@ -142,13 +142,18 @@ class FileArchive:
 
     def outlives(self) -> bool:
         """Whether the workers of the job written there outlive their driver. Reads no more than its beginning."""
+        header = self.header()
+        return header is not None and header.outlives
+
+    def header(self) -> Header | None:
+        """That of the job written there, also where its driver could not write it to its end."""
         if not self.regular:
-            return False
+            return None
         try:
             with open(self.path, "rb") as file:
-                return decoded_header(file.readline()).outlives
+                return decoded_header(file.readline())
         except (OSError, UnicodeError, msgspec.MsgspecError):
-            return False
+            return None
 
     def close(self) -> None:
         if self.fd >= 0:

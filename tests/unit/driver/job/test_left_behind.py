@@ -16,20 +16,24 @@ from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
+from elastic.errors import Invalid
 
 NOT_OURS = "192.0.2.1:9"
 SETTINGS = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
 
+HEADER = header_of(
+    SETTINGS, job="a1", command=["x"], folder="/", writer=Writer(address=NOT_OURS), outlives=True
+)
+
 
 def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
-    header = header_of(SETTINGS, command=["x"], writer=Writer(address=NOT_OURS))
     membership = Membership(SETTINGS)
     membership.handle(HostsChanged(hosts), 0.0)
     end = EndJob(0, in_words("because")) if ended else None
     return RecoveredJob(
-        header=header,
+        header=HEADER,
         settings=SETTINGS,
-        writer=header.writer,
+        writer=HEADER.writer,
         membership=membership,
         last_at=0.0,
         ended=end,
@@ -40,17 +44,19 @@ def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (past(hosts={"g": 1, "h": 1}), ["no agent of the job before has called from g, h: "]),
-        (past(hosts={}, ended=True), []),
-        (None, []),
+        ([past(hosts={"g": 1, "h": 1})], ["no agent of the job before has called from g, h: "]),
+        ([past(hosts={}, ended=True)], []),
+        ([None], []),
+        (Invalid("on a full disk"), ["no agent of the job before has called from k: "]),
     ],
 )
 async def test_who_does_not_call_is_named(found, said, monkeypatch):
     archive = create_autospec(FileArchive, instance=True)
-    archive.past.return_value = found
+    archive.past.side_effect = found
+    archive.header.return_value = HEADER
     monkeypatch.setattr(left_behind, "FileArchive", lambda path: archive)
     job, plan = create_autospec(Job, instance=True), create_autospec(FleetPlan, instance=True)
-    job.settings, plan.secret = SETTINGS, bytes(32)
+    job.settings, job.hosts, plan.secret = SETTINGS, {"k": 1}, bytes(32)
     plan.server_tls.return_value = None
     lines: list[str] = []
     await left_behind.end(job, plan, "journal", lambda level, text: lines.append(text))
