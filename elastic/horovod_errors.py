@@ -10,13 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic import errors
-from elastic.errors import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    PeerLost,
-    TensorMismatch,
-    WorldChanging,
-)
+from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, PeerLost, WorldChanging
 
 
 class HorovodPeerLost(PeerLost, HorovodInternalError):
@@ -59,14 +53,3 @@ def raise_as_horovod() -> None:
     """From now on, in this process, a lost peer and a planned change are Horovod's exceptions too."""
     errors.raised_as[PeerLost] = HorovodPeerLost
     errors.raised_as[WorldChanging] = HorovodWorldChanging
-
-
-__all__ = [
-    "HorovodInternalError",
-    "HorovodPeerLost",
-    "HorovodVersionMismatchError",
-    "HorovodWorldChanging",
-    "HostsUpdatedInterrupt",
-    "TensorMismatch",
-    "raise_as_horovod",
-]

@@ -41,8 +41,8 @@ from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.messages import COPY, World
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
-from elastic.runtime.lifecycle import Runtime
 from elastic.runtime.session import Session
+from elastic.runtime.worker import Runtime
 from elastic.state import bit_flips, exchange, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync

@@ -20,7 +20,7 @@ from elastic.driver.events import (
     WorkerFrozen,
     WorkerLeaving,
 )
-from elastic.driver.journal.journal import Entry
+from elastic.driver.journal.entries import Entry
 from elastic.protocol.messages import Worker
 
 EARLY_S = 0.02  # the driver may have seen it before we had noted the time

@@ -30,7 +30,7 @@ from elastic.driver.events import (
     WorkerResumed,
     WorkerReturned,
 )
-from elastic.driver.journal.journal import Entry
+from elastic.driver.journal.entries import Entry
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 from elastic.chaos.invariants.deadlines import Waits
 from elastic.chaos.invariants.sample_history import SampleHistory
 from elastic.driver.events import EndJob, Event
-from elastic.driver.journal.journal import describe
+from elastic.driver.journal.entries import describe
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 

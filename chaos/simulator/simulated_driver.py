@@ -29,7 +29,8 @@ from elastic.driver.agents.messages import (
     Start,
 )
 from elastic.driver.job.decisions import JobDecisions
-from elastic.driver.journal.journal import Entry, rebuilt
+from elastic.driver.journal.entries import Entry
+from elastic.driver.journal.journal import rebuilt
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import event_of
 from elastic.protocol import messages

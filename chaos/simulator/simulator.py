@@ -22,8 +22,8 @@ from elastic.chaos.simulator.simulated_training import Training
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.driver.events import Action, DumpStacks, Event, KillWorker, PublishWorld, StartWorker
+from elastic.driver.journal.entries import tell
 from elastic.driver.journal.file import FileJournal
-from elastic.driver.journal.journal import tell
 from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker

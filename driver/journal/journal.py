@@ -43,18 +43,6 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
-__all__ = [
-    "Archive",
-    "Entry",
-    "Header",
-    "Journal",
-    "SnapshotPolicy",
-    "Writer",
-    "describe",
-    "read",
-    "tell",
-]
-
 RING = 200  # entries kept in memory for the story of an assertion
 SNAPSHOT_EVERY = 2000  # entries
 FORCED = 8  # times as many, and no moment has suited

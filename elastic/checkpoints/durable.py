@@ -15,7 +15,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
-from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.worker import Runtime
 from elastic.state.state import ObjectState, State
 from elastic.state.torch_state import TorchState
 

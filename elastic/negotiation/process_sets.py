@@ -369,15 +369,3 @@ def require_global(process_set: object) -> None:
         raise Invalid(
             "this runs on all workers only; leave process_set out, or pass global_process_set"
         )
-
-
-__all__ = [
-    "GlobalProcessSet",
-    "ProcessSet",
-    "add_process_set",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "process_set_by_id",
-    "process_sets",
-    "remove_process_set",
-]

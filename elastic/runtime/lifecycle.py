@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic import context, failpoints
-from elastic.errors import ElasticError, Interrupted, NotInitialized
+from elastic.errors import NotInitialized
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.protocol import life_lock, messages
@@ -197,18 +197,6 @@ def _forget() -> None:
         _child_of_many = not _runtime.alone or _runtime.place.size > 1
         _runtime.close_in_forked_child()
     _runtime, _initialized = None, False
-
-
-__all__ = [
-    "ElasticError",
-    "Interrupted",
-    "Runtime",
-    "active",
-    "current",
-    "init",
-    "init_static",
-    "shutdown",
-]
 
 
 context.register(lambda: current())

@@ -18,9 +18,9 @@ from elastic.state.exchange import GroupOn
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
-from elastic.state.handlers.part import Part, SamplerStateHandler
+from elastic.state.handlers.part import Part, SamplerStateHandler, StateHandler
 from elastic.state.handlers.random_state import RandomState
-from elastic.state.handlers.registry import StateHandler, handler_for, refuse_hidden
+from elastic.state.handlers.registry import handler_for, refuse_hidden
 from elastic.state.held import Held, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _world as torchs_groups
 from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.runtime import lifecycle
+from elastic.runtime.worker import Runtime
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.mirror import MirrorCollectives
 from elastic.torch_backend.point_to_point import AT_ONCE, Messages
@@ -171,7 +172,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         limit_s = asked_s if asked_s > 0 else self.timeout_s
         return ElasticWork(self, name, begun, results, limit_s, self.futures)
 
-    def with_others(self, name: str) -> lifecycle.Runtime:
+    def with_others(self, name: str) -> Runtime:
         """Raises Invalid where there is nobody to exchange messages with."""
         rt = lifecycle.current()
         if rt.provisional or self.getSize() == 1:
@@ -180,7 +181,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
             )
         return rt
 
-    def _group(self, rt: lifecycle.Runtime, device: torch.device) -> Collectives:
+    def _group(self, rt: Runtime, device: torch.device) -> Collectives:
         generation = rt.generation
         known = self._groups.get(device.type)
         if known is not None and known[0] == generation and not rt.broken:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from elastic.collectives.interface import MessageWork, Messenger
-from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.worker import Runtime
 from elastic.torch_backend.collective_calls import Begun
 
 AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.horovod_errors import (
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
-    raise_as_horovod,
-)
+from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from elastic.horovod_errors import HorovodVersionMismatchError, raise_as_horovod
 
 raise_as_horovod()
 

@@ -9,8 +9,10 @@ _need("tensorflow", __name__)
 _need_keras(__name__)
 
 from elastic.keras.any_optimizer import DistributedOptimizer
+from elastic.tensorflow import ops as _ops
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.ops import *  # noqa: F403
 from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from elastic.tensorflow.variables import (
@@ -46,6 +48,7 @@ __all__ = [
     "check_num_rank_power_of_2",
     "elastic",
 ]
-# mpi_ops has the door's names too; type checkers don't look that far.
+# mpi_ops has all of these names; type checkers don't look that far.
 __all__ += mpi_ops.__all__
+__all__ += _ops.__all__
 __all__ += _door.__all__

@@ -2,41 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.tensorflow.ops import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from elastic.tensorflow import ops
+from elastic.tensorflow.ops import *  # noqa: F403
 from horovod.common import door
 from horovod.common.door import *  # noqa: F403
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
-]
+__all__: list[str] = []
+__all__ += ops.__all__
 __all__ += door.__all__

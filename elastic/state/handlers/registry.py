@@ -107,14 +107,3 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
                 f"state.{name} {what} a {type(each).__name__}: a restore would put a copy there that nothing trains;"
                 f" give the state {remedy}"
             )
-
-
-__all__ = [
-    "LoaderStateHandler",
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "get_handler_registry",
-    "set_handler_registry",
-]

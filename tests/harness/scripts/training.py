@@ -31,7 +31,7 @@ import problem  # type: ignore[import-not-found]
 import torch
 
 import elastic
-from elastic.horovod_errors import HorovodInternalError
+from elastic.errors import HorovodInternalError
 from elastic.runtime import lifecycle
 
 DEADLINE_S = 60.0

@@ -13,8 +13,8 @@ from elastic.errors import PeerLost, StateMismatch
 from elastic.negotiation import process_sets
 from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
-from elastic.runtime.lifecycle import Runtime
 from elastic.runtime.session import Session
+from elastic.runtime.worker import Runtime
 from elastic.state.state import State
 from elastic.torch_backend import following_group
 

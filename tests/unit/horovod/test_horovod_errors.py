@@ -28,8 +28,8 @@ from elastic.protocol.messages import Commit, Place
 from elastic.rendezvous import environment
 from elastic.run_loop import run
 from elastic.runtime import host_updates, lifecycle
-from elastic.runtime.lifecycle import Runtime
 from elastic.runtime.recovery import Phase, Recovery
+from elastic.runtime.worker import Runtime
 from elastic.state import ObjectState
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 

@@ -11,7 +11,7 @@ import torch
 import horovod.torch as hvd
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.worker import Runtime
 from elastic.state.state import has_custom_sync
 from horovod.common.elastic import ObjectState, State
 from horovod.torch.elastic.state import (

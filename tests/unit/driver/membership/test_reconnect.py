@@ -21,7 +21,8 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReconnected,
 )
-from elastic.driver.journal.journal import Entry, rebuilt
+from elastic.driver.journal.entries import Entry
+from elastic.driver.journal.journal import rebuilt
 from elastic.driver.membership.membership import Membership, Phase
 from harness.conversation import (
     Kind,

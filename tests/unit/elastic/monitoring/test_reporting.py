@@ -22,7 +22,7 @@ from elastic.protocol.messages import Place, Reported, ReportsTaken, Worker
 from elastic.protocol.report_values import Report, packed, unpacked
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.worker import Runtime
 from unit.driver.job.test_loop import A, B, Story
 
 DEADLINE_S = 60.0

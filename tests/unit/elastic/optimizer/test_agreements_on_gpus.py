@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 import torch
 
 from elastic.optimizer import join, joined_rank, plan_agreement
-from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.worker import Runtime
 
 
 def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():

@@ -15,7 +15,7 @@ from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle, link_thread, session
 from elastic.runtime.failures import excepthook
-from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.worker import Runtime
 
 
 class Silent:

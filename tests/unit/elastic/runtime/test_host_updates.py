@@ -8,8 +8,8 @@ from elastic.errors import Invalid
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import host_updates
-from elastic.runtime.lifecycle import Runtime
 from elastic.runtime.recovery import Phase, Recovery
+from elastic.runtime.worker import Runtime
 from elastic.state import ObjectState
 from horovod.common import elastic as without_framework
 from horovod.runner.elastic import worker

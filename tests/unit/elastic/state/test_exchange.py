@@ -16,6 +16,7 @@ from elastic.collectives import own_gpu
 from elastic.errors import Invalid, StateMismatch
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from elastic.runtime.worker import Runtime
 from elastic.state import ElasticSampler, TorchState, exchange
 from elastic.state.handlers import python_values
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
@@ -324,7 +325,7 @@ def test_a_world_of_one_copies_nothing():
 
 
 def test_the_passes_that_a_script_has_set_meanwhile_travel_with_an_optimizer(monkeypatch):
-    monkeypatch.setattr(lifecycle, "_runtime", lifecycle.Runtime(environment.read({}), None))
+    monkeypatch.setattr(lifecycle, "_runtime", Runtime(environment.read({}), None))
     monkeypatch.setattr(lifecycle, "_initialized", True)
 
     def make(rank: int) -> TorchState:

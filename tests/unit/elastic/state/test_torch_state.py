@@ -15,12 +15,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.errors import Invalid
 from elastic.state import ElasticSampler, TorchState
-from elastic.state.handlers.registry import (
-    ModelStateHandler,
-    StateHandler,
-    get_handler_registry,
-    set_handler_registry,
-)
+from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.state.handlers.part import StateHandler
+from elastic.state.handlers.registry import get_handler_registry, set_handler_registry
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import SMALL, same_bits
 from elastic.state.state import has_custom_sync
