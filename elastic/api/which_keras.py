@@ -1,7 +1,5 @@
 """The Keras of this process: Keras 3, or the legacy one, where TensorFlow was told to use that for ``tf.keras``."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from elastic.rendezvous import environment

@@ -1,7 +1,5 @@
 """What every door of Horovod's has under the same names: the world, process sets, reductions, what is built in."""
 
-from __future__ import annotations
-
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum
 from elastic.monitoring.tracing import start_timeline, stop_timeline
 from elastic.negotiation.process_sets import (

@@ -1,7 +1,5 @@
 """Horovod's exceptions, under the path that scripts import them from. Who imports them means to catch them."""
 
-from __future__ import annotations
-
 from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from elastic.horovod_errors import HorovodVersionMismatchError, raise_as_horovod
 

@@ -1,7 +1,5 @@
 """Process sets, under Horovod's path."""
 
-from __future__ import annotations
-
 from elastic.negotiation.process_sets import (
     ProcessSet,
     add_process_set,

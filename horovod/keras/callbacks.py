@@ -1,7 +1,5 @@
 """``hvd.callbacks``."""
 
-from __future__ import annotations
-
 from elastic.keras.callbacks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,

@@ -1,7 +1,5 @@
 """``hvd.elastic`` for Keras: the run loop, the state of a model, and the callbacks that keep it."""
 
-from __future__ import annotations
-
 from elastic.keras.callbacks import (
     CommitStateCallback,
     UpdateBatchStateCallback,

@@ -1,7 +1,5 @@
 """``import horovod.mxnet as hvd``: Horovod's names for what `elastic.mxnet` does."""
 
-from __future__ import annotations
-
 from horovod.absent import need as _need
 
 _need("mxnet", __name__)

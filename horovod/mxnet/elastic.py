@@ -1,7 +1,5 @@
 """``hvd.elastic`` for MXNet, which Horovod has not: the run loop and states."""
 
-from __future__ import annotations
-
 from elastic.mxnet.state import MXNetState
 from elastic.run_loop import run
 from elastic.state import ObjectState, State

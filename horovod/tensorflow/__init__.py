@@ -1,7 +1,5 @@
 """``import horovod.tensorflow as hvd``: Horovod's names for what `elastic.tensorflow` and `elastic.keras` do."""
 
-from __future__ import annotations
-
 from horovod.absent import need as _need
 from horovod.absent import need_keras as _need_keras
 

@@ -1,7 +1,5 @@
 """Compression, under the path that some scripts import it from."""
 
-from __future__ import annotations
-
 from elastic.api.compression import NoneCompressor
 from elastic.tensorflow.compression import Compression
 from elastic.tensorflow.compression import ToFloat16 as FP16Compressor

@@ -1,7 +1,5 @@
 """``hvd.elastic`` for TensorFlow: the run loop and states."""
 
-from __future__ import annotations
-
 from elastic.keras.state import KerasState
 from elastic.state import ObjectState, State
 from elastic.tensorflow.run import run

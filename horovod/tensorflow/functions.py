@@ -1,7 +1,5 @@
 """Broadcasts of variables and objects, under the path that some scripts import them from."""
 
-from __future__ import annotations
-
 from elastic.tensorflow.variables import (
     allgather_object,
     broadcast_object,

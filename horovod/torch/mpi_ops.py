@@ -1,7 +1,5 @@
 """The operations and queries, under the path that some scripts import them from. There is no MPI behind it."""
 
-from __future__ import annotations
-
 from elastic.api import ops
 from elastic.api.ops import *  # noqa: F403
 from elastic.optimizer.join import join

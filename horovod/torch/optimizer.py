@@ -1,7 +1,5 @@
 """DistributedOptimizer, under the path that some scripts import it from."""
 
-from __future__ import annotations
-
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.wrapped_optimizer import Distributed
 

@@ -3,8 +3,6 @@
 Its standard input is a pipe from them. Where they are killed, the pipe ends.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 

@@ -1,7 +1,5 @@
 """One world per size for all tests of this folder: pytest runs those of one size together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from conformance.worlds import shared_worlds

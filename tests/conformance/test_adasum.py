@@ -1,7 +1,5 @@
 """Adasum: equal gradients count once, orthogonal ones in full; among 2, 4, ... ranks."""
 
-from __future__ import annotations
-
 import torch
 
 import horovod.torch as hvd

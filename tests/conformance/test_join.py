@@ -1,7 +1,5 @@
 """join for uneven numbers of batches, barrier, poll and synchronize."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """Collectives match by name, in whatever order the ranks submit them; what does not fit raises on every rank."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """What a step with gradients to reduce asks of a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

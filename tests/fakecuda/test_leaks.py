@@ -1,7 +1,5 @@
 """What a hundred broken worlds leave behind in the workers that live through all of them: nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.history import History, started

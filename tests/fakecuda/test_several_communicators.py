@@ -1,7 +1,5 @@
 """Several communicators of one GPU, one for each optimizer and one for named collectives, used in one order."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

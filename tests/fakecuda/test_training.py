@@ -1,7 +1,5 @@
 """Jobs on made-up GPUs: torch's own ProcessGroupNCCL, streams, events and allocator; see `harness.fake_cuda`."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.history import RETURN, History, sizes, started

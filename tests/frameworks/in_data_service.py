@@ -1,7 +1,5 @@
 """`horovod.tensorflow.data`: in each rank a thread belongs to the compute job, and the main thread trains."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

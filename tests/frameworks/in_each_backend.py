@@ -1,7 +1,5 @@
 """What `horovod.keras` does on each of Keras's backends, on every rank of a job with KERAS_BACKEND."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

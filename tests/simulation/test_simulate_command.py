@@ -1,7 +1,5 @@
 """`python -m elastic.chaos simulate` and `replay`: what they print when nothing is wrong, and when something is."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.chaos.__main__ import main

@@ -1,7 +1,5 @@
 """What benchmarks make of what they have measured: ratios by round, marks, bounds, and what the kernel tells."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 import sys

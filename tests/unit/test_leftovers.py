@@ -1,7 +1,5 @@
 """A run says which processes its tests have left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@ Leaves out its compiler, too, and gives it one thread. Import it before anything
 very often.
 """
 
-from __future__ import annotations
-
 import gc
 
 gc.disable()

@@ -1,7 +1,5 @@
 """``import horovod.tensorflow.keras as hvd``: as `horovod.keras`, for Keras on TensorFlow."""
 
-from __future__ import annotations
-
 from horovod import keras as _of_keras
 from horovod.keras import *  # noqa: F403
 

@@ -1,6 +1,4 @@
 """``hvd.callbacks``."""
 
-from __future__ import annotations
-
 from horovod.keras.callbacks import *  # noqa: F403
 from horovod.keras.callbacks import __all__ as __all__

@@ -1,7 +1,5 @@
 """``hvd.elastic``: the run loop, states and the sampler."""
 
-from __future__ import annotations
-
 from elastic.run_loop import run
 from elastic.runtime.basics import long_phase
 from elastic.state import ElasticSampler, ObjectState, State, TorchState

@@ -1,7 +1,5 @@
 """TorchState and its handlers, for scripts that register their own."""
 
-from __future__ import annotations
-
 from elastic.state import TorchState
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler

@@ -1,7 +1,5 @@
 """Every collective with every operation and dtype, on tensors of this rank's GPU. Then how fast a sum is."""
 
-from __future__ import annotations
-
 import time
 
 import torch

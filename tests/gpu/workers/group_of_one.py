@@ -2,8 +2,6 @@
 collective that is queued behind a busy stream, and see that it goes away.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

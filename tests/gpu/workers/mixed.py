@@ -2,8 +2,6 @@
 one after the other and join.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -2,8 +2,6 @@
 Compares its parameters at the end with those in the file SAVE.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """The soak, for seconds instead of minutes: that it measures, judges and reports. Whether all is flat takes longer."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

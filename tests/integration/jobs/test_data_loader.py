@@ -1,7 +1,5 @@
 """Jobs that train on a loader while workers are killed and come back: each sample counts once per epoch."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.history import RETURN, SCRIPTS, STAY_AWAY, History

@@ -2,8 +2,6 @@
 commit that one of them holds, and train as if nothing had happened. One death in each phase: see test_matrix.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from harness.history import History, kill_slot, sizes, started

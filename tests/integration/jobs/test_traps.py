@@ -1,7 +1,5 @@
 """Traps that elastic training has fallen into before."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.history import RETURN, SCRIPTS, STAY_AWAY, History, sizes, started

@@ -1,7 +1,5 @@
 """What is installed: two import names, with the driver inside one of them."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

@@ -2,8 +2,6 @@
 keep the processors busy while they wait.
 """
 
-from __future__ import annotations
-
 import torch
 
 torch.set_num_threads(1)

@@ -1,7 +1,5 @@
 """Whose sockets are whose, and what is to be dropped."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

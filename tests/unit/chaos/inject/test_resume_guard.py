@@ -1,7 +1,5 @@
 """A stopped process goes on when whoever stopped it is gone."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

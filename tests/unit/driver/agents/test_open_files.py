@@ -1,7 +1,5 @@
 """The driver of very many hosts needs very many connections."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

@@ -3,8 +3,6 @@
 The usual courses are among the scenarios.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.driver.events import (

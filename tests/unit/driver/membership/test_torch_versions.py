@@ -1,7 +1,5 @@
 """Hosts with different versions of torch are named, once each."""
 
-from __future__ import annotations
-
 from elastic.driver.membership.torch_versions import Versions
 
 

@@ -1,7 +1,5 @@
 """What is read from /proc, on texts as the kernel writes them, and once on this process itself."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

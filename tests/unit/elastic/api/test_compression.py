@@ -1,7 +1,5 @@
 """Compression: what travels, and what comes back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What is small enough to be sent to every rank whole, and what it comes to there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

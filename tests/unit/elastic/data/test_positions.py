@@ -1,7 +1,5 @@
 """Each sample of an epoch is in exactly one part of exactly one step, whatever is dealt to whom from where on."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Accelerate in a world that has lost workers: who prints."""
 
-from __future__ import annotations
-
 from unittest.mock import create_autospec
 
 import pytest

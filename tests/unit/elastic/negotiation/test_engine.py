@@ -1,7 +1,5 @@
 """The end of an engine; what it does before is told by the tests of named collectives on real ranks."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

@@ -1,7 +1,5 @@
 """Worlds for optimizers under test: of two ranks in one process, or with a thread for each rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.runtime import lifecycle

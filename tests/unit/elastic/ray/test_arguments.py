@@ -1,7 +1,5 @@
 """What a job on a Ray cluster is given: what can't be meant is told before anything is started."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.driver.settings import Settings

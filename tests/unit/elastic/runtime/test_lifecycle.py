@@ -1,7 +1,5 @@
 """What a script is told that asks for a runtime which is not there."""
 
-from __future__ import annotations
-
 from unittest.mock import create_autospec
 
 import pytest

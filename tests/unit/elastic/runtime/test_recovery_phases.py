@@ -1,7 +1,5 @@
 """What a report says of the parts of a recovery."""
 
-from __future__ import annotations
-
 from elastic.runtime.recovery_phases import Phases
 
 

@@ -1,7 +1,5 @@
 """Where the results of a step's gradients lie side by side."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

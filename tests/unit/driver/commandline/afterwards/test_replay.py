@@ -1,7 +1,5 @@
 """`elasticrun replay`: the live page of a job that was, by its journal."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.driver.commandline.afterwards import replay_cli

@@ -1,7 +1,5 @@
 """Which pods are hosts, which announce their end, which nobody will ever say is gone."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences

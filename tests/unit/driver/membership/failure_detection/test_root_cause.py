@@ -1,7 +1,5 @@
 """Whose fault it was: user exceptions, and jobs that can't recover."""
 
-from __future__ import annotations
-
 from elastic.driver.events import (
     BreakWorld,
     CheckpointMade,

@@ -1,7 +1,5 @@
 """The state of a job in one line."""
 
-from __future__ import annotations
-
 from elastic.driver.events import (
     HostsChanged,
     Member,

@@ -1,7 +1,5 @@
 """Which bytes of an arena are lent."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic.collectives.shared_memory.allocator import Regions
