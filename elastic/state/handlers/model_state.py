@@ -1,7 +1,8 @@
 """Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
 
 Committed, restored and sent: every parameter, frozen ones too, and which ones are (``requires_grad``), every buffer,
-``get_extra_state()``, and what a ``state_dict()`` of a module's own adds. Buffers registered with ``persistent=False``
+``get_extra_state()``, what a ``state_dict()`` of a module's own adds, and which modules evaluate (``training``): a peer
+may be lost while others do, and a newcomer's train. Buffers registered with ``persistent=False``
 are committed and restored, and sent to a worker that has the same buffer in the same shape; they are neither part of
 the layout nor of a digest, because models make them when they first need them. Meta tensors have no values and are left
 alone. A buffer's shape may change (observers do that), a parameter's may not differ from the world's.
@@ -105,6 +106,7 @@ class ModelStateHandler(Part):
             "frozen": tuple(
                 name for name in self._names["parameters"] if not found[name].requires_grad
             ),
+            "evaluating": self._skeleton.evaluating(),
             "opaque": Opaque(opaque),
             "extra": {path: module.get_extra_state() for path, module in extra.items()},
             "own": Opaque(self._own_entries.present()),
@@ -183,6 +185,11 @@ class ModelStateHandler(Part):
             live = anatomy.parameters.get(name)
             if live is not None and live.requires_grad == (name in frozen):
                 live.requires_grad_(name not in frozen)
+        if "evaluating" in structure:  # not in checkpoints of older versions
+            evaluating = {*structure["evaluating"]}
+            for path, module in self.model.named_modules():
+                if getattr(module, "training", None) == (path in evaluating):
+                    module.training = path not in evaluating
         for parameter in anatomy.parameters.values():
             parameter.grad = None
 

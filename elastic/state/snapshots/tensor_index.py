@@ -77,7 +77,9 @@ class Skeleton:
 
     def __init__(self, model: torch.nn.Module, anatomy: Anatomy) -> None:
         self.extra = anatomy.extra
-        self.modules = [module for _, module in model.named_modules()]
+        named = dict(model.named_modules())
+        self.modules = list(named.values())
+        self._paths = list(named)
         self._with_buffers = [module for module in self.modules if module._buffers]
         # A module that says for itself what belongs to it, as scripted ones do, is asked each time.
         self._lasting = all(
@@ -100,6 +102,14 @@ class Skeleton:
         if traits != self._traits:
             return None
         return {name: registered[number] for name, number in self._places}
+
+    def evaluating(self) -> tuple[str, ...]:
+        """Paths of the modules that are not in training mode."""
+        return tuple(
+            path
+            for path, module in zip(self._paths, self.modules, strict=True)
+            if not getattr(module, "training", True)  # frozen scripted ones have no mode
+        )
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """What must be as it was for the names to be right, and all that is registered.

@@ -88,6 +88,14 @@ def test_everything_becomes_roots():
         assert (states[other].epoch, states[other].log) == (1, [1])
 
 
+def test_modules_evaluate_that_do_so_at_the_root():
+    states = pair(sgd)
+    states[0].model[1].eval()
+    states[1].model[0].eval()
+    transfer(states)
+    assert [each.training for each in states[1].model.modules()] == [True, True, False, True]
+
+
 def test_receivers_write_in_place_and_a_save_afterwards_sees_it():
     states = pair(sgd)
     pointers = [each.data_ptr() for each in states[1].model.parameters()]

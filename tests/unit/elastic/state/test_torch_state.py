@@ -228,6 +228,16 @@ def test_a_restore_writes_into_the_same_storages():
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
 
 
+def test_modules_train_that_did_so_at_the_commit():
+    """A worker may be lost while others evaluate, and who comes for it trains."""
+    model = mlp(norm=True)
+    model[1].eval()
+    state = TorchState(model=model)
+    model.eval()
+    state.restore()
+    assert [each.training for each in model.modules()] == [True, True, False, True]
+
+
 def test_gradients_and_pass_counters_are_cleared():
     class Counting(torch.optim.SGD):
         def _reset_passes(self) -> None:
