@@ -66,6 +66,7 @@ class Shards:
         self.gradients: dict[str, int] = {}
         self._listeners: list[weakref.ref[StepListener]] = []
         self._served: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._keeper: BufferKeeper | None = None
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
         self._present: ShardStep | None = None  # while a step is under way
@@ -174,6 +175,9 @@ class Shards:
         self._end_shard()
         for listener in self._all():
             listener.step_ends()
+        if not step.merges:
+            for scaler in self._scalers:
+                scaler.scale(torch.zeros((), device=scaler._device))
         self._present = None
         self.step = step.number + 1
         self._between_steps()
@@ -286,12 +290,16 @@ class Shards:
         """Whether its gradients are added up over these shards."""
         return optimizer in self._served
 
+    def scales(self, scaler: torch.amp.GradScaler) -> None:
+        """A state that has both tells it: one that has scaled no loss, as on a spare, refuses to unscale gradients."""
+        self._scalers.add(scaler)
+
     def check_workers(self, least: int) -> None:
         """Raises Invalid where a world never has fewer workers, and some of them would never compute anything."""
         if self.count < least:
             raise Invalid(
-                f"{self.count} shards are fewer than --min-np {least}: {least - self.count} workers would never compute"
-                f" anything; give at least Shards({least}), or a lower --min-np"
+                f"{self.count} shards are fewer than --min-np {least}, so some workers would never compute anything;"
+                f" give at least Shards({least}), or a lower --min-np"
             )
 
     def watch(self, model: torch.nn.Module) -> None:

@@ -46,7 +46,7 @@ class HandledState(ObjectState):
         for name, value in values.items():
             if name not in self._handlers:
                 refuse_hidden(name, value, self._handlers.values())
-        self._watch_buffers()
+        self._tell_shards()
         self._check_shards()
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
@@ -86,7 +86,7 @@ class HandledState(ObjectState):
         else:
             del self._handlers[name]
             self._saved_state[name] = self._copied({name: value})[name]
-        self._watch_buffers()
+        self._tell_shards()
         self._check_shards()
         self._introduce()
 
@@ -117,14 +117,14 @@ class HandledState(ObjectState):
                     " number: add them, as in TorchState(..., shards=shards)"
                 )
 
-    def _watch_buffers(self) -> None:
-        """Buffers of models that are trained in shards follow one rule."""
-        values = self._referred()
-        for shards in values:
-            if isinstance(shards, Shards):
-                for model in values:
-                    if isinstance(model, torch.nn.Module):
-                        shards.watch(model)
+    def _tell_shards(self) -> None:
+        """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
+        for shards in self._shards():
+            for value in self._referred():
+                if isinstance(value, torch.nn.Module):
+                    shards.watch(value)
+                elif isinstance(value, torch.amp.GradScaler):
+                    shards.scales(value)
 
     def _introduce(self) -> None:
         """Tells loaders what their batches train."""

@@ -49,6 +49,9 @@ class ShardedSteps:
                 "shards are what a step accumulates: leave accumulate_grad_batches out, and give more shards for a"
                 " larger batch"
             )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.shards.scales(scaler)
         module = trainer.lightning_module
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._reducers = [

@@ -181,15 +181,18 @@ def test_each_shard_is_rounded_and_so_is_each_sum(ranks, elements):
         assert torch.equal(gradient, total.expand(elements))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 3, 5])
 def test_a_gradient_scaler_has_one_verdict(ranks, size):
-    """One infinity in one shard: no rank steps, and all halve their scale; the next step is taken by all."""
+    """One infinity in one shard: no rank steps, and all halve their scale; the next step is taken by all, also by a
+    spare, which scales no loss.
+    """
 
     def steps(rank):
         model = net(3, 1)
         shards = Shards(4)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shards=shards)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        TorchState(model, optimizer, shards=shards, scaler=scaler)
         found = []
         for bad in (True, False):
             for shard in shards:
