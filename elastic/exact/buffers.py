@@ -102,7 +102,8 @@ class BufferKeeper:
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._modules: list[torch.nn.Module] = []  # of the models, when the step began
-        self._names: set[str] = set()  # of buffers
+        self._children: list[int] = []  # how many modules each of them has directly
+        self._names: list[str] = []  # of buffers
         self._parameters: dict[int, WatchedParameter] = {}
         self._kept: list[KeptBuffer] = []
         self._known: list[int] = []  # which ones shard 0 changes, as all ranks know
@@ -135,7 +136,8 @@ class BufferKeeper:
         self._step = step
         models = [model for each in self._models if (model := each()) is not None]
         self._modules = [module for model in models for module in model.modules()]
-        self._names = {name for name, _ in self._named()}
+        self._children = [len(module._modules) for module in self._modules]
+        self._names = [name for name, _ in self._named()]
         self._parameters = {
             id(each): WatchedParameter(f"{number} {name}", each)
             for number, module in enumerate(self._modules)
@@ -173,11 +175,20 @@ class BufferKeeper:
                     " as it has shards. Change it after the loop, on every worker; what no optimizer trains can be a"
                     " buffer, for which shard 0 counts"
                 )
-        for name, _ in self._named():
-            if name not in self._names:
+        names = [name for name, _ in self._named()]
+        if names != self._names:
+            odd = [*sorted({*names} ^ {*self._names}), *names][0]  # the latter: in another order
+            raise Invalid(
+                f"the buffer {self._say(odd)} was {'made' if odd in names else 'taken away'} within the loop over the"
+                f" shards, in shard {shard}: a worker that computes none, or joins, would"
+                f" {'lack' if odd in names else 'keep'} it. Register it where the module is made, and keep it"
+            )
+        for module, children in zip(self._modules, self._children, strict=True):
+            if len(module._modules) != children:
                 raise Invalid(
-                    f"the buffer {self._say(name)} was made within the loop over the shards, in shard {shard}: a worker"
-                    " that computes none, or joins, would lack it. Register it where the module is made"
+                    f"a module within {type(module).__name__} was made or taken away within the loop over the shards,"
+                    f" in shard {shard}: no optimizer and no state has it, and workers would have others. Make modules"
+                    " before training"
                 )
 
     def _put(self, kept: KeptBuffer, buffer: torch.Tensor, value: torch.Tensor) -> None:

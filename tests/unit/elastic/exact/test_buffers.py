@@ -38,6 +38,21 @@ class Cached(nn.Module):
             self.register_buffer("sines", torch.linspace(0, 1, 4), persistent=False)
 
 
+class Emptied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2))
+
+    def forward(self) -> None:
+        self.cache = None
+
+
+class Late(nn.Module):
+    def forward(self) -> None:
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(2)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -47,6 +62,8 @@ class Cached(nn.Module):
         ),
         (AveragedWeights, "average of AveragedWeights was changed .* can be a buffer"),
         (Cached, "buffer sines of Cached was made within the loop .* Register it where the module"),
+        (Emptied, "buffer cache of Emptied was taken away within the loop .*, in shard 0"),
+        (Late, "a module within Late was made or taken away within the loop .*, in shard 0"),
     ],
 )
 def test_what_would_differ_between_workers_is_refused(model, said):
