@@ -32,12 +32,14 @@ class OddGradient:
     parameter: str
     worker: Worker
     others: int  # gradients of this step that differ, too
+    all: bool = False  # that could be compared
 
 
 @dataclass(frozen=True)
 class Difference:
     """The first one: after ``step`` these tensors of ``worker`` are not what they are in the undisturbed run."""
 
+    since: int  # the first step after the last commit that is equal
     step: int
     worker: Worker
     generation: int
@@ -50,25 +52,35 @@ class Difference:
         shown = ", ".join(self.tensors[:SHOWN])
         more = len(self.tensors) - SHOWN
         others = f", and of {self.workers - 1} more" if self.workers > 1 else ""
+        steps = f"step {self.step}"
+        if self.since < self.step:
+            steps = f"one of the steps {self.since} to {self.step}"
         return (
-            f"step {self.step} made other bits: {shown}{f' and {more} more' if more > 0 else ''} of worker"
+            f"{steps} made other bits: {shown}{f' and {more} more' if more > 0 else ''} of worker"
             f" {self.worker}{others}, in generation {self.generation}{self._cause()}"
         )
 
     def _cause(self) -> str:
-        if self.gradient is not None:
-            odd = self.gradient
+        cause, odd = "", self.gradient
+        if self.since < self.step:
+            cause = "; commit after every step, and the one that did is named"
+        elif odd is not None:
             more = f", and {odd.others} more" if odd.others else ""
-            return (
+            cause = (
                 f". Shard {odd.shard} is where it begins: worker {odd.worker} computed another gradient of"
                 f" {odd.parameter}{more}"
             )
-        if self.compared:
-            return (
+        elif self.compared:
+            cause = (
                 f". The shards' own gradients, {self.compared} of them, are equal: what differs is their sum, a buffer,"
                 " or what the optimizer does"
             )
-        return ""
+        if self.since == 0 and odd is not None and odd.all:
+            cause += (
+                f". No gradient of step {self.step} is equal, as where two runs begin with other weights: call"
+                " torch.manual_seed() before the model is made"
+            )
+        return cause
 
 
 def held(events: Iterable[Event]) -> list[HeldCommit]:
@@ -109,7 +121,10 @@ def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Differ
     gradient, compared = _odd_gradient(
         [one for one in undisturbed if one.step == step], [one for one in other if one.step == step]
     )
-    return Difference(step - 1, each.worker, each.generation, odd, workers, gradient, compared)
+    since = max((one.step for one in in_both(undisturbed, other) if one.step < step), default=0)
+    return Difference(
+        since, step - 1, each.worker, each.generation, odd, workers, gradient, compared
+    )
 
 
 def _odd_gradient(
@@ -129,7 +144,8 @@ def _odd_gradient(
     if not odd:
         return None, len(made)
     (shard, parameter), worker = min(odd, key=lambda each: each[0][0])
-    return OddGradient(shard, parameter, worker, len({key for key, _ in odd}) - 1), len(made)
+    differ, keys = {key for key, _ in odd}, {key for key, _, _ in made}
+    return OddGradient(shard, parameter, worker, len(differ) - 1, differ == keys), len(made)
 
 
 def _by_shard(gradients: dict[str, int]) -> dict[tuple[int, str], int]:

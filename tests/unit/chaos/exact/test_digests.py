@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from elastic.chaos.exact.digests import Difference, OddGradient, difference, held
 from elastic.driver.events import Event, TimePassed, WorkerDigested
 from elastic.protocol.messages import Commit, Worker
@@ -33,7 +35,7 @@ def test_the_first_step_counts_and_not_the_first_word():
         told(2, FIRST, 2, a=2, b=7),
     ]
     found = compared(undisturbed, other)
-    assert found == Difference(1, SECOND, 2, ("b",), 2)
+    assert found == Difference(1, 1, SECOND, 2, ("b",), 2)
     assert found.sentence() == (
         "step 1 made other bits: b of worker h:1#1, and of 1 more, in generation 2"
     )
@@ -53,8 +55,10 @@ def with_gradients(worker: Worker, odd: int, **gradients: int) -> WorkerDigested
 
 
 def test_the_shard_where_it_begins_is_named_and_who_computed_it():
-    undisturbed: list[Event] = [with_gradients(FIRST, 1, s0_b=1, s0_a=2, s10_b=3, s10_a=4)]
+    gradients = with_gradients(FIRST, 1, s0_b=1, s0_a=2, s10_b=3, s10_a=4)
+    undisturbed: list[Event] = [told(1, a=1), gradients]
     other: list[Event] = [
+        told(1, a=1),
         with_gradients(SECOND, 5, s10_b=9, s10_a=9),
         with_gradients(FIRST, 5, s0_b=1, s0_a=7),
     ]
@@ -68,12 +72,39 @@ def test_the_shard_where_it_begins_is_named_and_who_computed_it():
 
 
 def test_where_shards_agree_it_is_their_sum():
-    undisturbed: list[Event] = [with_gradients(FIRST, 1, s0_a=2, s1_a=4)]
-    other: list[Event] = [with_gradients(SECOND, 5, s1_a=4), with_gradients(FIRST, 5, s0_a=2)]
+    undisturbed: list[Event] = [told(1, a=1), with_gradients(FIRST, 1, s0_a=2, s1_a=4)]
+    other: list[Event] = [
+        told(1, a=1),
+        with_gradients(SECOND, 5, s1_a=4),
+        with_gradients(FIRST, 5, s0_a=2),
+    ]
     found = compared(undisturbed, other)
     assert found is not None and found.gradient is None
     assert "The shards' own gradients, 2 of them, are equal: what differs is their sum" in (
         found.sentence()
+    )
+
+
+def test_of_steps_without_a_commit_none_is_accused():
+    """What the last of them has computed follows from what one before it may have spoilt."""
+    undisturbed: list[Event] = [told(4, a=1), replace(with_gradients(FIRST, 1, s0_a=2), step=8)]
+    other: list[Event] = [told(4, a=1), replace(with_gradients(FIRST, 5, s0_a=3), step=8)]
+    found = compared(undisturbed, other)
+    assert found is not None
+    assert found.sentence() == (
+        "one of the steps 4 to 7 made other bits: model.a of worker h:0#1, in generation 1; commit after every step,"
+        " and the one that did is named"
+    )
+
+
+def test_runs_that_begin_with_other_weights_are_told():
+    undisturbed: list[Event] = [replace(with_gradients(FIRST, 1, s0_a=2, s1_a=4), step=1)]
+    other: list[Event] = [replace(with_gradients(FIRST, 5, s0_a=3, s1_a=5), step=1)]
+    found = compared(undisturbed, other)
+    assert found is not None
+    assert found.sentence().endswith(
+        "computed another gradient of a, and 1 more. No gradient of step 0 is equal, as where two runs begin with other"
+        " weights: call torch.manual_seed() before the model is made"
     )
 
 
