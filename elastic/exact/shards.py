@@ -286,6 +286,11 @@ class Shards:
         if trains is not None:
             self._served.add(trains)
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Whose gradients are added up over these shards."""
+        return list(self._served)
+
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether its gradients are added up over these shards."""
         return optimizer in self._served

@@ -93,7 +93,8 @@ class HandledState(ObjectState):
     def _check_shards(self) -> None:
         """All that follows shards is in one state with them. Raises Invalid."""
         shards = self._shards()
-        shard_checks.check_schedules({name: each.value for name, each in self._handlers.items()})
+        values = {name: each.value for name, each in self._handlers.items()}
+        shard_checks.check_schedules(values)
         for name, handler in self._handlers.items():
             value = handler.value
             if isinstance(handler, OptimizerStateHandler):
@@ -116,6 +117,7 @@ class HandledState(ObjectState):
                     f"state.{name} works in shards that are no part of the state, so a commit would not have the step's"
                     " number: add them, as in TorchState(..., shards=shards)"
                 )
+        shard_checks.check_optimizers(values)
 
     def _tell_shards(self) -> None:
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
@@ -178,7 +180,9 @@ class HandledState(ObjectState):
     def save(self) -> None:
         """Copies what may have changed since the last save. Raises Invalid, DeviceLost."""
         # First what is likely to fail: then the last commit is still whole.
-        shard_checks.check_schedules({name: each.value for name, each in self._handlers.items()})
+        handled = {name: each.value for name, each in self._handlers.items()}
+        shard_checks.check_schedules(handled)
+        shard_checks.check_optimizers(handled)
         values = self._copied(self._values())
         with self._saving():
             self._begun += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,23 @@ def check_trained(name: str, optimizer: Any, values: Iterable[object]) -> None:
                     f"state.{name} trains {_named(optimizer, parameter)}, which is in no model of the state: a commit"
                     " would have neither its weights nor its model's buffers, as running statistics; add the model, as"
                     " in TorchState(model=model, ...)"
+                )
+
+
+def check_optimizers(values: Mapping[str, Any]) -> None:
+    """Whoever joins goes on with the same moments. Raises Invalid."""
+    known = set(map(id, values.values()))
+    for name, shards in values.items():
+        if not isinstance(shards, Shards) or not shards.exact:
+            continue
+        if any(id(each) not in known for each in shards.optimizers):
+            gc.collect()  # one that is gone must not count until the collector comes
+        for each in shards.optimizers:
+            if id(each) not in known:
+                raise Invalid(
+                    f"an optimizer, {type(each).__name__}, is in no state, and its gradients are added up over"
+                    f" state.{name}: a worker that joins would begin with other moments; add it, as in TorchState(...,"
+                    " optimizer=optimizer, shards=shards)"
                 )
 
 

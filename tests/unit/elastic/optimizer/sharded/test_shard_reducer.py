@@ -620,11 +620,23 @@ def test_what_follows_shards_is_in_one_state_with_them(ranks):
             TorchState(model, optimizer, shards=Shards(4))
         with pytest.raises(Invalid, match="trains weight, which is in no model of the state"):
             TorchState(torch.nn.Linear(3, 1), optimizer, shards=shards)
+        with pytest.raises(
+            Invalid, match=r"an optimizer, SGD, is in no state, .* over state\.shards"
+        ):
+            TorchState(model, shards=shards)
         TorchState(model, optimizer, shards=shards, loader=loader_of(shards=shards))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with pytest.raises(Invalid, match=r"learning rate of state\.optimizer and is in no state"):
             TorchState(model, optimizer, shards=shards)
-        TorchState(model, optimizer, shards=shards, schedule=schedule)
+        state = TorchState(model, optimizer, shards=shards, schedule=schedule)
+        late = DistributedOptimizer(
+            torch.optim.SGD([*model.parameters()][:1], lr=1.0), shards=shards
+        )
+        with pytest.raises(Invalid, match="add it, as in TorchState"):
+            state.save()
+        late.itself = late  # a scheduler makes such a cycle, too
+        del late
+        state.save()
 
     ranks(1, states)
 
