@@ -175,9 +175,10 @@ class Shards:
         self._end_shard()
         for listener in self._all():
             listener.step_ends()
-        if not step.merges:
+        if not step.merges:  # a scaler that has scaled no loss refuses to unscale gradients
             for scaler in self._scalers:
-                scaler.scale(torch.zeros((), device=scaler._device))
+                device = getattr(scaler, "_device", "cpu")
+                scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
         self._present = None
         self.step = step.number + 1
         self._between_steps()
@@ -291,14 +292,6 @@ class Shards:
         """Whose gradients are added up over these shards."""
         return list(self._served)
 
-    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether its gradients are added up over these shards."""
-        return optimizer in self._served
-
-    def scales(self, scaler: torch.amp.GradScaler) -> None:
-        """A state that has both tells it: one that has scaled no loss, as on a spare, refuses to unscale gradients."""
-        self._scalers.add(scaler)
-
     def check_workers(self, least: int) -> None:
         """Raises Invalid where a world never has fewer workers, and some of them would never compute anything."""
         if self.count < least:
@@ -307,11 +300,15 @@ class Shards:
                 f" give at least Shards({least}), or a lower --min-np"
             )
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """The buffers of ``model``, as running statistics of BatchNorm, are from now on those of shard 0 after a step.
+    def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
+        """The buffers of ``model``, as running statistics of BatchNorm, are from now on those of shard 0 after a step;
+        and a scaler works on a rank without shards, too.
 
         A state that has both does that. Raises Invalid for what exchanges statistics or gradients with other ranks.
         """
+        if isinstance(model, torch.amp.GradScaler):
+            self._scalers.add(model)
+            return
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise Invalid(

@@ -99,7 +99,7 @@ class HandledState(ObjectState):
             value = handler.value
             if isinstance(handler, OptimizerStateHandler):
                 own = getattr(getattr(value, "gradients_made", None), "shards", None)
-                own = next((each for each in shards if each.trains(value)), own)
+                own = next((each for each in shards if value in each.optimizers), own)
                 if shards and own is None:
                     raise Invalid(
                         f"state.{name} knows nothing of the state's Shards, and would step with this worker's own"
@@ -123,10 +123,8 @@ class HandledState(ObjectState):
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
         for shards in self._shards():
             for value in self._referred():
-                if isinstance(value, torch.nn.Module):
+                if isinstance(value, torch.nn.Module | torch.amp.GradScaler):
                     shards.watch(value)
-                elif isinstance(value, torch.amp.GradScaler):
-                    shards.scales(value)
 
     def _introduce(self) -> None:
         """Tells loaders what their batches train."""

@@ -51,7 +51,7 @@ class ShardedSteps:
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
-            self.shards.scales(scaler)
+            self.shards.watch(scaler)
         module = trainer.lightning_module
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._reducers = [
