@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -507,6 +507,29 @@ def parse(arguments: Sequence[str]) -> Options:
         raise Invalid(f"unknown flag {unknown[0]}; {hint}")
     options.command = command
     return options
+
+
+# What functions that start jobs call otherwise than the command line.
+OTHERWISE = {
+    "np": "num_proc",
+    "gloo_timeout": "gloo_timeout_seconds",
+    "begin_from": "from",
+    "cooldown_range": "blacklist_cooldown_range",
+}
+
+
+def flags_of(given: Mapping[str, Any]) -> list[str]:
+    """Arguments of such a function as words of a command line. None, and False of a switch: not given."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = f"--{OTHERWISE.get(name, name).replace('_', '-')}"
+        if name in ("fresh", "summary", "verbose"):
+            words += [flag] if value else []
+        elif name == "cooldown_range" and value is not None:
+            words += [flag, *map(str, value)]
+        elif value is not None:
+            words.append(f"{flag}={value}")
+    return words
 
 
 def build_parser() -> Parser:

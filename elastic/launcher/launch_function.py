@@ -75,6 +75,9 @@ def launch(
 
         losses = elastic.launch(train, args=(0.1,), np=4)  # what train(0.1) returned, by rank
     """
+    given = dict(locals())  # flags of elasticrun, but for these
+    for name in ("func", "args", "kwargs", "env", "executable", "on_report"):
+        del given[name]
     if not callable(func):
         raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
     if not isinstance(args, list | tuple):
@@ -82,49 +85,9 @@ def launch(
     if on_report is not None and not callable(on_report):
         raise Invalid(f"on_report is a {type(on_report).__name__}; give a function of one argument")
     from elastic.driver.commandline import cli
+    from elastic.driver.commandline.flags import flags_of
     from elastic.driver.job.start import Outcome, start
 
-    flags: list[str] = []
-    given = {
-        "-np": np,
-        "--min-np": min_np,
-        "--max-np": max_np,
-        "--standbys": standbys,
-        "--hosts": hosts,
-        "--hostfile": hostfile,
-        "--host-discovery-script": host_discovery_script,
-        "--slots-per-host": slots_per_host,
-        "--elastic-timeout": elastic_timeout,
-        "--start-timeout": start_timeout,
-        "--reset-limit": reset_limit,
-        "--network-interface": network_interface,
-        "--ssh-port": ssh_port,
-        "--ssh-identity-file": ssh_identity_file,
-        "--gloo-timeout-seconds": gloo_timeout,
-        "--output-filename": output_filename,
-        "--journal": journal,
-        "--checkpoint-dir": checkpoint_dir,
-        "--checkpoint-every": checkpoint_every,
-        "--checkpoint-keep": checkpoint_keep,
-        "--restarts": restarts,
-        "--preemption": preemption,
-        "--preload": preload,
-        "--from": begin_from,
-        "--report": report,
-        "--dashboard": dashboard,
-        "--log-level": log_level,
-    }
-    for flag, value in given.items():
-        if value is not None:
-            flags += [flag, str(value)]
-    if cooldown_range is not None:
-        flags += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
-    if fresh:
-        flags.append("--fresh")
-    if summary:
-        flags.append("--summary")
-    if verbose:
-        flags.append("--verbose")
     environ = dict(os.environ if env is None else env)
     # The worker imports what the function needs from where this process would.
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
@@ -134,7 +97,7 @@ def launch(
         pickled = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
         call.write_bytes(pickled)
         command = [executable or sys.executable, "-m", "elastic.launcher.run_function", str(call)]
-        job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
+        job = cli.make_job(cli.read_options([*flags_of(given), *command], environ), environ)
         fleet = job.fleet
         if fleet is not None:  # other machines may not see this folder
             fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(pickled)})

@@ -71,34 +71,6 @@ class Limits:
         """From the placement of workers until they are all there."""
         return START_S if self.start_timeout is None else self.start_timeout
 
-    def as_flags(self) -> list[str]:
-        given: dict[str, float | str | None] = {
-            "--elastic-timeout": self.elastic_timeout,
-            "--start-timeout": self.start_timeout,
-            "--reset-limit": self.reset_limit,
-            "--gloo-timeout-seconds": self.gloo_timeout,
-            "--network-interface": self.network_interface,
-            "--checkpoint-dir": self.checkpoint_dir,
-            "--checkpoint-every": self.checkpoint_every,
-            "--checkpoint-keep": self.checkpoint_keep,
-            "--restarts": self.restarts,
-            "--preemption": self.preemption,
-            "--preload": self.preload,
-            "--standbys": self.standbys,
-            "--from": self.begin_from,
-            "--dashboard": self.dashboard,
-        }
-        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
-        if self.cooldown_range is not None:
-            flags += ["--blacklist-cooldown-range", *map(str, self.cooldown_range)]
-        if self.fresh:
-            flags.append("--fresh")
-        if self.summary:
-            flags.append("--summary")
-        if self.verbose:
-            flags.append("--verbose")
-        return [*flags, *self.flags]
-
 
 def wanted(
     num_workers: int | None,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import ray
 
 from elastic.driver.commandline import cli
+from elastic.driver.commandline.flags import flags_of
 from elastic.driver.discovery.interface import Log, Need
 from elastic.driver.job.job import Job, Stoppable
 from elastic.driver.job.start import start
@@ -213,7 +214,9 @@ class DriverActor:
     def _make_job(self, call: bytes, program: Sequence[str]) -> Job:
         spec, wanted = self._spec, self._spec.wanted
         name = spec.name if spec.detached else f"{spec.name}-{self._runs}"
-        flags = ["-np", str(wanted.np), "--job", name, *spec.limits.as_flags()]
+        given = {**vars(spec.limits)}
+        del given["placement_timeout"], given["flags"]
+        flags = ["-np", str(wanted.np), "--job", name, *flags_of(given), *spec.limits.flags]
         if wanted.elastic:
             flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
         environ = {**os.environ, **spec.environ}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import cloudpickle
@@ -77,35 +77,9 @@ def run(
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and where the cluster has no room for
     the workers within ``placement_timeout``; JobFailed if the job does not succeed.
     """
-    with Executor(
-        num_workers,
-        min_workers=min_workers,
-        max_workers=max_workers,
-        resources_per_worker=resources_per_worker,
-        use_gpu=use_gpu,
-        placement_group=placement_group,
-        env=env,
-        on_report=on_report,
-        on_output=on_output,
-        elastic_timeout=elastic_timeout,
-        start_timeout=start_timeout,
-        placement_timeout=placement_timeout,
-        reset_limit=reset_limit,
-        cooldown_range=cooldown_range,
-        network_interface=network_interface,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        checkpoint_keep=checkpoint_keep,
-        restarts=restarts,
-        preemption=preemption,
-        preload=preload,
-        begin_from=begin_from,
-        fresh=fresh,
-        standbys=standbys,
-        summary=summary,
-        dashboard=dashboard,
-        verbose=verbose,
-    ) as executor:
+    options = dict(locals())
+    del options["train_fn"], options["config"], options["detached"]
+    with Executor(**options) as executor:
         if not callable(train_fn):
             raise Invalid(f"run() calls a function, not a {type(train_fn).__name__}")
         given = arguments.call_arguments(config)
@@ -187,6 +161,7 @@ class Executor:
         verbose: bool = False,
     ) -> None:
         """Checks the arguments; nothing is started. ``num_hosts``: exactly so many nodes, evenly. Raises Invalid."""
+        given = locals()
         self._wanted = arguments.wanted(
             num_workers,
             min_workers,
@@ -196,26 +171,8 @@ class Executor:
             placement_group,
             num_hosts,
         )
-        self._limits = Limits(
-            elastic_timeout=elastic_timeout,
-            start_timeout=start_timeout,
-            placement_timeout=placement_timeout,
-            reset_limit=reset_limit,
-            cooldown_range=cooldown_range,
-            network_interface=network_interface,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_every=checkpoint_every,
-            checkpoint_keep=checkpoint_keep,
-            restarts=restarts,
-            preemption=preemption,
-            preload=preload,
-            begin_from=begin_from,
-            fresh=fresh,
-            standbys=standbys,
-            summary=summary,
-            dashboard=dashboard,
-            verbose=verbose,
-        )
+        of_limits = {each.name for each in fields(Limits)} & given.keys()
+        self._limits = Limits(**{name: given[name] for name in of_limits})
         arguments.check_limits(self._limits, elastic=self._wanted.elastic)
         arguments.check_callables(on_report=on_report, on_output=on_output)
         arguments.check_environ(env)

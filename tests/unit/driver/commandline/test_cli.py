@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from elastic.driver.commandline import check_build, cli
-from elastic.driver.commandline.flags import Options, parse, parser
+from elastic.driver.commandline.flags import Options, flags_of, parse, parser
 from elastic.driver.job.job import Job
 from elastic.driver.launch import variables
 from elastic.driver.network.hosts import ThisHost
 from elastic.driver.settings import UNBOUNDED
+from elastic.launcher.launch_function import launch
+from elastic.ray.arguments import Limits
 from harness.program import output_of
 from harness.refusals import refusal_of
 
@@ -98,6 +101,20 @@ def test_horovods_spellings():
         log_level="WARNING",
         slots_per_host=2,
     )
+
+
+def test_arguments_of_functions_become_flags():
+    given = {"np": 2, "checkpoint_dir": "/a b", "begin_from": None, "standbys": 0}
+    given |= {"fresh": True, "summary": False, "cooldown_range": (1, 60)}
+    assert flags_of(given) == [
+        *("--num-proc=2", "--checkpoint-dir=/a b", "--standbys=0", "--fresh"),
+        *("--blacklist-cooldown-range", "1", "60"),
+    ]
+    of_launch = inspect.signature(launch).parameters.keys() - {"func", "args", "kwargs", "env"}
+    of_ray = vars(Limits()).keys() - {"placement_timeout", "flags"}
+    known = parser()._option_string_actions
+    for name in of_launch - {"executable", "on_report"} | of_ray:
+        assert flags_of({name: "1"})[0].partition("=")[0] in known
 
 
 # ---- how many workers

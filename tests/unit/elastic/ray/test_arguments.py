@@ -108,12 +108,6 @@ def test_a_function_is_called_as_it_can_be():
         arguments.check_call(configured, (), {})
 
 
-def test_what_is_given_becomes_the_flags_of_elasticrun():
-    flags = Limits(checkpoint_dir="/a b", checkpoint_every="10m", fresh=True).as_flags()
-    assert flags == ["--checkpoint-dir=/a b", "--checkpoint-every=10m", "--fresh"]
-    assert Limits(standbys=2, summary=True).as_flags() == ["--standbys=2", "--summary"]
-
-
 def test_the_driver_gets_what_opentelemetry_reads():
     caller = {
         "OTEL_SERVICE_NAME": "ours",
