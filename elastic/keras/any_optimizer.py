@@ -49,23 +49,10 @@ def DistributedOptimizer(
     Raises:
         Invalid: (a ValueError) for bad arguments, and for what is no optimizer.
     """
+    given = dict(locals())
+    del given["use_locking"]
     if reducing.is_optimizer(optimizer):
-        return distributed_optimizer.DistributedOptimizer(
-            optimizer,
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            num_groups,
-            groups,
-            process_set,
-            scale_local_gradients,
-        )
+        return distributed_optimizer.DistributedOptimizer(**given)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         options = framework_options.checked(
             op,

@@ -116,19 +116,9 @@ def PartialDistributedGradientTape(
     """`DistributedGradientTape`, but the variables of ``local_layers``, a layer or several, belong to this rank: their
     gradients are not reduced.
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    given = dict(locals())
+    del given["local_layers"]
+    tape = DistributedGradientTape(**given)
     for variable in local_variables(local_layers):
         tape.register_local_source(variable)
     return tape
