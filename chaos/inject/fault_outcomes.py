@@ -8,18 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from elastic.chaos.inject.plan import FLIPPED, SPOILS_FILE, Injected
-from elastic.driver.events import (
-    BreakWorld,
-    EndJob,
-    KillWorker,
-    PublishWorld,
-    ReportRecovery,
-    WorkerDisconnected,
-    WorkerExited,
-    WorkerFailed,
-    WorkerFrozen,
-    WorkerLeaving,
-)
+from elastic.driver import events
 from elastic.driver.journal.entries import Entry
 from elastic.protocol.messages import Worker
 
@@ -64,7 +53,7 @@ class _Happened:
     noticed: dict[Worker, list[tuple[float, Sign]]] = field(default_factory=dict)
     broken: list[tuple[float, int]] = field(default_factory=list)
     worlds: list[tuple[float, int, frozenset[Worker]]] = field(default_factory=list)
-    at_work: list[tuple[float, ReportRecovery]] = field(default_factory=list)
+    at_work: list[tuple[float, events.ReportRecovery]] = field(default_factory=list)
     ended: tuple[float, str] | None = None
 
 
@@ -96,29 +85,29 @@ def _happened(entries: Sequence[Entry]) -> _Happened:
 
     for entry in entries:
         match entry.event:
-            case WorkerExited(worker=worker, code=code):
+            case events.WorkerExited(worker=worker, code=code):
                 happened.exits[worker] = (entry.at, code)
                 note(worker, entry.at, Sign.EXIT)
-            case WorkerFrozen(worker=worker):
+            case events.WorkerFrozen(worker=worker):
                 note(worker, entry.at, Sign.FROZEN)
-            case WorkerDisconnected(worker=worker):
+            case events.WorkerDisconnected(worker=worker):
                 note(worker, entry.at, Sign.SILENCE)
-            case WorkerFailed(worker=worker):
+            case events.WorkerFailed(worker=worker):
                 note(worker, entry.at, Sign.COLLECTIVE)
-            case WorkerLeaving(worker=worker):
+            case events.WorkerLeaving(worker=worker):
                 note(worker, entry.at, Sign.WISH)
         for action in entry.actions:
             match action:
-                case KillWorker(worker, reason):
+                case events.KillWorker(worker, reason):
                     happened.kills.setdefault(worker, (entry.at, str(reason)))
-                case BreakWorld(generation=generation):
+                case events.BreakWorld(generation=generation):
                     happened.broken.append((entry.at, generation))
-                case PublishWorld(generation=generation, members=members):
+                case events.PublishWorld(generation=generation, members=members):
                     workers = frozenset(member.worker for member in members)
                     happened.worlds.append((entry.at, generation, workers))
-                case ReportRecovery():
+                case events.ReportRecovery():
                     happened.at_work.append((entry.at, action))
-                case EndJob(reason=reason):
+                case events.EndJob(reason=reason):
                     happened.ended = (entry.at, str(reason))
     return happened
 

@@ -19,17 +19,7 @@ from dataclasses import dataclass, field
 
 from elastic.chaos.inject.fault_outcomes import FaultOutcome, outcomes
 from elastic.chaos.inject.plan import Injected
-from elastic.driver.events import (
-    BreakWorld,
-    EndJob,
-    PublishWorld,
-    ReportRecovery,
-    StopMembersAt,
-    WorkerDigested,
-    WorkerReady,
-    WorkerResumed,
-    WorkerReturned,
-)
+from elastic.driver import events
 from elastic.driver.journal.entries import Entry
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
@@ -194,26 +184,26 @@ class _Reading:
     def read(self, entry: Entry) -> None:
         self._at = entry.at
         match entry.event:
-            case WorkerDigested() as digested:
+            case events.WorkerDigested() as digested:
                 self._digested(digested)
-            case WorkerReady(worker=worker, commit=commit) if commit is not None:
+            case events.WorkerReady(worker=worker, commit=commit) if commit is not None:
                 self._held[worker] = max(commit, self._held.get(worker, commit))
-            case WorkerResumed():
+            case events.WorkerResumed():
                 self.trained = True
-            case WorkerReturned():
+            case events.WorkerReturned():
                 self._training_ends(entry.at)
                 self._over(entry.at)
         for action in entry.actions:
             match action:
-                case PublishWorld():
+                case events.PublishWorld():
                     self._published(action)
-                case BreakWorld(generation=generation) if generation == self._generation:
+                case events.BreakWorld(generation=generation) if generation == self._generation:
                     self._world_breaks(entry.at)
-                case StopMembersAt():
+                case events.StopMembersAt():
                     self._training_ends(entry.at)
-                case ReportRecovery():
+                case events.ReportRecovery():
                     self._trains(action, entry.at)
-                case EndJob(code, reason):
+                case events.EndJob(code, reason):
                     self.ended = str(reason)
                     if code:
                         self._world_breaks(entry.at)
@@ -249,7 +239,7 @@ class _Reading:
 
     # ---- commits ---------------------------------------------------------------------------------
 
-    def _digested(self, event: WorkerDigested) -> None:
+    def _digested(self, event: events.WorkerDigested) -> None:
         found = self._digests.setdefault(event.commit, {})
         if not found and event.commit.number:
             self._history.append(event.commit)
@@ -263,7 +253,7 @@ class _Reading:
             self._gaps.append((self._committed_at, self._at, self._size))
         self._committed_at = self._at
 
-    def _published(self, world: PublishWorld) -> None:
+    def _published(self, world: events.PublishWorld) -> None:
         self._training_ends(self._at)
         members = [member.worker for member in world.members]
         held = max((self._held[w] for w in members if w in self._held), default=None)
@@ -283,7 +273,7 @@ class _Reading:
 
     # ---- time ------------------------------------------------------------------------------------
 
-    def _trains(self, done: ReportRecovery, at: float) -> None:
+    def _trains(self, done: events.ReportRecovery, at: float) -> None:
         if self.began_at is None:
             self.began_at = at
         if done.generation == self._generation and self._over_at is None:

@@ -11,17 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from elastic.driver.events import (
-    Action,
-    EndJob,
-    Event,
-    KillWorker,
-    Report,
-    WorkerExited,
-    WorkerFrozen,
-    WorkerSpent,
-    WorkerThawed,
-)
+from elastic.driver import events
 from elastic.driver.membership.membership import describe_exit
 from elastic.driver.reasons import Why, because
 from elastic.protocol.messages import Place, Worker
@@ -36,7 +26,7 @@ class Ending:
 
     def __init__(
         self,
-        outcome: EndJob,
+        outcome: events.EndJob,
         *,
         members: Mapping[Worker, Place],
         alive: Collection[Worker],
@@ -77,27 +67,29 @@ class Ending:
     def _fences(self) -> bool:
         return self._again and self.code == 0 and self._idle_s > 0
 
-    def heard(self, event: Event, now: float) -> list[Action]:
+    def heard(self, event: events.Event, now: float) -> list[events.Action]:
         """What is told of a worker."""
         match event:
-            case WorkerExited():
+            case events.WorkerExited():
                 return self._exited(event, now)
-            case WorkerSpent(worker, doing="training" | "data" | "committing") if (
+            case events.WorkerSpent(worker, doing="training" | "data" | "committing") if (
                 worker in self._members and not self._again
             ):
                 self._again = True
                 failed_before = self.code != 0 and self._remind_at is not None
                 if failed_before:
                     self._fail(now)
-            case WorkerFrozen(worker, how) if worker in self._members and worker in self._alive:
+            case events.WorkerFrozen(worker, how) if (
+                worker in self._members and worker in self._alive
+            ):
                 self._frozen.setdefault(worker, (now, how))
-            case WorkerThawed(worker):
+            case events.WorkerThawed(worker):
                 self._frozen.pop(worker, None)
             case _:
                 pass
         return []
 
-    def _exited(self, event: WorkerExited, now: float) -> list[Action]:
+    def _exited(self, event: events.WorkerExited, now: float) -> list[events.Action]:
         self._alive.discard(event.worker)
         self._frozen.pop(event.worker, None)
         place = self._members.get(event.worker)
@@ -105,7 +97,7 @@ class Ending:
             return []
         self._fail(now)
         return [
-            Report(
+            events.Report(
                 "error",
                 f"rank {place.rank} ({event.worker} on {event.worker.host}) ended with"
                 f" {event.reason or describe_exit(event.code)} in code that"
@@ -118,7 +110,7 @@ class Ending:
         if self._again:  # the others may wait for it in a collective
             self._remind_at, self._kill_at = None, now + self._leave_s
 
-    def lost(self, workers: Collection[Worker], now: float) -> list[Action]:
+    def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
         """Their host is gone: no exit will be seen."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
@@ -127,7 +119,7 @@ class Ending:
         self._fail(now)
         named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
         text = "after training had succeeded: its exit code is unknown, and the job fails with exit code 1"
-        return [Report("error", f"{named} was lost with its host {text}")]
+        return [events.Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:
         """Asked to stop: from now on this is no success, and nobody is waited for."""
@@ -136,19 +128,19 @@ class Ending:
         if self._give_up_at is None:
             self._kill_at = now + GRACE_S
 
-    def hurried(self, now: float) -> list[Action]:
+    def hurried(self, now: float) -> list[events.Action]:
         """Asked again: no grace."""
         self._remind_at = None
         self._kill_at = now
         return self.overdue(now)
 
-    def overdue(self, now: float) -> list[Action]:
+    def overdue(self, now: float) -> list[events.Action]:
         """What to do at a deadline."""
-        actions: list[Action] = []
+        actions: list[events.Action] = []
         for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
             if now >= since + self._idle_s:
                 del self._frozen[worker]
-                actions.append(KillWorker(worker, because(Why.FROZEN, how=how)))
+                actions.append(events.KillWorker(worker, because(Why.FROZEN, how=how)))
         if self._remind_at is not None and now >= self._remind_at:
             self._remind_at = now + REMIND_S
             awaited = sorted(self._alive & self._members.keys(), key=self._rank)
@@ -156,7 +148,7 @@ class Ending:
                 named = ", ".join(f"rank {self._rank(w)} ({w})" for w in awaited[:8])
                 more = f" and {len(awaited) - 8} more" if len(awaited) > 8 else ""
                 text = f"training has ended; waiting for {named}{more} to exit: code after it still runs"
-                actions.append(Report("info", text))
+                actions.append(events.Report("info", text))
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             ending = self._remind_at is None
@@ -164,10 +156,10 @@ class Ending:
                 self._give_up_at = now + DEATH_S
             reason = because(Why.JOB_OVER if ending else Why.NOT_LEFT)
             doomed = self._alive if ending else self._alive - self._members.keys()
-            actions += [KillWorker(worker, reason) for worker in sorted(doomed)]
+            actions += [events.KillWorker(worker, reason) for worker in sorted(doomed)]
         if self._give_up_at is not None and now >= self._give_up_at:
             left = ", ".join(str(worker) for worker in sorted(self._alive))
-            actions.append(Report("error", f"{left} cannot be killed; leaving without them"))
+            actions.append(events.Report("error", f"{left} cannot be killed; leaving without them"))
             self._alive.clear()
         return actions
 

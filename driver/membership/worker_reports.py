@@ -6,19 +6,7 @@ each handler. What breaks is in `failures`, who gets on in `failure_detection`.
 
 from __future__ import annotations
 
-from elastic.driver.events import (
-    Event,
-    ReplicasSpoilt,
-    WorkerChecked,
-    WorkerConnected,
-    WorkerDiffers,
-    WorkerDigested,
-    WorkerDisconnected,
-    WorkerLeaving,
-    WorkerReady,
-    WorkerResumed,
-    WorkerReturned,
-)
+from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
@@ -42,34 +30,34 @@ class WorkerReports(Part):
         super().__init__(worlds)
         self.frozen = frozen
 
-    def handle(self, event: Event) -> bool:
+    def handle(self, event: events.Event) -> bool:
         """What a worker says of itself: whether it was that. Raises IllegalEvent."""
         match event:
-            case WorkerConnected():
+            case events.WorkerConnected():
                 self.connected(event)
-            case WorkerReady():
+            case events.WorkerReady():
                 self.ready(event)
-            case WorkerChecked():
+            case events.WorkerChecked():
                 self.checked(event)
-            case WorkerLeaving():
+            case events.WorkerLeaving():
                 self.leaving(event)
-            case WorkerResumed():
+            case events.WorkerResumed():
                 self.resumed(event)
-            case WorkerDigested():
+            case events.WorkerDigested():
                 self.digested(event)
-            case WorkerDiffers():
+            case events.WorkerDiffers():
                 self.differs(event)
-            case ReplicasSpoilt():
+            case events.ReplicasSpoilt():
                 self.spoilt(event)
-            case WorkerReturned():
+            case events.WorkerReturned():
                 self.returned(event)
-            case WorkerDisconnected():
+            case events.WorkerDisconnected():
                 self.disconnected(event)
             case _:
                 return False
         return True
 
-    def connected(self, event: WorkerConnected) -> None:
+    def connected(self, event: events.WorkerConnected) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.stage is not WorkerStage.STARTING:
             return  # a connection that outlived its process
@@ -81,7 +69,7 @@ class WorkerReports(Part):
             self.worlds.world = World(self.worlds.generation)
         self.staff.welcome(record, self.worlds.members)
 
-    def ready(self, event: WorkerReady) -> None:
+    def ready(self, event: events.WorkerReady) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
@@ -130,19 +118,19 @@ class WorkerReports(Part):
         else:
             record.stage = WorkerStage.READY
 
-    def checked(self, event: WorkerChecked) -> None:
+    def checked(self, event: events.WorkerChecked) -> None:
         current = (
             event.generation == self.worlds.generation and event.change == self.worlds.change.number
         )
         if event.worker in self.roster and current and self.worlds.phase is Phase.PREPARING:
             self.worlds.change.answer(event.worker, event.check)
 
-    def leaving(self, event: WorkerLeaving) -> None:
+    def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
         if record is not None:
             self.staff.leave(record, in_words(event.reason), self.worlds.world.places)
 
-    def resumed(self, event: WorkerResumed) -> None:
+    def resumed(self, event: events.WorkerResumed) -> None:
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
@@ -153,7 +141,7 @@ class WorkerReports(Part):
         if report is not None:
             self.actions.add(report)
 
-    def digested(self, event: WorkerDigested) -> None:
+    def digested(self, event: events.WorkerDigested) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or event.generation != self.worlds.generation:
             return
@@ -163,7 +151,7 @@ class WorkerReports(Part):
             differs = because(Why.OTHER_DIGEST, right=str(right), commit=str(event.commit))
             self.staff.fence(self.roster[wrong], differs)
 
-    def differs(self, event: WorkerDiffers) -> None:
+    def differs(self, event: events.WorkerDiffers) -> None:
         if event.generation == self.worlds.generation:
             self._damaged(event.worker, " and ".join(event.parts), event.commit, event.equal)
 
@@ -173,7 +161,7 @@ class WorkerReports(Part):
             damaged = because(Why.DAMAGED, parts=parts, commit=str(commit), equal=equal)
             self.staff.fence(record, damaged)
 
-    def spoilt(self, event: ReplicasSpoilt) -> None:
+    def spoilt(self, event: events.ReplicasSpoilt) -> None:
         """All are started anew, from the newest checkpoint. Not only their commits may be spoilt, but whatever they
         hold.
         """
@@ -190,7 +178,7 @@ class WorkerReports(Part):
                 self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)
 
-    def returned(self, event: WorkerReturned) -> None:
+    def returned(self, event: events.WorkerReturned) -> None:
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
@@ -208,7 +196,7 @@ class WorkerReports(Part):
             return
         self.worlds.one_returned(record)
 
-    def disconnected(self, event: WorkerDisconnected) -> None:
+    def disconnected(self, event: events.WorkerDisconnected) -> None:
         record = self.roster.get(event.worker)
         if record is not None:
             self.staff.disconnected(record, silent=event.silent)

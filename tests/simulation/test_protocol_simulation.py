@@ -27,16 +27,7 @@ from elastic.chaos.simulator.simulated_faults import (
 from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
-from elastic.driver.events import (
-    AnswerRequest,
-    DrainRequested,
-    Notice,
-    PublishWorld,
-    ScaleRequested,
-    StartWorker,
-    TellStandby,
-    WorkerConnected,
-)
+from elastic.driver import events
 from elastic.driver.reasons import Why
 from elastic.protocol.messages import Worker
 
@@ -268,7 +259,7 @@ def test_gpus_and_networks_that_hang_never_cost_a_worker_whose_gpu_is_sound(firs
 
 def test_a_notice_ahead_of_time_costs_no_step_and_breaks_no_world():
     sim = quiet_job()
-    sim.clock.at(4.0, sim.agents["h1"].announce, Notice("taken back", 2.0))
+    sim.clock.at(4.0, sim.agents["h1"].announce, events.Notice("taken back", 2.0))
     sim.clock.at(6.0, sim.lose_host, "h1")
     outcome = sim.run()
     assert outcome.code == 0
@@ -346,7 +337,7 @@ def test_a_machine_that_stands_still_costs_the_others_a_lease():
         (entry.at, action)
         for entry in sim.driver.entries
         for action in entry.actions
-        if isinstance(action, PublishWorld) and entry.at > 10.0
+        if isinstance(action, events.PublishWorld) and entry.at > 10.0
     ]
     at, world = after[0]
     assert "h1" not in {member.worker.host for member in world.members}
@@ -365,17 +356,17 @@ def test_machines_that_stand_still_never_cost_the_job(first):
 def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
     sim = Simulation(3, workers=4, steps=1500, faults=0, mild=True, weather=Weather())
     for at, event in (
-        (10.0, ScaleRequested(1, 3)),
-        (20.0, ScaleRequested(2, 4)),
-        (30.0, DrainRequested(3, "h0")),
-        (40.0, DrainRequested(4, "h0", True)),
+        (10.0, events.ScaleRequested(1, 3)),
+        (20.0, events.ScaleRequested(2, 4)),
+        (30.0, events.DrainRequested(3, "h0")),
+        (40.0, events.DrainRequested(4, "h0", True)),
     ):
         sim.clock.at(at, sim.driver.hear, event)
     outcome = sim.run()
     assert outcome.code == 0
     actions = [action for entry in sim.driver.entries for action in entry.actions]
-    assert [a.done for a in actions if isinstance(a, AnswerRequest)] == [True] * 4
-    sizes = [len(a.members) for a in actions if isinstance(a, PublishWorld)]
+    assert [a.done for a in actions if isinstance(a, events.AnswerRequest)] == [True] * 4
+    sizes = [len(a.members) for a in actions if isinstance(a, events.PublishWorld)]
     assert sizes[:5] == [4, 4, 3, 4, 2] and sizes[-1] == 4, sizes
     assert "BreakWorld" not in sim.story() and "KillWorker" not in sim.story()
 
@@ -385,19 +376,19 @@ def test_a_larger_job_starts_no_more_newcomers_at_once_than_the_machine_has_core
     sim = Simulation(
         3, workers=8, steps=1500, faults=0, mild=True, weather=Weather(), starting_max=2
     )
-    sim.clock.at(10.0, sim.driver.hear, ScaleRequested(1, 2))
-    sim.clock.at(20.0, sim.driver.hear, ScaleRequested(2, 8))
+    sim.clock.at(10.0, sim.driver.hear, events.ScaleRequested(1, 2))
+    sim.clock.at(20.0, sim.driver.hear, events.ScaleRequested(2, 8))
     outcome = sim.run()
     assert outcome.code == 0
     starting, most = set(), 0
     for entry in sim.driver.entries:
-        if isinstance(entry.event, WorkerConnected):
+        if isinstance(entry.event, events.WorkerConnected):
             starting.discard(entry.event.worker)
-        starting |= {a.worker for a in entry.actions if isinstance(a, StartWorker)}
+        starting |= {a.worker for a in entry.actions if isinstance(a, events.StartWorker)}
         most = max(most, len(starting) if entry.at > 10.0 else 0)
     assert most == 2
     actions = [action for entry in sim.driver.entries for action in entry.actions]
-    assert len([a for a in actions if isinstance(a, PublishWorld)][-1].members) == 8
+    assert len([a for a in actions if isinstance(a, events.PublishWorld)][-1].members) == 8
 
 
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 2))
@@ -439,10 +430,10 @@ def test_a_standby_makes_a_loss_good_at_once():
     outcome = sim.run()
     assert outcome.code == 0
     actions = [action for entry in sim.driver.entries for action in entry.actions]
-    worlds = [action for action in actions if isinstance(action, PublishWorld)]
+    worlds = [action for action in actions if isinstance(action, events.PublishWorld)]
     # Of init(), and two of elastic.run.
     assert [len(world.members) for world in worlds] == [4, 4, 4]
-    first, second = (action.worker for action in actions if isinstance(action, TellStandby))
+    first, second = (action.worker for action in actions if isinstance(action, events.TellStandby))
     members = [member.worker for member in worlds[-1].members]
     assert first in members and second not in members
 

@@ -12,17 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from elastic.driver.events import (
-    DumpStacks,
-    Event,
-    GiveUpHost,
-    ProbeWorkers,
-    TellAwaited,
-    WorkerLocated,
-    WorkerPaced,
-    WorkerProbed,
-    WorkerProgressed,
-)
+from elastic.driver import events
 from elastic.driver.membership.failure_detection.gpu_hangs import (
     Finding,
     Witness,
@@ -74,22 +64,22 @@ class Stuck(Part):
 
     # ---- what is told ----------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> bool:
+    def handle(self, event: events.Event) -> bool:
         """How far somebody is, or what its process does: whether it was that."""
         match event:
-            case WorkerProgressed():
+            case events.WorkerProgressed():
                 self.progressed(event)
-            case WorkerLocated():
+            case events.WorkerLocated():
                 self.located(event)
-            case WorkerPaced():
+            case events.WorkerPaced():
                 self.paced(event)
-            case WorkerProbed():
+            case events.WorkerProbed():
                 self.probed(event)
             case _:
                 return False
         return True
 
-    def progressed(self, event: WorkerProgressed) -> None:
+    def progressed(self, event: events.WorkerProgressed) -> None:
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
@@ -110,7 +100,7 @@ class Stuck(Part):
         if before != (event.entered, event.phase, event.inside):
             self._got_on(record)
 
-    def located(self, event: WorkerLocated) -> None:
+    def located(self, event: events.WorkerLocated) -> None:
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
@@ -119,16 +109,16 @@ class Stuck(Part):
         suspected = self._suspicions.get(event.worker) is not None
         if suspected and place is not None and event.line and len(self._suspicions) <= NAMED:
             waiters = [each.worker for each in self.roster.inside.values()]
-            self.actions.add(TellAwaited(event.generation, waiters, place.rank, event.line))
+            self.actions.add(events.TellAwaited(event.generation, waiters, place.rank, event.line))
 
-    def _gpu_said(self, record: WorkerRecord, event: WorkerProgressed) -> None:
+    def _gpu_said(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
         """How far its GPU is; since when counts within one wait only."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):
             record.gpu_since = self.actions.now
         record.gpu = event.gpu
 
-    def paced(self, event: WorkerPaced) -> None:
+    def paced(self, event: events.WorkerPaced) -> None:
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
@@ -146,7 +136,7 @@ class Stuck(Part):
             level = "warning" if self._stragglers.named else "info"
             self.actions.log(level, self._stragglers.sentence(self._name_of))
 
-    def probed(self, event: WorkerProbed) -> None:
+    def probed(self, event: events.WorkerProbed) -> None:
         if self._silence.answered(event.worker.host):
             return
         suspicion = self._suspicions.get(event.worker)
@@ -229,9 +219,9 @@ class Stuck(Part):
         hosts = {s.worker.host: s.worker for s in suspects if s.worker.host not in speak}
         if silent and all(s.worker.host in silent & hosts.keys() and not s.phase for s in suspects):
             for host in sorted(hosts):
-                self.actions.add(GiveUpHost(host, because(Why.HOST_SILENT, for_s=for_s)))
+                self.actions.add(events.GiveUpHost(host, because(Why.HOST_SILENT, for_s=for_s)))
         elif self._silence.ask(hosts, now) and hosts:
-            self.actions.add(ProbeWorkers([*hosts.values()]))
+            self.actions.add(events.ProbeWorkers([*hosts.values()]))
 
     def _somebody_may_wait(self) -> bool:
         """Whether to look at it: not if nothing would come of that."""
@@ -300,7 +290,7 @@ class Stuck(Part):
             elif suspicion.fence_at is None:
                 to_probe.append(suspicion.worker)
         if to_probe:
-            self.actions.add(ProbeWorkers(to_probe))
+            self.actions.add(events.ProbeWorkers(to_probe))
 
     def _disbelieve_the_silent(self) -> None:
         """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
@@ -360,7 +350,7 @@ class Stuck(Part):
                 self._unnamed += 1
             case Next.CONDEMN:
                 reason = suspicion.reason(now, self._where)
-                self.actions.add(DumpStacks(record.worker, reason))
+                self.actions.add(events.DumpStacks(record.worker, reason))
             case _:
                 pass
 

@@ -10,16 +10,7 @@ from __future__ import annotations
 import enum
 from typing import NoReturn
 
-from elastic.driver.events import (
-    BreakWorld,
-    CallOffChange,
-    EndJob,
-    FinishWorld,
-    PrepareChange,
-    PublishWorld,
-    StopMembersAt,
-    TellStandby,
-)
+from elastic.driver import events
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.root_cause import Exceptions, RootCauseSearch
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
@@ -62,8 +53,8 @@ class Worlds:
         self.staff = Workforce(settings, self.actions)
         self.give_up = GiveUpRules(settings, self.staff, self.actions)
         self.world = World()
-        self.published: PublishWorld | None = None  # the last one
-        self.verdict: EndJob | None = None  # how the job ends, once that is decided
+        self.published: events.PublishWorld | None = None  # the last one
+        self.verdict: events.EndJob | None = None  # how the job ends, once that is decided
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
         self.gathering = Gathering(Kind.START, because(Why.FIRST_START), 0.0, settings)
         self.change = Change(settings)
@@ -212,7 +203,7 @@ class Worlds:
             record.moved(self.now)
             record.entered, record.phase, record.last_inside = 0, "", ""
             record.gpu = []
-        self.published = PublishWorld(
+        self.published = events.PublishWorld(
             generation=self.generation,
             members=self.world.placed(),
             store=source.store,
@@ -244,14 +235,14 @@ class Worlds:
         members = [s.worker for s in self.live()]
         self.change.prepare(self.now, members)
         self.change_reason, self._cause_at = wish, self.now
-        self.actions.add(PrepareChange(self.generation, self.change.number, members, wish))
+        self.actions.add(events.PrepareChange(self.generation, self.change.number, members, wish))
 
     def _have_stand_by(self) -> None:
         """Who is ready and has no place in a world that is as large as it may be."""
         for record in self._joining():
             if not record.stands_by:
                 record.stands_by = True
-                self.actions.add(TellStandby(record.worker))
+                self.actions.add(events.TellStandby(record.worker))
 
     def _joining(self) -> list[WorkerRecord]:
         """Newcomers that are ready."""
@@ -293,12 +284,12 @@ class Worlds:
             self.phase = Phase.STOPPING
             check = self.change.stop(self.now)
             live = [s.worker for s in self.live()]
-            self.actions.add(StopMembersAt(self.generation, self.change.number, check, live))
+            self.actions.add(events.StopMembersAt(self.generation, self.change.number, check, live))
 
     def call_off(self, reason: Reason) -> None:
         self.phase = Phase.TRAINING
         live = [s.worker for s in self.live()]
-        self.actions.add(CallOffChange(self.generation, self.change.number, live, reason))
+        self.actions.add(events.CallOffChange(self.generation, self.change.number, live, reason))
 
     def _try_to_finish(self) -> None:
         if not self.roster.any_at(WorkerStage.MEMBER):
@@ -314,7 +305,7 @@ class Worlds:
             self.actions.log("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
         for record in returned:
             record.stage = WorkerStage.FINISHED
-        self.actions.add(FinishWorld(self.generation, [s.worker for s in returned]))
+        self.actions.add(events.FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
         """A member's function has returned: the others get their time to do so too."""
@@ -338,7 +329,7 @@ class Worlds:
             if self.gathering.kind is Kind.START:
                 at_work = [s.worker for s in self.live() if s.stage is WorkerStage.MEMBER]
                 if at_work:
-                    self.actions.add(BreakWorld(self.generation, at_work, reason))
+                    self.actions.add(events.BreakWorld(self.generation, at_work, reason))
             self.end_if(self.give_up.all_lost(self.world, self.gathering))
             return
         live = self.live()
@@ -359,7 +350,7 @@ class Worlds:
             record.stage = WorkerStage.MEMBER
         self.gather(Kind.RECOVERY, reason)
         self.gathering.had_loss = lost
-        self.actions.add(BreakWorld(self.generation, [s.worker for s in at_work], reason))
+        self.actions.add(events.BreakWorld(self.generation, [s.worker for s in at_work], reason))
         if lost:
             self.end_if(self.give_up.all_lost(self.world, self.gathering))
 
@@ -378,7 +369,7 @@ class Worlds:
         self.phase = Phase.DONE
         if code == 0:
             self.staff.let_all_go(because(Why.JOB_ENDED))
-        self.verdict = EndJob(code, reason)
+        self.verdict = events.EndJob(code, reason)
         self.actions.add(self.verdict)
         raise JobFinished
 

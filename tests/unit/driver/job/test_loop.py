@@ -9,21 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic.driver.events import (
-    BreakWorld,
-    DumpStacks,
-    EndJob,
-    ProbeWorkers,
-    RejectWorker,
-    ReportRecovery,
-    StartWorker,
-    StopRequested,
-    WelcomeWorker,
-    WorkerChecked,
-    WorkerConnected,
-    WorkerExited,
-    WorkerFrozen,
-)
+from elastic.driver import events
 from elastic.driver.job import ending
 from elastic.driver.job.loop import Driver, JobRuntime
 from elastic.driver.journal.file import FileJournal
@@ -253,7 +239,7 @@ async def test_nothing_is_kept_of_workers_that_are_gone(s):
     async def come_and_go(worker: Worker) -> None:
         for _ in range(5):
             worker = worker.next()
-            s.driver._perform([StartWorker(worker, place, in_words("again"))])
+            s.driver._perform([events.StartWorker(worker, place, in_words("again"))])
             await s.exit(worker)
 
     await come_and_go(C)
@@ -279,7 +265,9 @@ async def test_members_are_told_before_anything_is_started(s):
 
     s.server.send, s.launcher.start = send, starts
     place = s.driver.places[A]
-    s.driver._perform([StartWorker(C, place, in_words("x")), BreakWorld(1, [A], in_words("lost"))])
+    s.driver._perform(
+        [events.StartWorker(C, place, in_words("x")), events.BreakWorld(1, [A], in_words("lost"))]
+    )
     assert performed == ["Broken", "start"]
     s.launcher.exit(C, 0)
 
@@ -288,11 +276,14 @@ async def test_members_are_told_before_anything_is_started(s):
 async def test_what_is_seen_of_processes_becomes_events(s):
     await s.train(A, B)
     s.driver._perform(
-        [ProbeWorkers([A, B]), DumpStacks(B, because(Why.IDLE, for_s=30.0, where="for the end"))]
+        [
+            events.ProbeWorkers([A, B]),
+            events.DumpStacks(B, because(Why.IDLE, for_s=30.0, where="for the end")),
+        ]
     )
     assert s.launcher.probed == [A, B] and s.launcher.dumped == [B]
     assert s.log[-1] == "info: the stacks of localhost:1#1 follow: it is stuck"
-    s.launcher.noticed(WorkerFrozen(B, "stopped by a signal"))
+    s.launcher.noticed(events.WorkerFrozen(B, "stopped by a signal"))
     await s.settle()
     assert s.launcher.killed == [B]
     assert any("fencing localhost:1#1: it is frozen (stopped by a signal)" in x for x in s.log)
@@ -356,7 +347,7 @@ async def test_an_exit_code_after_success_is_not_lost(s):
 
 async def is_stopped(s) -> None:
     await s.train(A, B)
-    s.driver.tell(StopRequested("rank 0 ended"))
+    s.driver.tell(events.StopRequested("rank 0 ended"))
     await s.settle()
     for worker in (A, B):
         await s.exit(worker, 1)
@@ -393,11 +384,11 @@ async def test_what_a_worker_wrote_does_not_come_last(s):
     await s.train(A, B)
     wrote = "Traceback\nKeyError: 'x'\n"
     ended = because(Why.ENDED, who="rank 0", exit="exit code 1", killed_for=None, wrote=wrote)
-    _, said = s.driver._end(EndJob(1, ended))
+    _, said = s.driver._end(events.EndJob(1, ended))
     first, *_, last = said.splitlines()
     ends = "the job ends with exit code 1: rank 0 ended with exit code 1"
     assert (first, last) == (f"{ends}; it wrote:", f"{ends}: KeyError: 'x'")
-    s.driver.tell(StopRequested("rank 0 ended"))
+    s.driver.tell(events.StopRequested("rank 0 ended"))
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 1
@@ -407,7 +398,7 @@ async def test_what_a_worker_wrote_does_not_come_last(s):
 async def test_a_worker_with_another_state_is_told_what_differs(s):
     await s.train(A, B)
     await s.say(B, protocol.Layout("e", "w float32 [2]"))
-    s.driver._perform([RejectWorker(B, "e", "d")])
+    s.driver._perform([events.RejectWorker(B, "e", "d")])
     [rejected] = s.server.to(B, protocol.Rejected)
     assert rejected.reason == "w: float32 [2] here, float32 [1] in the world"
 
@@ -417,7 +408,7 @@ async def test_a_newcomer_is_told_of_what_the_others_batches_consist(s):
     await s.train(A, B)
     await s.say(A, protocol.StepInput(b"float32 [16, 4]"))
     for worker, newcomer in ((A, False), (B, True)):
-        s.driver._perform([WelcomeWorker(worker, Place(1, 2, 1, 2, 0, 1), newcomer, True)])
+        s.driver._perform([events.WelcomeWorker(worker, Place(1, 2, 1, 2, 0, 1), newcomer, True)])
     assert [w.step_input for w in s.server.to(A, protocol.Welcome)] == [b"", b"float32 [16, 4]"]
     assert s.server.to(B, protocol.Welcome)[-1].step_input == b"float32 [16, 4]"
 
@@ -551,7 +542,7 @@ async def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
 async def test_a_bug_ends_the_job_with_its_story(tmp_path):
     class Buggy(Membership):
         def handle(self, event, now):
-            if isinstance(event, WorkerExited):
+            if isinstance(event, events.WorkerExited):
                 raise AssertionError("never thought of this")
             return super().handle(event, now)
 
@@ -577,12 +568,12 @@ async def test_a_stop_before_the_start_is_remembered(tmp_path):
 def test_every_message_has_the_fields_of_its_event():
     for said, event in EVENTS.items():
         assert event.__struct_fields__ == ("worker", *said.__struct_fields__)
-    assert event_of(A, protocol.Hello(A, 7, "2.9")) == WorkerConnected(A, 7, "2.9")
-    assert event_of(A, protocol.Checked(1, 2, 3)) == WorkerChecked(A, 1, 2, 3)
+    assert event_of(A, protocol.Hello(A, 7, "2.9")) == events.WorkerConnected(A, 7, "2.9")
+    assert event_of(A, protocol.Checked(1, 2, 3)) == events.WorkerChecked(A, 1, 2, 3)
 
 
 def test_a_recovery_is_one_line():
-    report = ReportRecovery(
+    report = events.ReportRecovery(
         generation=5,
         kind="recovery",
         reason=in_words("lost localhost:2#1 (signal 9 SIGKILL)"),

@@ -7,18 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.events import (
-    BreakWorld,
-    EndJob,
-    KillWorker,
-    LetGo,
-    PrepareChange,
-    PublishWorld,
-    RejectWorker,
-    StartWorker,
-    TellStandby,
-    WorkerReconnected,
-)
+from elastic.driver import events
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 from harness.conversation import (
@@ -44,8 +33,8 @@ def with_standby(workers: int = 2, **settings) -> Talk:
     talk = running(workers, workers_min=1, standbys=1, **settings)
     assert names(talk.tell(hosts(h=workers + 1))) == [f"h:{workers}#1"]
     actions = talk.join(f"h:{workers}")
-    assert the(TellStandby, actions).worker == worker(f"h:{workers}")
-    assert not has(PrepareChange, actions)
+    assert the(events.TellStandby, actions).worker == worker(f"h:{workers}")
+    assert not has(events.PrepareChange, actions)
     return talk
 
 
@@ -60,34 +49,34 @@ def test_none_is_started_before_there_is_a_world_to_stand_by():
 
 def test_its_start_says_what_for():
     talk = running(2, workers_min=1, standbys=1)
-    start = the(StartWorker, talk.tell(hosts(h=3)))
+    start = the(events.StartWorker, talk.tell(hosts(h=3)))
     assert "stand by" in str(start.reason)
 
 
 def test_it_is_told_once():
     talk = with_standby()
-    assert not has(TellStandby, [*talk.resume(), *talk.wait(3600)])
+    assert not has(events.TellStandby, [*talk.resume(), *talk.wait(3600)])
 
 
 def test_two_lost_and_one_standby_make_a_smaller_world():
     talk = with_standby(3)
     talk.tell(exited("h:1"), exited("h:2"))
-    world = the(PublishWorld, talk.ready("h:0", commit=(2, 5)))
+    world = the(events.PublishWorld, talk.ready("h:0", commit=(2, 5)))
     assert order(world) == ["h:0#1", "h:3#1"]
 
 
 def test_its_own_death_breaks_nothing_and_another_follows():
     talk = with_standby()
     actions = talk.tell(exited("h:2"))
-    assert not has(BreakWorld, actions) and not has(PrepareChange, actions)
+    assert not has(events.BreakWorld, actions) and not has(events.PrepareChange, actions)
     assert names(talk.wait(2)) == ["h:2#2"]
 
 
 def test_a_frozen_one_is_fenced_and_the_others_train_on():
     talk = with_standby()
     actions = talk.tell(frozen("h:2")) + talk.wait(3)
-    assert the(KillWorker, actions).worker == worker("h:2")
-    assert not has(BreakWorld, actions)
+    assert the(events.KillWorker, actions).worker == worker("h:2")
+    assert not has(events.BreakWorld, actions)
 
 
 def test_one_whose_state_does_not_fit_is_turned_away_when_it_comes():
@@ -95,20 +84,20 @@ def test_one_whose_state_does_not_fit_is_turned_away_when_it_comes():
     talk.tell(hosts(h=3))
     talk.connect("h:2")
     actions = talk.tell(ready("h:2", 0, layout="another"))
-    assert has(RejectWorker, actions) and not has(TellStandby, actions)
+    assert has(events.RejectWorker, actions) and not has(events.TellStandby, actions)
 
 
 def test_on_a_new_connection_it_is_told_again():
     talk = with_standby()
-    talk.tell(disconnected("h:2"), WorkerReconnected(worker("h:2"), 0, True))
-    assert has(TellStandby, talk.ready("h:2", generation=0))
+    talk.tell(disconnected("h:2"), events.WorkerReconnected(worker("h:2"), 0, True))
+    assert has(events.TellStandby, talk.ready("h:2", generation=0))
 
 
 def test_a_host_that_leaves_the_list_takes_its_standby_at_once():
     talk = with_standby()
     actions = talk.tell(hosts(h=2))
-    assert the(LetGo, actions).worker == worker("h:2")
-    assert not has(PrepareChange, actions)
+    assert the(events.LetGo, actions).worker == worker("h:2")
+    assert not has(events.PrepareChange, actions)
 
 
 def test_a_machine_that_comes_back_smaller_or_larger_keeps_one_standby():
@@ -119,20 +108,20 @@ def test_a_machine_that_comes_back_smaller_or_larger_keeps_one_standby():
 def test_when_all_have_returned_it_is_let_go():
     talk = with_standby()
     actions = talk.tell(returned("h:0", 2), returned("h:1", 2))
-    assert the(EndJob, actions).code == 0
-    assert [a.worker for a in actions if isinstance(a, LetGo)] == [worker("h:2")]
+    assert the(events.EndJob, actions).code == 0
+    assert [a.worker for a in actions if isinstance(a, events.LetGo)] == [worker("h:2")]
 
 
 def test_a_standby_alone_holds_nothing_so_the_job_ends():
     talk = with_standby()
     actions = talk.tell(exited("h:0"), exited("h:1"))
-    assert the(EndJob, actions).code == 1
+    assert the(events.EndJob, actions).code == 1
 
 
 def test_a_member_that_broke_the_world_without_dying_keeps_its_place():
     talk = with_standby()
     talk.tell(disconnected("h:1"))
-    talk.tell(WorkerReconnected(worker("h:1"), 2, True))
+    talk.tell(events.WorkerReconnected(worker("h:1"), 2, True))
     assert talk.members == ["h:0#1", "h:1#1"]
 
 
@@ -143,7 +132,7 @@ def test_without_standbys_who_comes_too_many_waits_as_well():
     talk.ready("h:0", commit=(2, 5))
     assert names(talk.wait(2)) == ["h:1#2"]
     talk.join("h:1#2")
-    assert the(PublishWorld, talk.stop_all())
+    assert the(events.PublishWorld, talk.stop_all())
     assert names(talk.tell(hosts(h=2, g=2))) == []
     assert talk.wait(100) == []
 

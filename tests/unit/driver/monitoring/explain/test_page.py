@@ -10,18 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from elastic.driver.events import (
-    EndJob,
-    HostsChanged,
-    Member,
-    PublishWorld,
-    ReportRecovery,
-    StartWorker,
-    WorkerConnected,
-    WorkerExited,
-    WorkerRaised,
-    WorkerReady,
-)
+from elastic.driver import events
 from elastic.driver.journal.entries import decoded_header, encoded, header_of, readable
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.page import PageJob, page
@@ -45,29 +34,29 @@ def worker(slot: int, incarnation: int = 1, host: str = HOST) -> Worker:
     return Worker(host, slot, incarnation)
 
 
-def world(generation: int, *workers: Worker) -> PublishWorld:
+def world(generation: int, *workers: Worker) -> events.PublishWorld:
     size = len(workers)
-    members = [Member(w, Place(i, size, i, size, 0, 1)) for i, w in enumerate(workers)]
+    members = [events.Member(w, Place(i, size, i, size, 0, 1)) for i, w in enumerate(workers)]
     commit = Commit(generation, 0)
-    return PublishWorld(generation, members, STORE, size, commit, because(Why.ENTERING))
+    return events.PublishWorld(generation, members, STORE, size, commit, because(Why.ENTERING))
 
 
-def first_start(*workers: Worker) -> list[StartWorker]:
+def first_start(*workers: Worker) -> list[events.StartWorker]:
     place = Place(0, 1, 0, 1, 0, 1)
-    return [StartWorker(each, place, because(Why.FIRST_START)) for each in workers]
+    return [events.StartWorker(each, place, because(Why.FIRST_START)) for each in workers]
 
 
 def evil_job(told) -> None:
     """Two workers whose host, exception and traceback are HTML; the job fails."""
     one, two = worker(0), worker(1)
-    told(HostsChanged({HOST: 2}), first_start(one, two), 10.0)
+    told(events.HostsChanged({HOST: 2}), first_start(one, two), 10.0)
     for each in (one, two):
-        told(WorkerConnected(each, 1), [], 11.0)
-        told(WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
-    told(WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
-    raised = WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
-    told(raised, [EndJob(1, because(Why.UNKNOWN, text=EVIL))], 20.0)
-    told(WorkerExited(one, 1, "", EVIL), [], 21.0)
+        told(events.WorkerConnected(each, 1), [], 11.0)
+        told(events.WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
+    told(events.WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
+    raised = events.WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
+    told(raised, [events.EndJob(1, because(Why.UNKNOWN, text=EVIL))], 20.0)
+    told(events.WorkerExited(one, 1, "", EVIL), [], 21.0)
 
 
 class Elements(HTMLParser):
@@ -143,7 +132,7 @@ def test_a_run_writes_its_report_at_its_end(tmp_path):
 def test_the_report_of_a_driver_that_follows_another_says_that_it_begins_in_the_middle(tmp_path):
     run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
     run.adopt({worker(0): 0, worker(1): 1}, 4)
-    run.note(WorkerExited(worker(1), -9), [], 100.0)
+    run.note(events.WorkerExited(worker(1), -9), [], 100.0)
     run.write()
     text = (tmp_path / "r.html").read_text()
     assert "begins in the middle of the job" in text and "SIGKILL" in text
@@ -205,12 +194,12 @@ def test_what_is_no_number_is_no_series():
 def test_the_rows_of_a_recovery():
     rows = WorkerRows()
     one, two, again = worker(0), worker(1), worker(1, 2)
-    rows.note(HostsChanged({HOST: 2}), first_start(one, two), 0.0)
-    rows.note(WorkerConnected(one, 1), [world(1, one, two)], 1.0)
-    rows.note(WorkerExited(two, -9), first_start(again), 2.0)
-    recovered = ReportRecovery(2, "recovery", because(Why.ENTERING), 1, 500.0, {}, 0)
-    rows.note(WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
-    rows.note(WorkerConnected(one, 1), [recovered], 3.5)
+    rows.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
+    rows.note(events.WorkerConnected(one, 1), [world(1, one, two)], 1.0)
+    rows.note(events.WorkerExited(two, -9), first_start(again), 2.0)
+    recovered = events.ReportRecovery(2, "recovery", because(Why.ENTERING), 1, 500.0, {}, 0)
+    rows.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
+    rows.note(events.WorkerConnected(one, 1), [recovered], 3.5)
     table = rows.table(4.0)
     assert table[f"{HOST}:1"] == [[0.0, 1.0, 0, 1, -1], [1.0, 2.0, 2, 1, 1], [2.0, 4.0, 0, 2, -1]]
     assert rows.recoveries == [(3.0, 3.5, 2, "recovery")]
