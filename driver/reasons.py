@@ -367,7 +367,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.LOST_RAISED: "{worker} raised {summary}",
     Why.LOST_HOST: ("lost host {host}", ": {text}"),
     Why.HOST_SILENT: "its agent is connected, but has not answered for {for_s:.1f} s, while all others wait for its"
-    " workers: is it stopped?",
+    " workers: it is stopped, or cut off",
     Why.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
     Why.NOT_STOPPED: "{workers} did not reach check {check} within {within_s:g} s",
     Why.NETWORK_HANGS: _hang(

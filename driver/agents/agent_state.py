@@ -79,7 +79,7 @@ class AgentState:
         """Whether it has waited long enough for a driver. Its workers are then to be killed."""
         if self.away_by is None or now < self.away_by:
             return False
-        self.detached()
+        self.release()
         return True
 
     def told(self, generation: int) -> None:
@@ -94,13 +94,17 @@ class AgentState:
             return False
         if generation <= self.generation:
             return False
-        self.detached()
+        self.release()
         return True
 
     def detached(self) -> None:
         """The job is over for this agent."""
-        self._over, self.job = self.job or self._over, ""
-        self.away_since = None
+        self._over = self.job or self._over
+        self.release()
+
+    def release(self) -> None:
+        """The job goes on without its workers here; its driver may come back."""
+        self.job, self.away_since = "", None
         self.exits.clear()
 
     def may_start(self, worker: Worker) -> bool:

@@ -315,6 +315,7 @@ class AgentProcess:
             self._give_up("no driver has come back")
 
     def _give_up(self, why: str) -> None:
+        self._workers_of = ""
         if self._bound:
             self.end(1, why)
         else:
@@ -345,8 +346,8 @@ class AgentProcess:
             self.end(1, f"the driver refuses it: {reason}")
             return
         self._missing(f"the driver refuses this agent: {reason}")
-        self._state.detached()
-        self._stale |= self._agent.alive()
+        self._state.release()
+        self._workers_of = ""
         self._in_background(self._clear(reason))
         self._uplink.drop(reason)
 

@@ -69,7 +69,7 @@ def test_it_waits_for_a_driver_as_long_as_it_was_told_and_no_longer(state):
     assert state.away_by == 70.0
     assert not state.given_up(now=69.9)
     assert state.given_up(now=70.0)
-    assert "its job is over" in state.attached(attach(term=2)).refused
+    assert not state.attached(attach(term=2)).refused, "its workers are gone, and not the job"
 
 
 def test_without_a_job_it_waits_for_nothing():
@@ -86,6 +86,7 @@ def test_a_generation_without_this_host_fences_it_once_its_lease_is_lost(state):
     assert not state.fenced(4, now=13.0), "that is its own generation"
     assert state.fenced(5, now=13.0)
     assert not state.fenced(6, now=14.0), "once is enough"
+    assert not state.attached(attach()).refused, "the host may be used again"
 
 
 def test_a_worker_is_started_once(state):
@@ -98,6 +99,14 @@ def test_a_worker_is_started_once(state):
 def test_nothing_is_started_for_a_job_that_is_over(state):
     state.detached()
     assert not state.may_start(A)
+    assert "its job is over" in state.attached(attach(term=2)).refused
+
+
+def test_a_job_that_goes_on_with_another_agent_of_this_host_may_come_back_to_it(state):
+    state.release()
+    assert not state.may_start(A)
+    assert state.attached(attach()) == AttachOutcome()
+    assert state.may_start(A)
 
 
 def test_what_it_remembers_is_bounded(state):

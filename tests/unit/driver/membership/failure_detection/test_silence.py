@@ -43,7 +43,9 @@ def test_a_host_that_does_not_answer_while_all_others_wait_is_given_up_after_a_l
     assert given_up(actions) == ["c"]
     assert talk.m.worlds.actions.now - began < LEASE_S + 0.1
     action = the(GiveUpHost, actions)
-    assert action.reason.kind is Why.HOST_SILENT and "is it stopped?" in str(action.reason)
+    assert action.reason.kind is Why.HOST_SILENT and "it is stopped, or cut off" in str(
+        action.reason
+    )
     actions = talk.tell(HostLost("c", str(action.reason)))
     assert has(BreakWorld, actions) and "going on without its 2 workers" in said(actions)
     world = the(PublishWorld, talk.ready("a:0", "b:0", commit=(2, 5)))
