@@ -96,7 +96,7 @@ def test_what_happened_while_there_was_no_driver_is_handled_by_the_next(drivers,
     first.until(lambda: steps(first) > 4, "the first steps")
     secret = (tmp_path / "journal.jsonl.secret").read_text().strip()
     for process in first.processes():
-        assert secret not in process.command
+        assert secret not in " ".join(process.info["cmdline"])
     victim = pid_of(first, 0, "127.0.0.2")
     killed(first)
     os.kill(victim, signal.SIGKILL)

@@ -224,7 +224,7 @@ def test_a_partition_ends_with_the_tool_however_that_ends(chaos):
     run = chaos(PARTITION, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
     pid = run.wait_for(r"partition for 60 s: .*\(process (\d+)\)")[1]
     assert f"elastic_chaos_{pid}" in tables()
-    driver = [p.pid for p in run.processes() if "elasticrun" in p.command]
+    driver = [p.pid for p in run.processes() if "elasticrun" in " ".join(p.info["cmdline"])]
     run.process.kill()
     wait_until(lambda: f"elastic_chaos_{pid}" not in tables(), "the end of its table", 5.0)
     for each in driver:  # the job goes on without the tool

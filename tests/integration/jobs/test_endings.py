@@ -93,7 +93,7 @@ def test_ctrl_c_twice_leaves_no_agent_that_was_just_starting(job):
     training = job("-np 2 --min-np 1 -H localhost:2 --resume", TRAINING)
 
     def begun() -> bool:
-        return any(AGENT_MODULE in process.command for process in training.processes())
+        return any(AGENT_MODULE in process.info["cmdline"] for process in training.processes())
 
     training.until(begun, "an agent")
     interrupt(training)
