@@ -20,16 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic.chaos.inject.plan import (
-    FACTOR,
-    KINDS,
-    LASTING,
-    MEAN_LEAST_S,
-    SECONDS_MAX,
-    Chance,
-    Fault,
-    Plan,
-)
+from elastic.chaos.inject import plan
 from elastic.errors import Invalid
 
 if sys.version_info >= (3, 11):
@@ -50,7 +41,7 @@ _VICTIM = re.compile(
 )
 
 
-def read_plan(text: str, name: str) -> Plan:
+def read_plan(text: str, name: str) -> plan.Plan:
     """The plan that a TOML text describes. Raises Invalid with the line of the first mistake."""
     try:
         tables = tomllib.loads(text)
@@ -69,13 +60,13 @@ def read_plan(text: str, name: str) -> Plan:
         _Where(text, name, "random", 0).fail("random", "write [random], and what it has below it")
     if not faults and not chance:
         raise Invalid(f"{name} has no fault; give [random] or [[fault]]")
-    return Plan(
+    return plan.Plan(
         tuple(_fault(each, _Where(text, name, "fault", n)) for n, each in enumerate(faults)),
         None if chance is None else _chance(chance, _Where(text, name, "random", 0)),
     )
 
 
-def _fault(table: dict[str, Any], where: _Where) -> Fault:
+def _fault(table: dict[str, Any], where: _Where) -> plan.Fault:
     where.known(table, ("kind", "victim", "for_s", "factor", *MOMENTS))
     kind = where.kind("kind", table.get("kind"))
     victim = table.get("victim", "random")
@@ -85,25 +76,25 @@ def _fault(table: dict[str, Any], where: _Where) -> Fault:
     if len(given) != 1:
         said = f"has {' and '.join(given)}" if given else "does not say when"
         where.fail(given[1] if given else "", f"the fault {said}; give one of {', '.join(MOMENTS)}")
-    fault = Fault(
+    fault = plan.Fault(
         kind,
         victim,
         at_s=where.number("at_s", table["at_s"], 0.0) if "at_s" in table else None,
         after_commits=where.whole("after_commits", table.get("after_commits")),
         at_generation=where.whole("at_generation", table.get("at_generation")),
     )
-    if "for_s" in table and kind not in LASTING:
+    if "for_s" in table and kind not in plan.LASTING:
         where.fail("for_s", f"a {kind} does not last; leave for_s out")
     if "factor" in table and kind != "slow":
         where.fail("factor", f"a {kind} has no factor; leave it out, or give kind = 'slow'")
-    if kind in LASTING:
+    if kind in plan.LASTING:
         fault = replace(fault, for_s=where.positive("for_s", table.get("for_s", FOR_S)))
     if kind == "slow":
-        fault = replace(fault, factor=where.factor(table.get("factor", FACTOR)))
+        fault = replace(fault, factor=where.factor(table.get("factor", plan.FACTOR)))
     return fault
 
 
-def _chance(table: dict[str, Any], where: _Where) -> Chance:
+def _chance(table: dict[str, Any], where: _Where) -> plan.Chance:
     keys = (
         "mean_time_between_faults_s",
         "faults",
@@ -117,8 +108,8 @@ def _chance(table: dict[str, Any], where: _Where) -> Chance:
     if keys[0] not in table:
         where.fail("", f"[random] needs {keys[0]}")
     mean = where.positive(keys[0], table[keys[0]])
-    if mean < MEAN_LEAST_S:
-        where.fail(keys[0], f"{keys[0]} is {mean:g}; give at least {MEAN_LEAST_S:g}")
+    if mean < plan.MEAN_LEAST_S:
+        where.fail(keys[0], f"{keys[0]} is {mean:g}; give at least {plan.MEAN_LEAST_S:g}")
     kinds = table.get("faults", ["kill", "freeze"])
     if not isinstance(kinds, list) or not kinds:
         where.fail("faults", f'faults is {kinds!r}; give a list, as in ["kill", "freeze"]')
@@ -137,13 +128,13 @@ def _chance(table: dict[str, Any], where: _Where) -> Chance:
     ):
         where.fail("spare", f'spare is {spare!r}; give a list of slots, as in ["localhost:0"]')
     duration = table.get("duration_s")
-    return Chance(
+    return plan.Chance(
         mean,
         tuple(where.kind("faults", each) for each in kinds),
         where.whole("seed", table.get("seed"), least=0),
         None if duration is None else where.positive("duration_s", duration),
         None if span is None else (low, high),
-        where.factor(table.get("factor", FACTOR)),
+        where.factor(table.get("factor", plan.FACTOR)),
         tuple(spare),
     )
 
@@ -164,17 +155,17 @@ class _Where:
                 self.fail(key, f"{key!r} is not known here; give one of {', '.join(keys)}")
 
     def kind(self, key: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in KINDS:
+        if not isinstance(value, str) or value not in plan.KINDS:
             said = "the fault has no kind" if value is None else f"{value!r} is not a kind of fault"
-            self.fail(key, f"{said}; give one of {', '.join(KINDS)}")
+            self.fail(key, f"{said}; give one of {', '.join(plan.KINDS)}")
         return str(value)
 
     def number(self, key: str, value: Any, least: float) -> float:
         """This or more."""
-        return self._number(key, value, f"of {least:g} or more", least, SECONDS_MAX)
+        return self._number(key, value, f"of {least:g} or more", least, plan.SECONDS_MAX)
 
     def positive(self, key: str, value: Any) -> float:
-        number = self._number(key, value, "above 0", 0.0, SECONDS_MAX)
+        number = self._number(key, value, "above 0", 0.0, plan.SECONDS_MAX)
         if number == 0:
             self.fail(key, f"{key} is 0; give a number above 0")
         return number

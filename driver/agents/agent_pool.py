@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from elastic.driver.agents import pool_events
 from elastic.driver.agents.messages import (
     Announced,
     Attach,
@@ -36,26 +37,6 @@ from elastic.driver.agents.messages import (
     Start,
 )
 from elastic.driver.agents.partition import Reach
-from elastic.driver.agents.pool_events import (
-    AgentCalled,
-    AgentGone,
-    AgentNotStarted,
-    AgentSaid,
-    AgentStarted,
-    DriverReady,
-    GiveUpOrdered,
-    HangUp,
-    JobEnded,
-    KillOrdered,
-    PassOn,
-    PoolAction,
-    PoolEvent,
-    ShowOutput,
-    StartAgent,
-    StartOrdered,
-    TellAgents,
-    TellDriver,
-)
 from elastic.driver.agents.pool_state import AGAIN_S, AgentRecord, Due, PoolActions, Timetable
 from elastic.driver.events import (
     Event,
@@ -140,33 +121,33 @@ class AgentPool:
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: PoolEvent, now: float) -> list[PoolAction]:
+    def handle(self, event: pool_events.PoolEvent, now: float) -> list[pool_events.PoolAction]:
         """What to do about an event, in order."""
         self._actions.begin(now)
         match event:
-            case AgentSaid(agent, message, caller):
+            case pool_events.AgentSaid(agent, message, caller):
                 self._agent_said(agent, self._host(agent.host), message, caller)
-            case AgentCalled(agent):
+            case pool_events.AgentCalled(agent):
                 self._agent_called(agent, self._host(agent.host))
-            case AgentGone(agent, silent):
+            case pool_events.AgentGone(agent, silent):
                 self._agent_gone(agent, self._host(agent.host), silent)
-            case StartOrdered(order):
+            case pool_events.StartOrdered(order):
                 self._start(self._host(order.worker.host), order)
-            case KillOrdered(worker):
+            case pool_events.KillOrdered(worker):
                 self._kill(self._host(worker.host), worker)
-            case GiveUpOrdered(host, why):
+            case pool_events.GiveUpOrdered(host, why):
                 self._give_up_host(self._host(host), why)
-            case AgentStarted(host, outlives):
+            case pool_events.AgentStarted(host, outlives):
                 self._agent_started(self._host(host), outlives)
-            case AgentNotStarted(host, reason):
+            case pool_events.AgentNotStarted(host, reason):
                 self._agent_not_started(self._host(host), reason)
             case HostsChanged(hosts):
                 self._listed = set(hosts)
                 for each in self._hosts.values():
                     self._part(each)
-            case DriverReady():
+            case pool_events.DriverReady():
                 self._ready()
-            case JobEnded():
+            case pool_events.JobEnded():
                 self._end_job()
             case TimePassed():
                 self._overdue()
@@ -202,13 +183,13 @@ class AgentPool:
         self._due.put("", Due.BEAT, self._actions.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
         if agents:
-            self._actions.add(TellAgents(agents, [Beat()]))
+            self._actions.add(pool_events.TellAgents(agents, [Beat()]))
         for name in self._heard_of.expired(self._actions.now):
             stopped = self._hosts[name].agent
             if stopped is not None:
                 why = f"it has said nothing for {STOPPED_S:g} s, although it is connected: is it stopped?"
                 self._actions.log("error", f"the agent of {name} is given up: {why}")
-                self._actions.add(HangUp(stopped))
+                self._actions.add(pool_events.HangUp(stopped))
 
     def _end_job(self) -> None:
         self._closing = True
@@ -231,20 +212,20 @@ class AgentPool:
             case _ if agent != host.agent:
                 pass  # of one that another has followed
             case Heard(worker, said) if worker.host == agent.host:
-                self._actions.add(PassOn(worker, said))
+                self._actions.add(pool_events.PassOn(worker, said))
             case Seen(event) if event.worker.host == agent.host:
                 self._seen(host, event)
             case Printed(worker, stream, data) if worker.host == agent.host:
-                self._actions.add(ShowOutput(worker, stream, data))
+                self._actions.add(pool_events.ShowOutput(worker, stream, data))
             case Logged(level, text):
                 self._actions.log(level, f"{agent.host}: {text}")
             case Announced(Notice() as notice):
-                self._actions.add(TellDriver(HostLeaving(agent.host, notice)))
+                self._actions.add(pool_events.TellDriver(HostLeaving(agent.host, notice)))
             case Announced():
-                self._actions.add(TellDriver(HostStaying(agent.host)))
+                self._actions.add(pool_events.TellDriver(HostStaying(agent.host)))
             case _:
                 self._actions.log("warning", f"{agent} speaks of a worker that is not its own")
-                self._actions.add(HangUp(agent))
+                self._actions.add(pool_events.HangUp(agent))
 
     def _agent_called(self, agent: HostAgent, host: AgentRecord) -> None:
         """It is told who this driver is, and answers with Registered.
@@ -253,11 +234,13 @@ class AgentPool:
         the other is gone: it may be the same machine, started again, whose end has not been noticed yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
-            self._actions.add(TellAgents([agent], [self.attach]))
+            self._actions.add(pool_events.TellAgents([agent], [self.attach]))
         elif host.agent.incarnation > agent.incarnation:
-            self._actions.add(TellAgents([agent], [Reject("another agent serves this host")]))
+            self._actions.add(
+                pool_events.TellAgents([agent], [Reject("another agent serves this host")])
+            )
         else:
-            self._actions.add(HangUp(agent))
+            self._actions.add(pool_events.HangUp(agent))
 
     def _registered(
         self, agent: HostAgent, host: AgentRecord, said: Registered, caller: str
@@ -283,7 +266,9 @@ class AgentPool:
         waiting = {order.worker for order in host.starts}
         # Whoever has to be started on this connection has not failed to come back from the last one.
         ordered = sorted(host.running - waiting)
-        self._actions.add(TellDriver(HostReported(agent.host, said.running, ordered, said.notice)))
+        self._actions.add(
+            pool_events.TellDriver(HostReported(agent.host, said.running, ordered, said.notice))
+        )
         host.running = {*said.running, *waiting}
         for order in host.starts:
             self._actions.tell(host, order)
@@ -314,7 +299,7 @@ class AgentPool:
         if not host.here or host.agent is None or self._closing:
             return
         self._actions.log("error", f"the agent of {host.name} is given up: {why}")
-        self._actions.add(HangUp(host.agent))
+        self._actions.add(pool_events.HangUp(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
         self._heard_of.drop(host.name)
         self._reach.away(host.name)
@@ -357,7 +342,7 @@ class AgentPool:
             self._exited(host, WorkerExited(order.worker, NO_AGENT, why))
         if host.running:
             self._networks.drop(host.name)
-            self._actions.add(TellDriver(HostLost(host.name, reason)))
+            self._actions.add(pool_events.TellDriver(HostLost(host.name, reason)))
             self._start_again(host)
 
     def _part(self, host: AgentRecord) -> None:
@@ -379,7 +364,7 @@ class AgentPool:
     def _start_agent(self, host: AgentRecord) -> None:
         if not host.starting:
             host.starting = True
-            self._actions.add(StartAgent(host.name))
+            self._actions.add(pool_events.StartAgent(host.name))
 
     def _start_again(self, host: AgentRecord) -> None:
         """What ran there is unknown until its agent, or a new one, tells; and nothing can be started before."""
@@ -449,13 +434,13 @@ class AgentPool:
             self._exited(host, event)
             self._part(host)
         else:
-            self._actions.add(TellDriver(event))
+            self._actions.add(pool_events.TellDriver(event))
 
     def _exited(self, host: AgentRecord, event: WorkerExited) -> None:
         """Told once of each worker."""
         if event.worker in host.running:
             host.running.discard(event.worker)
-            self._actions.add(TellDriver(event))
+            self._actions.add(pool_events.TellDriver(event))
 
     def _host(self, name: str) -> AgentRecord:
         known = self._hosts.get(name)

@@ -18,18 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from elastic.driver.events import Action
-from elastic.driver.journal.entries import (
-    ABANDONED,
-    READABLE,
-    Entry,
-    Header,
-    Line,
-    Resumed,
-    Snapshot,
-    TroubleLine,
-    decoded,
-    decoded_header,
-)
+from elastic.driver.journal import entries
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restored
 from elastic.driver.monitoring.explain.findings import JournalState
@@ -50,7 +39,7 @@ NO_JOURNAL = 100  # lines that are none, and not one that is: it is something el
 class JournalReading:
     """A journal, as far as it was read. ``offset``: to be added to its clock, seconds since 1970; None in old ones."""
 
-    header: Header
+    header: entries.Header
     settings: Settings | None
     offset: float | None
     story: Story = field(default_factory=Story)
@@ -92,7 +81,7 @@ class JournalEntries:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[entries.Entry]:
         last_at = self.reading.header.writer.at
         first = True
         while text := self._file.readline(LINE_LIMIT):
@@ -100,31 +89,31 @@ class JournalEntries:
                 self._torn = True
                 break
             match self._decoded(text):
-                case Entry() as entry:
+                case entries.Entry() as entry:
                     last_at = entry.at
                     self._note(entry)
                     yield entry
-                case Snapshot() as snapshot if first:
+                case entries.Snapshot() as snapshot if first:
                     self._begin_from(snapshot)
-                case Resumed(writer) if writer.unix_s:
+                case entries.Resumed(writer) if writer.unix_s:
                     self.reading.offset = writer.unix_s - writer.at
-                case TroubleLine(reason, at):
+                case entries.TroubleLine(reason, at):
                     self.reading.story.trouble(reason, max(at, last_at))
                 case _:
                     pass
             first = False
         self._summed_up()
 
-    def _decoded(self, text: bytes) -> Line | None:
+    def _decoded(self, text: bytes) -> entries.Line | None:
         try:
-            return decoded(text)
+            return entries.decoded(text)
         except (msgspec.MsgspecError, UnicodeError, TypeError, LookupError, ValueError):
             self._left_out += 1
             if self._left_out >= NO_JOURNAL and not self._read:
                 raise Invalid(f"{str(self._path)!r} is not a journal: its lines are none") from None
             return None
 
-    def _note(self, entry: Entry) -> None:
+    def _note(self, entry: entries.Entry) -> None:
         self._read += 1
         settings, story = self.reading.settings, self.reading.story
         if entry.digest is not None and settings is not None:
@@ -135,7 +124,7 @@ class JournalEntries:
         story.note(entry.event, entry.actions, entry.at)
         self.reading.rows.note(entry.event, entry.actions, entry.at)
 
-    def _begin_from(self, snapshot: Snapshot) -> None:
+    def _begin_from(self, snapshot: entries.Snapshot) -> None:
         """A copy that begins in the middle of a job."""
         settings = self.reading.settings
         self._middle = True
@@ -153,7 +142,7 @@ class JournalEntries:
         reading.source = JournalState(
             reading.settings,
             False if reading.story.end is not None else self._runs,
-            abandoned=reading.header.journal == ABANDONED,
+            abandoned=reading.header.journal == entries.ABANDONED,
             left_out=self._left_out,
             torn=self._torn,
             from_the_middle=self._middle,
@@ -182,18 +171,18 @@ def _is_written(file: BinaryIO) -> bool | None:
         return None
 
 
-def _header(path: Path, line: bytes) -> tuple[Header, Settings | None]:
+def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     if not line:
         raise Invalid(
             f"the journal {str(path)!r} is empty: its driver ended before it wrote a line"
         )
     try:
-        header = decoded_header(line)
+        header = entries.decoded_header(line)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise Invalid(
             f"{str(path)!r} is not a journal of elasticrun: {error}; give the file of --journal"
         ) from error
-    if header.journal not in (*READABLE, ABANDONED):
+    if header.journal not in (*entries.READABLE, entries.ABANDONED):
         raise Invalid(
             f"{str(path)!r} has format {header.journal}, which this version does not know; explain it with the version"
             " that wrote it"
@@ -204,11 +193,11 @@ def _header(path: Path, line: bytes) -> tuple[Header, Settings | None]:
         return header, None  # of another version: what happened can be told all the same
 
 
-def _offset(header: Header) -> float | None:
+def _offset(header: entries.Header) -> float | None:
     return header.writer.unix_s - header.writer.at if header.writer.unix_s else None
 
 
-def _again(membership: Membership, entry: Entry) -> list[Action]:
+def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
     """What was decided, where only a digest of it is kept."""
     try:
         return membership.handle(entry.event, entry.at)
