@@ -64,6 +64,7 @@ class What(enum.Enum):
     LOST_STEPS = "lost steps"
     LOST_COMMITS = "lost commits"
     LOST_ALL = "lost all"
+    NOT_DURABLE = "not durable"
     # What it cost.
     RECOVERIES = "recoveries"
     TIME = "time"
@@ -437,9 +438,13 @@ def _losses(story: Story) -> Iterator[JobFinding]:
             "spoilt": worst.spoilt,
         }
         yield JobFinding(What.LOST_COMMITS, facts)
+    durable, newest = story.durable, story.newest
+    behind_it = story.code == 0 and durable is not None and newest is not None and durable < newest
+    if behind_it:
+        yield JobFinding(What.NOT_DURABLE, {"commit": str(newest), "durable": str(durable)})
     if lost_s > 0.005:
         yield JobFinding(What.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)})
-    elif not behind and not failed and story.end is not None:
+    elif not (behind or behind_it or failed) and story.end is not None:
         yield JobFinding(What.LOST_NOTHING)
 
 

@@ -37,6 +37,7 @@ _SECTIONS = {
     What.LOST_STEPS: "lost",
     What.LOST_COMMITS: "lost",
     What.LOST_ALL: "lost",
+    What.NOT_DURABLE: "lost",
     What.RECOVERIES: "cost",
     What.TIME: "cost",
     What.ADVICE: "advice",
@@ -598,6 +599,9 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
     What.LOST_STEPS: _lost_steps,
     What.LOST_COMMITS: _lost_commits,
     What.LOST_ALL: _lost_all,
+    What.NOT_DURABLE: lambda f: (
+        f"The last commit, {f['commit']}, is in no checkpoint: the newest has {f['durable']}."
+    ),
     What.RECOVERIES: _recoveries,
     What.TIME: _time,
     What.ADVICE: _advice,

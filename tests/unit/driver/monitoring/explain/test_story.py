@@ -265,6 +265,21 @@ def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
     assert known > 0
 
 
+def test_a_job_that_ended_well_with_a_last_commit_that_is_in_no_checkpoint_says_so():
+    told = Told()
+    told.at(3.0, CheckpointMade(Commit(2, 5)))
+    told.at(
+        4.0,
+        WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)),
+        EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)),
+    )
+    [lost] = told.found(What.NOT_DURABLE)
+    assert sentence(lost) == "The last commit, 2.9, is in no checkpoint: the newest has 2.5."
+    assert not told.found(What.LOST_NOTHING)
+    told.at(5.0, CheckpointMade(Commit(2, 9)))
+    assert told.found(What.LOST_NOTHING) and not told.found(What.NOT_DURABLE)
+
+
 def test_a_journal_on_a_full_disk_says_nothing_of_a_killed_driver():
     """Its driver runs on, and no other can go on from there."""
     found = findings(Told().story, JournalState(SETTINGS, abandoned=True))
