@@ -9,6 +9,12 @@ import horovod.keras as hvd
 from elastic.negotiation import submission
 
 
+def data(rank, size, rows=24):
+    drawn = np.random.RandomState(3)
+    x, y = drawn.rand(rows, 4).astype("float32"), drawn.rand(rows, 1).astype("float32")
+    return x[rank::size], y[rank::size], x, y
+
+
 def model(seed=1):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
@@ -29,33 +35,24 @@ def accumulating(rate, average, **options):
 
 
 def test_gradients_of_several_passes(rank, size):
-    drawn = np.random.RandomState(3)
-    x, y = drawn.rand(24, 4).astype("float32"), drawn.rand(24, 1).astype("float32")
+    x, y, all_x, all_y = data(rank, size)
     for average, rate in ((True, 0.1), (False, 0.05)):
         alone, together = model(), model()
         alone.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
-        alone.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        alone.fit(all_x, all_y, batch_size=12, epochs=2, shuffle=False, verbose=0)
         together.compile(optimizer=accumulating(rate, average, momentum=0.9), loss="mse")
         with mock.patch.object(
             submission, "start_allreduce", wraps=submission.start_allreduce
         ) as started:
             # Each of four batches of 6 is cut between the ranks.
-            together.fit(
-                x[rank::size],
-                y[rank::size],
-                batch_size=6 // size,
-                epochs=2,
-                shuffle=False,
-                verbose=0,
-            )
+            together.fit(x, y, batch_size=6 // size, epochs=2, shuffle=False, verbose=0)
         assert started.call_count == 4
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
 def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
-    drawn = np.random.RandomState(3)
-    x, y = drawn.rand(12, 4).astype("float32"), drawn.rand(12, 1).astype("float32")
-    own, wrong = x[rank::size], x[rank::size].copy()
+    x, y, all_x, all_y = data(rank, size, 12)
+    wrong = x.copy()
     wrong[0, 0] = np.inf if rank == 0 else 1
     kinds = keras.optimizers
     for distributed in (
@@ -64,11 +61,11 @@ def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
     ):
         alone, together = model(), model()
         alone.compile(optimizer=kinds.SGD(0.1), loss="mse")
-        alone.fit(x, y, batch_size=12, epochs=2, verbose=0)
+        alone.fit(all_x, all_y, batch_size=12, epochs=2, verbose=0)
         together.compile(optimizer=distributed(), loss="mse")
-        together.fit(own, y[rank::size], batch_size=12, epochs=1, verbose=0)
-        together.fit(wrong, y[rank::size], batch_size=12, epochs=1, verbose=0)
-        together.fit(own, y[rank::size], batch_size=12, epochs=1, verbose=0)
+        together.fit(x, y, batch_size=12, epochs=1, verbose=0)
+        together.fit(wrong, y, batch_size=12, epochs=1, verbose=0)
+        together.fit(x, y, batch_size=12, epochs=1, verbose=0)
         scale = keras.ops.convert_to_numpy(together.optimizer.dynamic_scale)
         np.testing.assert_array_equal(scale, 2.0)
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)

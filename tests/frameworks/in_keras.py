@@ -22,13 +22,16 @@ import horovod.tensorflow.keras as other_door
 from elastic.errors import WorldChanging
 from elastic.keras import first_step
 from elastic.negotiation import submission
-from frameworks.in_each_backend import accumulating, flat, model
+from frameworks.in_each_backend import accumulating, data, flat, model
 
 
-def data(rank, size, rows=24):
-    drawn = np.random.RandomState(3)
-    x, y = drawn.rand(rows, 4).astype("float32"), drawn.rand(rows, 1).astype("float32")
-    return x[rank::size], y[rank::size], x, y
+def following(state):
+    """Callbacks that make the state follow the training."""
+    return [
+        hvd.elastic.CommitStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+    ]
 
 
 def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
@@ -287,10 +290,7 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
     x, y, *_ = data(rank, size)
     steps = -(-len(x) // 2)
     elastic = hvd.elastic
-    kinds = [
-        elastic.CommitStateCallback, elastic.UpdateBatchStateCallback, elastic.UpdateEpochStateCallback,
-    ]  # fmt: skip
-    for order in (kinds, kinds[::-1]):
+    for order in (list, reversed):
         made = model()
         made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
         state = elastic.KerasState(made, batch=0, epoch=0)
@@ -302,21 +302,14 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
                 if len(seen) == steps + 2:
                     raise KeyboardInterrupt
 
-        callbacks = [kind(state) for kind in order]
+        callbacks = list(order(following(state)))
         with pytest.raises(KeyboardInterrupt):
             made.fit(x, y, batch_size=2, epochs=3, callbacks=[*callbacks, Stop()], verbose=0)
         state.restore()
         assert (state.epoch, state.batch) == (1, 2)
-        callbacks = [kind(state) for kind in order]
+        callbacks = list(order(following(state)))
         seen.clear()
-        made.fit(
-            x,
-            y,
-            batch_size=2,
-            epochs=3 - state.epoch,
-            callbacks=[*callbacks, Stop()][:3],
-            verbose=0,
-        )
+        made.fit(x, y, batch_size=2, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
         assert (state.epoch, state.batch) == (3, 0)
         assert int(made.optimizer.iterations) == 3 * steps
 
@@ -331,12 +324,7 @@ def test_callbacks_that_are_used_again_follow_the_steps_of_the_present_fit(rank,
     warm_up = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1)
     committed: list[object] = []
     object.__setattr__(state, "commit", lambda: committed.append((state.epoch, state.batch)))
-    callbacks = [
-        hvd.elastic.UpdateEpochStateCallback(state),
-        hvd.elastic.UpdateBatchStateCallback(state),
-        hvd.elastic.CommitStateCallback(state),
-        warm_up,
-    ]
+    callbacks = [*reversed(following(state)), warm_up]
     for steps in (2, 4):
         made.fit(batches, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
         assert warm_up.steps_per_epoch == steps
@@ -371,9 +359,7 @@ def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_on
     state = elastic.KerasState(made, batch=0, epoch=0)
     state.batch = 3
     callbacks = [
-        elastic.CommitStateCallback(state),
-        elastic.UpdateBatchStateCallback(state),
-        elastic.UpdateEpochStateCallback(state),
+        *following(state),
         keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: done.append([])),
     ]
     made.fit(Batches(), epochs=2, callbacks=callbacks, shuffle=False, verbose=0)
@@ -399,11 +385,7 @@ def test_a_world_that_changes_after_the_last_batch_of_an_epoch_repeats_none(rank
 
     object.__setattr__(state, "commit", changes)
     while state.epoch < 3:
-        callbacks = [
-            elastic.CommitStateCallback(state),
-            elastic.UpdateBatchStateCallback(state),
-            elastic.UpdateEpochStateCallback(state),
-        ]
+        callbacks = following(state)
         with contextlib.suppress(WorldChanging):
             made.fit(x, y, batch_size=2, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
     backup = keras.callbacks.BackupAndRestore("unused")

@@ -39,6 +39,15 @@ def variables(optimizer):
     return optimizer.variables() if callable(optimizer.variables) else optimizer.variables
 
 
+def following(state):
+    """Callbacks that make the state follow the training."""
+    return [
+        hvd.elastic.CommitStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+    ]
+
+
 def test_it_is_legacy_keras(rank, size):
     assert keras.optimizers.Adam.__module__.startswith("tf_keras.")
 
@@ -153,20 +162,13 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
                 if len(seen) == steps + 2:
                     raise KeyboardInterrupt
 
-        def callbacks(state=state):
-            return [
-                elastic.CommitStateCallback(state),
-                elastic.UpdateBatchStateCallback(state),
-                elastic.UpdateEpochStateCallback(state),
-            ]
-
         with pytest.raises(KeyboardInterrupt):
-            made.fit(x, y, batch_size=2, epochs=3, callbacks=[*callbacks(), Stop()], verbose=0)
+            made.fit(x, y, batch_size=2, epochs=3, callbacks=[*following(state), Stop()], verbose=0)
         weights = flat(made.weights)
         np.testing.assert_allclose(hvd.allreduce(weights), weights, atol=1e-6)
         state.restore()
         assert (state.epoch, state.batch) == (1, 2)
-        made.fit(x, y, batch_size=2, epochs=3 - state.epoch, callbacks=callbacks(), verbose=0)
+        made.fit(x, y, batch_size=2, epochs=3 - state.epoch, callbacks=following(state), verbose=0)
         assert (state.epoch, state.batch) == (3, 0)
         assert int(made.optimizer.iterations) == 3 * steps
 
@@ -178,12 +180,7 @@ def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_on
     made.compile(optimizer=optimizer, loss="mse", steps_per_execution=3)
     state = elastic.KerasState(made, batch=0, epoch=0)
     state.batch = 3
-    callbacks = [
-        elastic.CommitStateCallback(state),
-        elastic.UpdateBatchStateCallback(state),
-        elastic.UpdateEpochStateCallback(state),
-    ]
-    made.fit(x, y, batch_size=1, epochs=2, callbacks=callbacks, verbose=0)
+    made.fit(x, y, batch_size=1, epochs=2, callbacks=following(state), verbose=0)
     assert (state.epoch, state.batch, int(optimizer.iterations)) == (2, 0, 17)
 
 
