@@ -89,7 +89,8 @@ class Story:
         self.incidents: list[Incident] = []
         self.more_incidents = 0
         self.planned = Planned()
-        self.trained_at: float | None = None  # the first world in elastic.run began
+        # The first world in elastic.run began, or that of a job of a fixed size.
+        self.trained_at: float | None = None
         self.end: events.EndJob | None = None
         self.end_at = 0.0
         self.after: Death | None = None  # training had succeeded, and its process failed later
@@ -262,6 +263,8 @@ class Story:
             case events.BreakWorld(_, _, reason):
                 incident = self._incident(now)
                 incident.broke = incident.broke or reason
+            case events.WelcomeWorker(elastic=False):
+                self._running = True  # a script of a fixed size trains in its first world
             case events.PublishWorld():
                 self._published(action, now)
             case events.ReportRecovery(total_ms=total_ms):

@@ -22,6 +22,7 @@ from elastic.driver.events import (
     ReportRecovery,
     ScaleRequested,
     StopRequested,
+    WelcomeWorker,
     WorkerConnected,
     WorkerDiffers,
     WorkerExited,
@@ -47,7 +48,7 @@ from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
 from elastic.driver.reasons import Why, because
-from elastic.protocol.messages import Commit, Times, Worker
+from elastic.protocol.messages import Commit, Place, Times, Worker
 from unit.driver.monitoring.explain.test_explain import JOURNALS
 from unit.driver.monitoring.explain.test_page import SETTINGS, STORE, first_start, world
 
@@ -263,6 +264,18 @@ def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
             assert reading.source.from_the_middle
             known += bool(reading.rows.worlds and reading.rows.rows)
     assert known > 0
+
+
+def test_a_job_of_a_fixed_size_trains_in_its_first_world():
+    """Nothing says when its script begins to."""
+    told = Told()
+    told.story = Story()
+    told.at(1.0, WorkerConnected(A, 1), WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, False))
+    told.at(2.0, WorkerReady(A, 0, None, STORE, running=False), world(1, A))
+    ended = because(Why.ENDED, who="x", exit="y")
+    told.at(5.0, WorkerExited(A, -9), EndJob(137, ended))
+    [began] = told.found(What.TRAINING_BEGAN)
+    assert began.facts["at_s"] == 1.0 and not told.found(What.NEVER_TRAINED)
 
 
 def test_a_job_that_ended_well_with_a_last_commit_that_is_in_no_checkpoint_says_so():
