@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +32,29 @@ def _settings() -> list[str]:
         "instructions": cpu,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": _precision(torch.get_float32_matmul_precision),
         "denormals": "flushed" if _flushes() else "kept",
     }
     if torch.cuda.is_available():
         settings |= {
             "gpu": torch.cuda.get_device_name(),
-            "tf32": f"{torch.backends.cuda.matmul.allow_tf32} {torch.backends.cudnn.allow_tf32}",
+            "tf32": _precision(
+                lambda: f"{torch.backends.cuda.matmul.allow_tf32} {torch.backends.cudnn.allow_tf32}"
+            ),
             "cudnn": f"{torch.backends.cudnn.version()} benchmark {torch.backends.cudnn.benchmark}",
             "cudnn_deterministic": torch.backends.cudnn.deterministic,
         }
     return [f"arithmetic.{name} {str(value).replace(' ', ',')}" for name, value in settings.items()]
+
+
+def _precision(ask: Callable[[], str]) -> str:
+    """What torch's older names say. They raise once a script has used the newer ones, which are said then."""
+    try:
+        return ask()
+    except RuntimeError:
+        names = ("mkldnn.matmul", "mkldnn.conv", "cuda.matmul", "cudnn.conv", "cudnn.rnn")
+        found = ((name, attrgetter(name)(torch.backends).fp32_precision) for name in names)
+        return " ".join(f"{name}={value}" for name, value in found)
 
 
 def _flushes() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +63,18 @@ def test_settings_are_said(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(probe.lines())
+
+
+def test_precision_is_said_that_was_set_by_the_newer_names():
+    """torch's older functions raise then."""
+    matmul: Any = torch.backends.mkldnn.matmul
+    usual = probe.lines()
+    matmul.fp32_precision = "bf16"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        said = [line for line in probe.lines() if line.startswith("arithmetic.matmul_precision ")]
+    finally:
+        matmul.fp32_precision = "none"
+    assert "mkldnn.matmul=bf16" in said[0]
+    assert probe.lines() == usual
