@@ -398,6 +398,16 @@ class StepShards(Iterator[Any]):
         """Whether commits have the loader's position."""
         return self._loader.in_state
 
+    @property
+    def taken(self) -> bool:
+        """Whether all of its batches were handed out."""
+        return self._left == 0
+
+    def __getitem__(self, key: object) -> Any:
+        raise Invalid(
+            "this is a step of all shards, and no batch: iterate over shards.over(step) for this worker's batches"
+        )
+
     def __next__(self) -> Any:
         if self._left == 0:
             raise StopIteration

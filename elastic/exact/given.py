@@ -47,6 +47,11 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
             f"the loader has dealt shards {list(dealt)} to this rank, which computes {list(held)}; give"
             " DataLoader(..., shards=shards) the Shards themselves, and not their number"
         )
+    if held and getattr(batches, "taken", False):
+        raise Invalid(
+            "the batches of this step were taken before, and a loader hands each out once; keep them where a step is"
+            " computed several times, as LBFGS does: batches = list(step), then shards.over(batches)"
+        )
     if committed and not getattr(batches, "in_state", True):
         raise Invalid(
             "the loader is in no state, so a commit does not have its position, and after a failure other samples"

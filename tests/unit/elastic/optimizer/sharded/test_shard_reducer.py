@@ -579,6 +579,11 @@ def loader_of(**options: Any) -> DataLoader:
     return DataLoader(range(16), global_batch_size=8, **options)
 
 
+def taken(step: Any) -> Any:
+    list(step)
+    return step
+
+
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
@@ -593,6 +598,11 @@ def loader_of(**options: Any) -> DataLoader:
         (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict that is one batch"),
         (lambda shards: [torch.ones(4, 3), torch.ones(4).long()], "given a list that is one batch"),
         (lambda shards: next(iter(loader_of(shards=4))), "give DataLoader"),
+        (lambda shards: taken(next(iter(loader_of(shards=shards)))), "as LBFGS does"),
+        (
+            lambda shards: next(iter(loader_of(shards=shards)))[0],
+            r"iterate over shards.over\(step\)",
+        ),
     ],
 )
 def test_what_is_no_step_of_this_rank_is_refused(ranks, batches, said):
