@@ -12,6 +12,7 @@ import torch
 
 from elastic.exact import probe
 
+MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 PROGRAM = "from elastic.exact import probe; print(*probe.lines(), sep=chr(10))"
 
 
@@ -65,17 +66,16 @@ def test_settings_are_said(monkeypatch):
     assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(probe.lines())
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="needs torch 2.9")
+@pytest.mark.skipif(MATMUL is None, reason="needs torch 2.9")
 def test_precision_is_said_that_was_set_by_the_newer_names():
     """torch's older functions raise then."""
-    matmul: Any = torch.backends.mkldnn.matmul
     usual = probe.lines()
-    matmul.fp32_precision = "bf16"
+    MATMUL.fp32_precision = "bf16"
     try:
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         said = [line for line in probe.lines() if line.startswith("arithmetic.matmul_precision ")]
     finally:
-        matmul.fp32_precision = "none"
+        MATMUL.fp32_precision = "none"
     assert "mkldnn.matmul=bf16" in said[0]
     assert probe.lines() == usual
