@@ -127,7 +127,8 @@ class Figures:
                 self._committed(commit)
             case events.WorkerPaced():
                 self._paced(event)
-            case events.CheckpointMade():
+            case events.CheckpointMade(commit):
+                self._committed(commit)
                 self.durable, self.durable_at = self.durable + 1, self._now
             case events.WorkerExited(worker, code):
                 if self.stages.pop(worker, None) is None:

@@ -222,6 +222,7 @@ class PageModel:
             case events.WorkerExited(worker, code):
                 grid.exited(worker, code, event.reason, now)
             case events.CheckpointMade(commit):
+                self._committed(commit)
                 durable = self.state.values["durable"] or {"total": 0}
                 self._note_commit("durable", commit, durable["total"] + 1)
             case events.HostsChanged(hosts):

@@ -128,6 +128,9 @@ _WRITE_FAILED = re.compile(
 )
 _LAST_LINE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: |$)")
 _TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(
+    r"^\[rank\d+\]: ", re.MULTILINE
+)  # torch writes it before each line, once there is a process group
 
 
 def kind_of(summary: str, trace: str) -> Cause:
@@ -157,7 +160,7 @@ def kind_of(summary: str, trace: str) -> Cause:
 
 def last_exception(output: str) -> tuple[str, str]:
     """The last traceback in what a worker wrote, and its last line; empty where there is none."""
-    head, found, tail = output.rpartition(_TRACEBACK)
+    head, found, tail = _RANK.sub("", output).rpartition(_TRACEBACK)
     if not found:
         return "", ""
     lines = tail.splitlines()

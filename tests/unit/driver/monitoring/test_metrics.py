@@ -192,6 +192,7 @@ def test_durable_commits():
     figures.note(CheckpointMade(Commit(1, 120)), [], 1090.0)
     assert {
         "elastic_durable_commits_total 2.0",
+        "elastic_commit_number 120.0",
         "elastic_last_durable_commit_timestamp_seconds 1090.0",
     } <= lines(figures)
 

@@ -136,8 +136,9 @@ def test_commits_and_their_speed():
     page.note(events.WorkerReady(A, 1, Commit(1, 60), STORE), [world(A, generation=2)], 30.0)
     page.note(events.WorkerSpent(A, 2, spent, "training", Commit(2, 4)), [], 31.0)
     assert page.state.values["commit"]["total"] == 64
-    page.note(events.CheckpointMade(Commit(2, 4)), [], 32.0)
-    assert page.state.values["durable"] == {"generation": 2, "number": 4, "at": 32.0, "total": 1}
+    page.note(events.CheckpointMade(Commit(2, 5)), [], 32.0)
+    assert page.state.values["durable"] == {"generation": 2, "number": 5, "at": 32.0, "total": 1}
+    assert page.state.values["commit"]["number"] == 5
 
 
 def test_who_is_waited_for_now():

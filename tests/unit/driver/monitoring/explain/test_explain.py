@@ -268,6 +268,10 @@ ValueError: two
     assert summary == "ValueError: two"
     assert trace.startswith("Traceback") and "KeyError" in trace and "goodbye" not in trace
     assert last_exception("Segmentation fault") == ("", "")
+    by_torch = "".join(
+        f"[rank1]: {line}" for line in wrote.splitlines(keepends=True) if line.strip()
+    )
+    assert last_exception(by_torch)[0] == "ValueError: two"
 
 
 def test_times_are_told_in_fitting_units():

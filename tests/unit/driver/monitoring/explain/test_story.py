@@ -281,6 +281,7 @@ def test_a_job_of_a_fixed_size_trains_in_its_first_world():
 def test_a_job_that_ended_well_with_a_last_commit_that_is_in_no_checkpoint_says_so():
     told = Told()
     told.at(3.0, CheckpointMade(Commit(2, 5)))
+    assert told.story.newest == Commit(2, 5)
     told.at(
         4.0,
         WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)),
