@@ -217,6 +217,7 @@ class Story:
             case events.StopRequested(reason):
                 self.stop = reason
             case events.CheckpointMade(commit):
+                self._knows(commit)
                 self.checkpoints += 1
                 self.durable = commit
             case events.DriverRestarted():
