@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from elastic import context
 from elastic.api.broadcasting import broadcast_object
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
@@ -88,7 +89,11 @@ class State:
                     self.save()
 
     def check_host_updates(self) -> None:
-        """Looks whether the world is to change, without saving. Raises WorldChanging, PeerLost."""
+        """Looks whether the world is to change, without saving. Raises WorldChanging, PeerLost; and Invalid in the loop
+        over a step's shards.
+        """
+        if why := context.refusal():
+            raise Invalid(f"check_host_updates() was called {why}")
         while not self._host_messages.empty():
             timestamp, _ = self._host_messages.get()
             self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)

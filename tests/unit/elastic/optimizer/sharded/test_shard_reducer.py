@@ -429,6 +429,10 @@ def commit_within(model, shards, optimizer):
     run_step(model, shards, shards.state_dict)
 
 
+def host_updates_within(model, shards, optimizer):
+    run_step(model, shards, TorchState(model, optimizer, shards=shards).check_host_updates)
+
+
 def collective_within(model, shards, optimizer):
     run_step(model, shards)
     assert context.refusal() == ""
@@ -472,6 +476,7 @@ def sparse(model, shards, optimizer):
         (two_passes, "more than backward_passes_per_step=1"),
         (too_few_batches, "no micro-batch for shard 2 of step 0"),
         (commit_within, r"call commit\(\) and check_host_updates\(\) after"),
+        (host_updates_within, r"check_host_updates\(\) was called within the loop over the shards"),
         (collective_within, "allreduce loss was called within the loop over the shards of step 1"),
         (mean_within, r"mean\(\) was called within the loop"),
         (too_few_values, "one value for each of this rank's shards, 4"),
