@@ -50,8 +50,8 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
     if held and getattr(batches, "taken", False):
         raise Invalid(
             "the batches of this step were taken before, and a loader hands each out once; where a step is computed"
-            " several times, as LBFGS does, keep them with their weights, batches = [(batch, loader.weight) for batch in"
-            " step], and give shards.over(batches); the loader needs drop_last=True then"
+            " several times, as LBFGS does, keep them with their weights, batches = [(batch, loader.weight) for batch"
+            " in step], and give shards.over(batches); the loader needs drop_last=True then"
         )
     if committed and not getattr(batches, "in_state", True):
         raise Invalid(
