@@ -106,6 +106,12 @@ def _listed(there: Sequence[JobRecord]) -> str:
     return ", ".join(f"{each.name} (process {each.pid})" for each in there[:8])
 
 
+def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) -> JobUnreachable:
+    if isinstance(error, TimeoutError):
+        what = f"does not answer within {within_s:g} s"
+    return JobUnreachable(f"the driver of job {job.name} {what}")
+
+
 class JobClient:
     """One connection. Raises JobUnreachable."""
 
@@ -126,7 +132,7 @@ class JobClient:
             self._prove()
         except (OSError, ProtocolError) as error:
             self.close()
-            raise JobUnreachable(f"the driver of job {job.name} refuses: {error}") from None
+            raise _unreachable(job, f"refuses: {error}", error, CONNECT_S) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
         """One request of this kind, and what is answered. Raises JobUnreachable."""
@@ -139,8 +145,7 @@ class JobClient:
                 if isinstance(told, Told) and told.number == request.number:
                     return told
         except (OSError, ProtocolError) as error:
-            name = self.job.name
-            raise JobUnreachable(f"the driver of job {name} is gone: {error}") from None
+            raise _unreachable(self.job, f"is gone: {error}", error, ANSWER_S) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

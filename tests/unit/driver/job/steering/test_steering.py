@@ -28,7 +28,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.job.job import Job as DriverJob
 from elastic.driver.job.job import room_for
-from elastic.driver.job.steering import messages, steering
+from elastic.driver.job.steering import client, messages, steering
 from elastic.driver.job.steering.client import (
     JobAddress,
     JobClient,
@@ -270,6 +270,15 @@ async def test_who_does_not_know_the_key_is_not_heard(tmp_path):
                 await asyncio.to_thread(JobClient, JobAddress("bert", there.address, key))
         assert not job.told
         assert any("does not know the job's secret" in line for line in job.lines)
+
+
+def test_a_driver_that_is_stopped_does_not_refuse(monkeypatch):
+    """Its kernel takes the connection, and nobody speaks."""
+    monkeypatch.setattr(client, "CONNECT_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(JobUnreachable, match=r"job x does not answer within 0\.01 s"):
+            JobClient(JobAddress("x", address, SECRET))
 
 
 def test_a_job_that_speaks_no_protocol_is_no_job(tmp_path):
