@@ -80,12 +80,19 @@ def test_every_collective_among_some(rank, size):
             part = hvd.reducescatter(torch.ones(3, 2), op=hvd.Sum, process_set=some)
             assert part.shape == (2 - index, 2) and (part == 2).all()
             hvd.barrier(process_set=some)
-            sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([2.0]), (size,))
-            total = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average, process_set=some)()
-            assert total.to_dense().tolist() == [1.0 if r in members else 0.0 for r in range(size)]
             told = hvd.broadcast_object(("from", rank), root_rank=size - 1, process_set=some)
             assert told == ("from", size - 1)
     works(size)
+
+
+@everywhere(3, 4)
+def test_sparse_tensors_among_some(rank, size):
+    members = [0, size - 1]
+    with added(members) as some:
+        if rank in members:
+            sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([2.0]), (size,))
+            mean = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average, process_set=some)()
+            assert mean.to_dense().tolist() == [1.0 if r in members else 0.0 for r in range(size)]
 
 
 @everywhere(3, 4)
