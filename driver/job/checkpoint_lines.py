@@ -18,9 +18,11 @@ class CheckpointLines:
         self._log = log
         self._said_at: dict[type, float] = {}
         self._unsaid: Made | None = None
+        self._made_at = 0.0
         self._over = False
 
     def made(self, made: Made) -> None:
+        self._made_at = self._now()
         self._unsaid = None if self._over or self._may_say(Made) else made
         self._say_made("info" if self._unsaid is None else "debug", made)
 
@@ -32,7 +34,9 @@ class CheckpointLines:
 
     def _say_made(self, level: str, made: Made) -> None:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
-        self._log(level, f"commit {made.commit} is durable: {made.place} ({size})")
+        ago_s = self._now() - self._made_at
+        since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
+        self._log(level, f"commit {made.commit} is durable{since}: {made.place} ({size})")
 
     def failed(self, failed: Failed) -> None:
         level = "warning" if failed.unusual and self._may_say(Failed) else "debug"

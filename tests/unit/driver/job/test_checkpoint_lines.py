@@ -25,9 +25,10 @@ def test_the_last_one_is_said_at_the_end() -> None:
     job.made(20)
     job.made(40)
     job.made(60)
+    job.now += 12.4  # the storage takes no more
     assert job.info() == ["commit 2.20 is durable"]
     job.about.ended()
-    assert job.info() == ["commit 2.20 is durable", "commit 2.60 is durable"]
+    assert job.info() == ["commit 2.20 is durable", "commit 2.60 is durable, for 12 s now"]
 
 
 def test_what_was_said_is_not_said_again() -> None:
