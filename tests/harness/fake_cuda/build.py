@@ -73,7 +73,12 @@ def main() -> None:
     needed = symbols()
     # Of functions that torch calls without wanting anything of them.
     major, minor, patch = pinned("nvidia-cudnn-cu13").split(".")[:3]
-    answers = {"cudnnGetVersion": 10000 * int(major) + 100 * int(minor) + int(patch)}
+    version = 10000 * int(major) + 100 * int(minor) + int(patch)
+    parts = f"(int[]){{{major}, {minor}, {patch}}}"
+    answers = {
+        "cudnnGetVersion": f"(void) {{ return {version}; }}",
+        "cudnnGetProperty": f"(int which, int *value) {{ *value = ({parts})[which]; return 0; }}",
+    }
     for library in [CUDART, *sorted(needed.keys() - {CUDART})]:
         link(library, needed[library], answers)
     run(
@@ -189,7 +194,7 @@ def symbols() -> dict[str, dict[str, str]]:
     return needed
 
 
-def link(library: str, needed: dict[str, str], answers: dict[str, int]) -> None:
+def link(library: str, needed: dict[str, str], answers: dict[str, str]) -> None:
     """Our objects, if there are any, and for the other symbols functions that say that they are not made up."""
     objects = [OBJECTS / f"{module}.o" for module in OURS.get(library, ())]
     have = run("nm", "--defined-only", "--format=posix", *objects) if objects else ""
@@ -199,8 +204,7 @@ def link(library: str, needed: dict[str, str], answers: dict[str, int]) -> None:
     lines = ["#include <stdio.h>"]
     for name in sorted(needed.keys() - defined):
         said = f'fputs("[fake cuda] {name} was called, which is not made up\\n", stderr); return {code};'
-        answer = f"return {answers[name]};" if name in answers else said
-        lines.append(f"long {name}(void) {{ {answer} }}")
+        lines.append(f"long {name}{answers.get(name, f'(void) {{ {said} }}')}")
     source = OBJECTS / f"{library}.c"
     source.write_text("\n".join(lines) + "\n")
     run("gcc", "-c", "-fPIC", "-w", source, "-o", source.with_suffix(".o"))
