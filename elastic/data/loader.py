@@ -399,6 +399,11 @@ class StepShards(Iterator[Any]):
         return self._loader.in_state
 
     @property
+    def shards(self) -> GivenShards | None:
+        """Those that the step is cut into; None: into a number of them."""
+        return self._loader.shards
+
+    @property
     def taken(self) -> bool:
         """Whether all of its batches were handed out."""
         return self._left == 0

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sized
 
 import torch
 
-from elastic.data.loader import DataLoader
+from elastic.data.loader import DataLoader, GivenShards, StepShards
 from elastic.errors import Invalid
 
 
-def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -> None:
+def check(batches: object, shards: GivenShards, committed: bool) -> None:
     """Raises Invalid for what would train every rank on the same samples, or on a part of one.
 
-    ``held``: this rank's, of ``count`` shards. ``committed``: commits have the number of the step, so they need the
-    position in the data, too.
+    ``committed``: commits have the number of the step, so they need the position in the data, too.
     """
+    held, count = shards.held, shards.count
     if isinstance(batches, DataLoader):
         raise Invalid(
             "over() takes one step of a loader: `for step in loader: for batch in shards.over(step): ...`, with"
@@ -41,19 +41,20 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
             f" {count} shards: give it those, [batches[shard] for shard in shards.held], or a step of"
             " elastic.data.DataLoader(..., shards=shards)"
         )
-    dealt = getattr(batches, "held", None)
-    if dealt is not None and tuple(dealt) != held:
+    if not isinstance(batches, StepShards):
+        return
+    if batches.shards is not shards:
         raise Invalid(
-            f"the loader has dealt shards {list(dealt)} to this rank, which computes {list(held)}; give"
-            " DataLoader(..., shards=shards) the Shards themselves, and not their number"
+            "the loader cuts steps into other shards than these, or into a number of them, which it deals in another"
+            " way; give DataLoader(..., shards=shards) the Shards themselves"
         )
-    if held and getattr(batches, "taken", False):
+    if held and batches.taken:
         raise Invalid(
             "the batches of this step were taken before, and a loader hands each out once; where a step is computed"
             " several times, as LBFGS does, keep them with their weights, batches = [(batch, loader.weight) for batch"
             " in step], and give shards.over(batches); the loader needs drop_last=True then"
         )
-    if committed and not getattr(batches, "in_state", True):
+    if committed and not batches.in_state:
         raise Invalid(
             "the loader is in no state, so a commit does not have its position, and after a failure other samples"
             " would be trained on: add it, as in TorchState(..., shards=shards, loader=loader)"

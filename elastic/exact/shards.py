@@ -95,7 +95,7 @@ class Shards:
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or anything that has a micro-batch for
         each of `held`. Raises Invalid where there are too few, and for what can't be meant.
         """
-        given.check(batches, self.held, self.count, self._committed)
+        given.check(batches, self, self._committed)
         coming = iter(batches)
         for shard in self:
             try:

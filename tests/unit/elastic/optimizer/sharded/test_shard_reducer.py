@@ -602,7 +602,8 @@ def taken(step: Any) -> Any:
         (lambda shards: torch.ones(4, 3), "given a Tensor that is one batch"),
         (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict that is one batch"),
         (lambda shards: [torch.ones(4, 3), torch.ones(4).long()], "given a list that is one batch"),
-        (lambda shards: next(iter(loader_of(shards=4))), "give DataLoader"),
+        (lambda shards: next(iter(loader_of(shards=5))), "give DataLoader"),
+        (lambda shards: next(iter(loader_of(shards=Shards(5)))), "give DataLoader"),
         (lambda shards: taken(next(iter(loader_of(shards=shards)))), "as LBFGS does"),
         (
             lambda shards: next(iter(loader_of(shards=shards)))[0],
@@ -611,7 +612,7 @@ def taken(step: Any) -> Any:
     ],
 )
 def test_what_is_no_step_of_this_rank_is_refused(ranks, batches, said):
-    """With the number alone a loader deals blocks: for 3 ranks 0 and 1, 2, 3, where 0 and 1, 2, 3 are computed."""
+    """With the number alone a loader deals blocks. In a world of 3 these are the ranks' shards, and in others not."""
 
     def step(rank):
         shards = Shards(5)
