@@ -6,6 +6,8 @@ elastic, it ends the job, and the question is only who is to blame: see `root_ca
 
 from __future__ import annotations
 
+import signal
+
 from elastic.driver.events import (
     Event,
     WorkerExited,
@@ -218,7 +220,9 @@ class Failures(Part):
             return
         if search is not None and search.root_cause == event.worker and search.verdict:
             self.worlds.end(exit_code(event.code), search.verdict)
-        wrote = event.output.rstrip() if "\n" in event.output.strip() else ""
+        # Who is killed by SIGKILL can't say why.
+        says = "\n" in event.output.strip() and event.code != -signal.SIGKILL
+        wrote = event.output.rstrip() if says else ""
         outside = self.settings.elastic
         ended = self._ended(record, exit_text, early=early, outside=outside, wrote=wrote)
         self.worlds.end(exit_code(event.code), ended)

@@ -198,6 +198,8 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
     worker, code, output = event.worker, event.code, event.output.rstrip()
     if not code:
         return None
+    if code == -signal.SIGKILL:
+        output = ""  # it could not say why
     if event.out_of_memory or (code == -signal.SIGKILL and old_reasons.out_of_memory(event.reason)):
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)

@@ -150,6 +150,14 @@ def test_a_program_that_fails_where_another_has_succeeded_fails_the_job():
     assert end.code == 3 and "(h:1#1 on h) ended with exit code 3" in str(end.reason)
 
 
+@pytest.mark.parametrize(("code", "wrote"), [(-11, True), (-9, False)])
+def test_what_was_written_last_says_nothing_of_a_kill(code, wrote):
+    talk = Talk(np=2, elastic=False)
+    talk.tell(hosts(h=2))
+    end = the(EndJob, talk.tell(exited("h:1", code, "a library\nwarns\n")))
+    assert ("it wrote:" in str(end.reason)) == wrote
+
+
 def test_a_program_that_failed_first_is_tried_again_before_the_job_is_done():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))

@@ -266,6 +266,15 @@ def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
     assert known > 0
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_what_a_killed_worker_wrote_last_is_no_traceback(memory):
+    told = Told()
+    ended = because(Why.ENDED, who="x", exit="y")
+    exited = WorkerExited(A, -9, output="a warning\nof a library\n", out_of_memory=memory)
+    told.at(5.0, exited, EndJob(137, ended))
+    assert told.found(What.CAUSE) and not told.found(What.TRACE)
+
+
 def test_a_job_of_a_fixed_size_trains_in_its_first_world():
     """Nothing says when its script begins to."""
     told = Told()
