@@ -140,7 +140,13 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
 
     Returns the loader inside, which is what a state keeps. Raises Invalid.
     """
-    base = prepared.base_dataloader
+    base = getattr(prepared, "base_dataloader", None)
+    if base is None:
+        raise Invalid(
+            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: give it torch's"
+            " DataLoader, as in return self.accelerator.prepare(loader) of get_train_dataloader(); a Trainer's steps"
+            " can't be cut into shards"
+        )
     if isinstance(base, DataLoader):
         return base
     shard = base.batch_sampler

@@ -51,3 +51,16 @@ def test_a_worker_that_is_alone_on_its_gpu_trains_in_ddp(
         state.__dict__, "distributed_type", getattr(accelerate.utils.DistributedType, kind)
     )
     assert state.use_distributed is puts_models_in_ddp
+
+
+def test_a_loader_that_accelerate_has_not_prepared_is_told():
+    """As get_train_dataloader() of a Trainer may return."""
+    from torch.utils.data import DataLoader
+
+    from elastic.errors import Invalid
+    from elastic.integrations.accelerate import deal
+
+    with pytest.raises(
+        Invalid, match=r"DataLoader that Accelerate has not prepared.*accelerator\.prepare\("
+    ):
+        deal(DataLoader([1, 2]))
