@@ -55,7 +55,8 @@ def test_a_worker_that_is_alone_on_its_gpu_trains_in_ddp(
 
 def test_a_loader_that_accelerate_has_not_prepared_is_told():
     """As get_train_dataloader() of a Trainer may return."""
-    from torch.utils.data import DataLoader
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
 
     from elastic.errors import Invalid
     from elastic.integrations.accelerate import deal
@@ -63,4 +64,4 @@ def test_a_loader_that_accelerate_has_not_prepared_is_told():
     with pytest.raises(
         Invalid, match=r"DataLoader that Accelerate has not prepared.*accelerator\.prepare\("
     ):
-        deal(DataLoader([1, 2]))
+        deal(DataLoader(TensorDataset(torch.ones(2))))
