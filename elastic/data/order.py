@@ -74,9 +74,16 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """This process's generators of torch (CPU), random and numpy begin at ``seed``, and are put back afterwards."""
+    with kept():
+        plant(seed)
+        yield
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """These generators are put back afterwards."""
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    plant(seed)
     try:
         yield
     finally:

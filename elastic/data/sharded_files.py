@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from elastic.data.order import sequential, shuffled
+from elastic.data.order import kept, sequential, shuffled
 from elastic.errors import Invalid
 
 
@@ -52,8 +53,8 @@ class ShardedFiles(Dataset[Any]):
         place = index - (self._ends[number] - self.lengths[number])
         if self.indexed:
             return self._file(number, 0)[1][place]
-        _, samples, following = self._file(number, place)
-        sample = next(islice(samples, place - following, None), END)
+        samples = self._forward(number, place)
+        sample = next(samples, END)
         if sample is END:
             self._open = None
             raise Invalid(
@@ -70,7 +71,7 @@ class ShardedFiles(Dataset[Any]):
     def indexed(self) -> bool:
         """Whether samples of a file can be asked for in any order."""
         if self._indexed is None:
-            self._indexed = hasattr(self._read(self.files[0]), "__getitem__")
+            self._indexed = hasattr(self._opened(0), "__getitem__")
         return self._indexed
 
     def epoch_order(self, seed: int, epoch: int) -> Any:
@@ -82,10 +83,23 @@ class ShardedFiles(Dataset[Any]):
             pieces.append(within + (self._ends[number] - length))
         return torch.cat(pieces).numpy()
 
+    def _opened(self, number: int) -> Any:
+        # A sample draws the same numbers, whoever opens its file or reads those before it.
+        with kept():
+            return self._read(self.files[number])
+
+    def _forward(self, number: int, place: int) -> Iterator[Any]:
+        """What a file has from ``place`` on."""
+        _, samples, following = self._file(number, place)
+        if place > following:
+            with kept():
+                deque(islice(samples, place - following), maxlen=0)
+        return iter(samples)
+
     def _file(self, number: int, place: int) -> tuple[int, Any, int]:
         """The open file, opened anew where another one was, or where it was read beyond ``place``."""
         if self._open is None or self._open[0] != number or self._open[2] > place:
-            samples = self._read(self.files[number])
+            samples = self._opened(number)
             self._open = (number, samples if self.indexed else iter(samples), 0)
         return self._open
 

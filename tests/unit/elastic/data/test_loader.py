@@ -265,6 +265,13 @@ def test_sharded_files_are_read_one_after_the_other():
 # ---- others' loaders -------------------------------------------------------------------------------------------------
 
 
+def test_what_opening_a_file_draws_is_no_sample_s():
+    files = ShardedFiles(range(2), lambda number: [number + torch.rand(3)], [1, 1])
+    before = torch.get_rng_state()
+    assert int(files[1].max()) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_loaders_that_were_made_for_torch():
     nine: Any = range(9)
     dealing: Any = DistributedSampler(nine, num_replicas=4, rank=2, seed=1)

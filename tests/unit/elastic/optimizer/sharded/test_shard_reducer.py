@@ -17,7 +17,7 @@ from elastic import context
 from elastic.api.compression import Compression, NoneCompressor
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
-from elastic.data import DataLoader, optimizer_steps
+from elastic.data import DataLoader, ShardedFiles, optimizer_steps
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact.shards import Shards
 from elastic.exact.step import StepListener
@@ -580,6 +580,14 @@ class Streamed(torch.utils.data.IterableDataset[torch.Tensor]):
         return (torch.rand(()) + index for index in range(16))
 
 
+def augmented_file(number: int) -> Iterator[torch.Tensor]:
+    """Read forward, past the samples of others."""
+    return (torch.rand(()) + 4 * number + index for index in range(4))
+
+
+FILES = ShardedFiles(range(4), augmented_file, [4] * 4)
+
+
 def loader_of(**options: Any) -> DataLoader:
     return DataLoader(range(16), global_batch_size=8, **options)
 
@@ -697,7 +705,9 @@ def drawn_beside(samples: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("dataset", [Augmented(), Streamed()], ids=["indexed", "stream"])
+@pytest.mark.parametrize(
+    "dataset", [Augmented(), Streamed(), FILES], ids=["indexed", "stream", "files"]
+)
 def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(
     monkeypatch, dataset, workers
 ):
@@ -719,7 +729,9 @@ def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("dataset", [Augmented(), Streamed()], ids=["indexed", "stream"])
+@pytest.mark.parametrize(
+    "dataset", [Augmented(), Streamed(), FILES], ids=["indexed", "stream", "files"]
+)
 def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(dataset, workers):
     """Within the shards and between two steps."""
 
