@@ -25,6 +25,7 @@ from elastic.runtime import lifecycle
 from elastic.state import exchange
 from elastic.state.exchange import GroupOn
 from elastic.state.handlers.python_values import copied
+from elastic.state.handlers.registry import refuse_handled
 from elastic.state.held import Held
 
 log = logging.getLogger("elastic.state")
@@ -220,7 +221,8 @@ class State:
 class ObjectState(State):
     """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
 
-    The keywords say what belongs to the state; attributes set later do not.
+    The keywords say what belongs to the state; attributes set later do not. Raises Invalid for models, optimizers and
+    others that a `TorchState` handles.
     """
 
     if TYPE_CHECKING:  # the attributes are whatever the keywords say
@@ -237,6 +239,8 @@ class ObjectState(State):
     ) -> None:
         super().__init__(bcast_object, get_rank)
         refuse_method_names(kwargs)
+        for name, value in kwargs.items():
+            refuse_handled(name, value)
         self._saved_state: dict[str, Any] = dict(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)

@@ -75,6 +75,15 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
     return None
 
 
+def refuse_handled(name: str, value: Any) -> None:
+    """Raises Invalid for what only a `HandledState` knows how to restore: a copy would take its place."""
+    if isinstance(as_written(value), tuple(kind for kind, _ in get_handler_registry())):
+        raise Invalid(
+            f"state.{name} is a {type(value).__name__}: a restore would put a copy there that nothing uses; give it to"
+            " a TorchState, with everything else"
+        )
+
+
 _TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer)
 _LOOKED_AT = 64  # entries of a list
 

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 
+from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid, WorldChanging
+from elastic.exact.shards import Shards
 from elastic.monitoring.time_account import TimeAccount
 from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
@@ -79,6 +82,13 @@ def test_a_value_that_cannot_be_copied_is_named():
     state.batches = (each for each in [1, 2])
     with pytest.raises(Invalid, match=r"state\.batches"):
         state.commit()
+
+
+@pytest.mark.parametrize("value", [torch.nn.Linear(1, 1), Shards(2), ElasticSampler(range(2))])
+def test_what_only_a_torch_state_can_restore_is_refused(value):
+    """A restore would put a copy there, which no optimizer trains and no loader asks."""
+    with pytest.raises(Invalid, match=f"state.it is a {type(value).__name__}: .* a TorchState"):
+        ObjectState(it=value, epoch=0)
 
 
 def test_a_commit_of_a_value_that_cannot_be_copied_leaves_the_one_before_whole():
