@@ -5,8 +5,8 @@
                        |                       +-- away_s passed, or fenced: kill the workers --> IDLE
                        +--detached, or attached to another job: kill the workers --> IDLE
 
-A driver has a term, which grows with every driver of a job, and with every job of one name. An agent never serves one
-whose term is lower than one that it has served: that one was replaced while it could not hear of it.
+A driver has a term, which grows with every driver of a job, and in etcd with every job of one name. An agent never
+serves one whose term is lower than one that it has served: that one was replaced while it could not hear of it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ class AgentState:
     """One agent's part. Fields are read by the shell, written here only."""
 
     job: str = ""  # empty: none, or it is over
-    term: int = 0  # the greatest that was served
+    term: int = 0  # the greatest that was served, of the last job
     generation: int = 0  # the greatest that workers here were told of
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
     away_since: float | None = None  # without a driver, while it serves a job
     _away_s: float = 0.0
     _lease_s: float = 0.0
+    _last: str = ""  # the job that was served last
     _over: str = ""  # the job that was over last
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
-        """A driver has said who it is. ``seated``: the term of the one that leads, as etcd has told; 0: it has not.
+        """A driver has said who it is. ``seated``: the term of the one that leads, as etcd has told; 0: there is none.
 
-        Terms begin anew if etcd loses its data; then it is another job, and etcd's word counts.
+        Terms begin anew if etcd loses its data, and with each job in a file; then it is another job. Of those in etcd
+        its word counts.
         """
-        if attach.term < self.term and (attach.job == self.job or seated != attach.term):
+        if attach.term < self.term and (attach.job == self._last or seated not in (0, attach.term)):
             return AttachOutcome(
                 refused=f"its term is {attach.term}, and this agent serves one of term {self.term}"
             )
@@ -57,7 +59,7 @@ class AgentState:
         if attach.job != self.job:
             self.exits.clear()
             self.generation = 0
-        self.job, self.term = attach.job, attach.term
+        self.job, self.term, self._last = attach.job, attach.term, attach.job
         self.away_since, self._away_s, self._lease_s = None, attach.away_s, attach.lease_s
         return AttachOutcome(kill=kill)
 

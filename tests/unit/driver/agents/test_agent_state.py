@@ -42,10 +42,22 @@ def test_a_driver_of_a_greater_term_makes_ours_one_of_the_past(state):
 
 def test_where_etcd_has_lost_its_terms_its_word_on_who_leads_counts_for_another_job(state):
     state.attached(attach(term=5))
-    assert state.attached(attach(term=1, job="two")).refused
+    assert state.attached(attach(term=1, job="two"), seated=5).refused
     assert state.attached(attach(term=1), seated=1).refused, "not for the same job"
     assert not state.attached(attach(term=1, job="two"), seated=1).refused
     assert state.term == 1
+
+
+def test_without_etcd_terms_begin_anew_with_each_job(state):
+    state.attached(attach(term=3))
+    assert state.attached(attach(term=1, job="two")) == AttachOutcome(kill=True)
+    assert state.term == 1
+
+
+def test_one_of_the_past_is_turned_away_while_nobody_is_served_too(state):
+    state.attached(attach(term=3))
+    state.release()
+    assert "its term is 2" in state.attached(attach(term=2)).refused
 
 
 def test_another_job_of_a_greater_term_ends_the_present_one(state):
