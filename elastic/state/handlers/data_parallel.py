@@ -8,6 +8,7 @@ buckets again and agree on their order after the first step, as when a job start
 from __future__ import annotations
 
 import sys
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class DataParallelHandler(ModelStateHandler):
     def model(self) -> torch.nn.Module:
         module: torch.nn.Module = as_written(self.value).module
         return module
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        super().place(structure, fresh, own, restoring=restoring)
+        # What is around it trains where it does, as after train().
+        for each in takewhile(lambda each: each is not self.model, self.value.modules()):
+            each.training = self.model.training
 
     def reset(self) -> None:
         rebuild_reducer(as_written(self.value))

@@ -38,6 +38,14 @@ def test_a_state_commits_and_restores_its_module():
     assert torch.equal(model.module.weight, before)
 
 
+def test_it_trains_where_its_module_does():
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    state = TorchState(model=model)
+    model.eval()
+    state.restore()
+    assert all(each.training for each in model.modules())
+
+
 def test_it_is_refused_beside_shards():
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     with pytest.raises(Invalid, match="the model is a DistributedDataParallel, which adds up"):
