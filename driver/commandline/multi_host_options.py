@@ -56,8 +56,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         )
     # Maybe a job before has left something there, which has to be told that it is over.
     left = options.fresh and os.path.exists(f"{options.journal}.secret")
-    if secret is None and (options.resume or left):
-        assert options.journal is not None, "or there is etcd"
+    if secret is None and options.journal is not None and (options.resume or left):
         secret = _secret_beside(options.journal)
     outlived = options.resume or options.standby
     return FleetPlan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 from elastic.driver.agents.agent_pool import CALL_S, silence_s
@@ -17,10 +18,12 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
 
-async def end(job: Job, plan: FleetPlan, path: str, log: Log) -> None:
+async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: Log) -> None:
     """Dismisses the agents of the job in this file, as its own driver would at its end: they look for one where that
-    has listened. Waits until their workers are dead, within a bound.
+    has listened. Waits until their workers are dead, within a bound. ``listed``: the hosts of the new one.
     """
+    if plan.etcd or plan.provider or plan.agents_come:
+        return  # they find the new driver, and end what they have left before they serve it
     archive = FileArchive(Path(path))
     try:
         header = archive.header()
@@ -32,7 +35,7 @@ async def end(job: Job, plan: FleetPlan, path: str, log: Log) -> None:
             return
         hosts = {worker.host for worker in past.membership.roster}
     except Invalid:  # its end is lacking, as on a full disk
-        hosts = set(job.hosts or ())
+        hosts = set(listed)
     finally:
         archive.close()
     called: set[str] = set()

@@ -62,10 +62,10 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
         elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
         if fleet is not None and not fleet.needed:
             fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
-    if fleet is not None and fleet.fresh and job.journal and not (fleet.etcd or fleet.provider):
+    if fleet is not None and fleet.fresh and job.journal:
         from elastic.driver.job import left_behind
 
-        await left_behind.end(job, fleet, job.journal, job_io.console)
+        await left_behind.end(job, fleet, job.journal, known or job.hosts or (), job_io.console)
     if fleet is None or not fleet.needed:
         return await _alone(job, job_io, known, this_host)
     from elastic.driver.job.start_multi_host import start_fleet

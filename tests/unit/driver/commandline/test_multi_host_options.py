@@ -52,6 +52,12 @@ def test_one_machine_with_nothing_of_all_this_needs_no_fleet():
     assert plan("", elsewhere=True).needed
 
 
+def test_a_job_without_a_journal_begins_anew_beside_any_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "None.secret").touch()
+    assert not plan("--fresh").given_secret
+
+
 def test_where_others_have_it_too_the_secret_is_given(tmp_path):
     make_secret_file(str(tmp_path / "s"))
     by_file = plan(f"--etcd a --job x --secret-file {tmp_path / 's'}")

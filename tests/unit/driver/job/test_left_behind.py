@@ -42,23 +42,30 @@ def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "come", "said"),
     [
-        ([past(hosts={"g": 1, "h": 1})], ["no agent of the job before has called from g, h: "]),
-        ([past(hosts={}, ended=True)], []),
-        ([None], []),
-        (Invalid("on a full disk"), ["no agent of the job before has called from k: "]),
+        (
+            [past(hosts={"g": 1, "h": 1})],
+            False,
+            ["no agent of the job before has called from g, h: "],
+        ),
+        # They find the new driver, which ends what they have left.
+        ([past(hosts={"g": 1, "h": 1})], True, []),
+        ([past(hosts={}, ended=True)], False, []),
+        ([None], False, []),
+        (Invalid("on a full disk"), False, ["no agent of the job before has called from k: "]),
     ],
 )
-async def test_who_does_not_call_is_named(found, said, monkeypatch):
+async def test_who_does_not_call_is_named(found, come, said, monkeypatch):
     archive = create_autospec(FileArchive, instance=True)
     archive.past.side_effect = found
     archive.header.return_value = HEADER
     monkeypatch.setattr(left_behind, "FileArchive", lambda path: archive)
     job, plan = create_autospec(Job, instance=True), create_autospec(FleetPlan, instance=True)
-    job.settings, job.hosts, plan.secret = SETTINGS, {"k": 1}, bytes(32)
+    job.settings, plan.secret = SETTINGS, bytes(32)
+    plan.etcd, plan.provider, plan.agents_come = None, None, come
     plan.server_tls.return_value = None
     lines: list[str] = []
-    await left_behind.end(job, plan, "journal", lambda level, text: lines.append(text))
+    await left_behind.end(job, plan, "journal", ["k"], lambda level, text: lines.append(text))
     assert [line.partition(": ")[0] + ": " for line in lines] == said
-    archive.close.assert_called_once()
+    assert archive.close.called == (not come)
