@@ -41,7 +41,7 @@ def marked(entry: str) -> Iterator[psutil.Process]:
     name, _, value = entry.partition("=")
     for process in psutil.process_iter(["cmdline", "environ", "status"]):
         environ = process.info["environ"] or {}  # None: it isn't ours
-        if environ.get(name) == value and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if environ.get(name) == value and not _ended(process):
             yield process
 
 
@@ -49,8 +49,13 @@ def in_session(leader: int) -> Iterator[psutil.Process]:
     """The live processes of this session, with ``info["cmdline"]``."""
     for process in psutil.process_iter(["cmdline", "status"]):
         with contextlib.suppress(ProcessLookupError):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getsid(process.pid) == leader:
+            if not _ended(process) and os.getsid(process.pid) == leader:
                 yield process
+
+
+def _ended(process: psutil.Process) -> bool:
+    """A zombie has no command line; it may be one only since its status was read."""
+    return process.info["cmdline"] is None or process.info["status"] == psutil.STATUS_ZOMBIE
 
 
 def lives(pid: int) -> bool:
