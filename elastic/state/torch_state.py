@@ -18,7 +18,8 @@ class TorchState(HandledState):
     ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
 
     ``save`` copies what may have changed into host buffers made once; ``restore`` sets exactly the committed bits, in
-    place, drops optimizer entries made since, and clears gradients.
+    place, drops optimizer entries made since, and clears gradients. Whether modules train is committed too: where a
+    commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a restore.
 
     Example::
 
