@@ -2,7 +2,7 @@
 
 An epoch of the same dataset, samples and batch size through either loader, in turn, with 0 and more loader workers. A
 round's ratio is samples per second through ours by those through torch's. With ``--shards 8`` ours hands out steps of 8
-micro-batches of that size, each sample loaded under a seed of its own, as exact training has it. Then a commit of a
+micro-batches of that size, each loaded under a seed of its own, as exact training has it. Then a commit of a
 state with the loader beside one without it, and the bytes that it commits, for a small and a large dataset. At the end
 torchdata's StatefulDataLoader is asked to go on with another number of ranks, if it is installed.
 """
