@@ -61,9 +61,11 @@ class ProgressCounter:
         self._waited_s += now - self._since
         return self._said is not None
 
-    def begin_training(self) -> None:
-        """The state is equal everywhere: from here all count alike, whoever took part in the copying."""
-        self.entered = 0
+    def begin_training(self, generation: int) -> None:
+        """The state is equal everywhere: from here all count alike, whoever took part in the copying, if anybody had
+        to.
+        """
+        self.generation, self.entered = generation, 0
 
     def awaited(self) -> dict[int, str]:
         """Whom this wait is for, as the driver has said: ranks, and at which line of the script each is."""

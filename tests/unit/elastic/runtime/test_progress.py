@@ -139,6 +139,16 @@ def test_a_long_phase_is_said_at_both_ends_and_restores_the_outer_one():
     assert told(progress, 99.0) == [], "both ends were said when they were reached"
 
 
+def test_a_long_phase_is_of_the_present_world_also_where_it_had_no_collective_yet():
+    """A driver does not listen to what is said of a world before, and would take it for stuck."""
+    progress = ProgressCounter()
+    progress.enter(2, "gradients", 0.0)
+    progress.leave(0.0)
+    progress.begin_training(3)
+    _, said = progress.begin_phase("last checkpoint")
+    assert (said.generation, said.entered) == (3, 0)
+
+
 def test_waiting_inside_a_long_phase_is_said_with_it():
     progress = ProgressCounter()
     progress.begin_phase("evaluate")
