@@ -194,6 +194,6 @@ class CommitLog:
             generation = self._session.recovery.adopt().generation
         if self.durable is not None:
             self.durable.world_over(generation)
-        self._progress.begin_training(generation)
+        self._progress.begin_training()
         self._session.phases.copied_bytes = copied_bytes
         self._session.phases.mark("synced", time.monotonic())

@@ -45,8 +45,7 @@ class ProgressCounter:
         if self._depth > 1:
             return
         self.thread = thread
-        if generation != self.generation:
-            self.generation, self.entered = generation, 0
+        self._is_in(generation)
         self.entered += 1
         self._since = now
         self.inside = name
@@ -61,11 +60,9 @@ class ProgressCounter:
         self._waited_s += now - self._since
         return self._said is not None
 
-    def begin_training(self, generation: int) -> None:
-        """The state is equal everywhere: from here all count alike, whoever took part in the copying, if anybody had
-        to.
-        """
-        self.generation, self.entered = generation, 0
+    def begin_training(self) -> None:
+        """The state is equal everywhere: from here all count alike, whoever took part in the copying."""
+        self.entered = 0
 
     def awaited(self) -> dict[int, str]:
         """Whom this wait is for, as the driver has said: ranks, and at which line of the script each is."""
@@ -138,19 +135,26 @@ class ProgressCounter:
         self._begun_with = commit
         self._completed, self._waited_s = 0, 0.0
 
+    def _is_in(self, generation: int) -> None:
+        if generation != self.generation:
+            self.generation, self.entered = generation, 0
+
     # ---- long phases -----------------------------------------------------------------------------
 
-    def begin_phase(self, name: str) -> tuple[str, messages.Progress]:
-        """The phase before, which has to be restored, and what the driver is told at once."""
-        before, self.phase = self.phase, name
-        return before, self._phase_said()
+    def begin_phase(self, name: str, generation: int) -> tuple[str, messages.Progress]:
+        """The phase before, which has to be restored, and what the driver is told at once. ``generation``: of the
+        present world, in which there may have been no collective yet.
+        """
+        before = self.phase
+        return before, self._phase_said(name, generation)
 
-    def end_phase(self, before: str) -> messages.Progress:
-        self.phase = before
-        return self._phase_said()
+    def end_phase(self, before: str, generation: int) -> messages.Progress:
+        return self._phase_said(before, generation)
 
-    def _phase_said(self) -> messages.Progress:
-        self._said_phase, self._said = self.phase, None
+    def _phase_said(self, phase: str, generation: int) -> messages.Progress:
+        self._is_in(generation)
+        self.phase = self._said_phase = phase
+        self._said = None
         return self._progress("", 0.0)
 
     def _progress(

@@ -139,9 +139,10 @@ class Training:
             )
             yield
             return
-        before, message = self._progress.begin_phase(name)
+        recovery = self._session.recovery
+        before, message = self._progress.begin_phase(name, recovery.generation)
         self._session.send(message)
         try:
             yield
         finally:
-            self._session.send(self._progress.end_phase(before))
+            self._session.send(self._progress.end_phase(before, recovery.generation))

@@ -130,12 +130,12 @@ def test_one_inside_another_is_the_outer_one():
 
 def test_a_long_phase_is_said_at_both_ends_and_restores_the_outer_one():
     progress = ProgressCounter()
-    outer, said = progress.begin_phase("evaluate")
+    outer, said = progress.begin_phase("evaluate", 2)
     assert isinstance(said, protocol.Progress) and said.phase == "evaluate"
-    before, said = progress.begin_phase("write")
+    before, said = progress.begin_phase("write", 2)
     assert before == "evaluate" and said.phase == "write"
-    assert progress.end_phase(before).phase == "evaluate"
-    assert progress.end_phase(outer).phase == ""
+    assert progress.end_phase(before, 2).phase == "evaluate"
+    assert progress.end_phase(outer, 2).phase == ""
     assert told(progress, 99.0) == [], "both ends were said when they were reached"
 
 
@@ -144,14 +144,14 @@ def test_a_long_phase_is_of_the_present_world_also_where_it_had_no_collective_ye
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.0)
-    progress.begin_training(3)
-    _, said = progress.begin_phase("last checkpoint")
+    before, said = progress.begin_phase("last checkpoint", 3)
     assert (said.generation, said.entered) == (3, 0)
+    assert progress.end_phase(before, 4).generation == 4
 
 
 def test_waiting_inside_a_long_phase_is_said_with_it():
     progress = ProgressCounter()
-    progress.begin_phase("evaluate")
+    progress.begin_phase("evaluate", 2)
     progress.enter(2, "allreduce.score", 10.0)
     assert told(progress, 12.0) == [("allreduce.score", 2.0, "evaluate")]
 
