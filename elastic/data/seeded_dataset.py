@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from elastic.data.order import plant, seeded
+from elastic.data.order import kept, plant
 
 
 class SeededDataset(Dataset[Any]):
@@ -27,7 +27,7 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, drawn: list[tuple[int, list[Any]]]) -> Any:
         if not self.restores or get_worker_info() is not None:
             return self._load(drawn)
-        with seeded(0):
+        with kept():
             return self._load(drawn)
 
     def _load(self, drawn: list[tuple[int, list[Any]]]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_worker
 
-from elastic.data.order import plant, seeded
+from elastic.data.order import kept, plant
 from elastic.data.positions import Dealing, Position
 from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
@@ -105,7 +105,7 @@ def _seeded(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
 def _apart(batches: Iterator[Any]) -> Iterator[Any]:
     """In the process that trains: what loading a batch draws is not drawn from its generators."""
     while True:
-        with seeded(0):
+        with kept():
             batch = next(batches, END)
         if batch is END:
             return
