@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic
 import shown
-from figures import ratio, spread
+from figures import Mark, ratio, spread
 
-MARK = 0.97
+MARK, COMMIT_MS, COMMIT_BYTES = 0.97, 0.5, 4096
 BATCH = 32
 
 
@@ -147,6 +147,17 @@ def stateful(console: Console) -> dict[str, Any]:
     return {"missed": missed, "twice": twice}
 
 
+def marks_of(figures: dict[str, Any]) -> list[Mark]:
+    marks = [
+        Mark(f"{name}, of torch's rate", MARK, found["ratio"], at_least=True)
+        for name, found in figures["rates"].items()
+    ]
+    for length, found in figures["commits"].items():
+        marks.append(Mark(f"{length} samples, ms more for a commit", COMMIT_MS, found["added_ms"]))
+        marks.append(Mark(f"{length} samples, bytes of a commit", COMMIT_BYTES, found["bytes"]))
+    return marks
+
+
 def main() -> None:
     parser = shown.options_of(__doc__)
     parser.add_argument("--samples", type=int, default=8192)
@@ -160,15 +171,14 @@ def main() -> None:
     console = shown.console()
     load = os.getloadavg()[0]
     title = f"samples per second, {options.rounds} rounds (load {load:.0f})"
-    table = shown.table(title, "", f"ours / torch (mark: {MARK})", "torch, samples/s")
+    table = shown.table(title, "", "ours / torch", "torch, samples/s")
     figures: dict[str, Any] = {"rates": rates(options, table)}
     console.print(table)
-    title = "what the loader adds to a commit (marks: 0.5 ms, 4096 bytes)"
-    table = shown.table(title, "", "time", "state")
+    table = shown.table("what the loader adds to a commit", "", "time", "state")
     figures["commits"] = commits(table)
     console.print(table)
     figures["stateful"] = stateful(console)
-    shown.write_json(options.json, figures)
+    shown.conclude(console, options.json, figures, marks_of(figures))
 
 
 if __name__ == "__main__":
