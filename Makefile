@@ -230,7 +230,7 @@ wheels: $(STAMP)
 	@ls dist/*manylinux*.whl
 
 bench: $(READY)
-	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery join notice preload reinit negotiation timeline \
+	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery join notice reinit negotiation timeline \
 	    control_plane; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 

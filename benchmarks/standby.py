@@ -1,13 +1,14 @@
-"""What does a standby bring, and what does it cost while it waits?
+"""What does a standby bring, what does it cost while it waits, and how long does the next one take to start?
 
-A job of two workers and one standby. A random worker is killed, again and again. The world is full again when every
-member of a world of two has the state and is in its training function; the step that it makes then is told apart,
-beside the usual one. Between the strikes the standby is stopped for a second and let run for a second, by
-turns: the ratio of the medians of a member's steps says what its presence costs.
+A job of two workers and one standby, without and with a preloaded process. A random worker is killed, again and again.
+The world is full again when every member of a world of two has the state and is in its training function; the step that
+it makes then is reported apart, beside the usual one. Between the kills the standby is stopped for a second and let run
+for a second, by turns: the ratio of the medians of a member's steps says what its presence costs.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import os
@@ -15,6 +16,7 @@ import random
 import signal
 import statistics
 import time
+from typing import Any
 
 import shown
 from disturbed import Disturbed, options_of, table_of
@@ -86,18 +88,28 @@ def intervals(steps: list[Step], begin: float, end: float) -> list[float]:
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
-def main() -> None:
-    parser = options_of(__doc__)
-    parser.add_argument("--strikes", type=int, default=10)
-    parser.add_argument("--turns", type=int, default=10, help="of both kinds before each strike")
-    parser.add_argument("--width", type=int, default=512, help="of the layers of an MLP")
-    parser.add_argument("--gpt", action="store_true", help="examples/gpt.py instead of an MLP")
-    options = parser.parse_args()
+def started(job: Disturbed) -> list[float]:
+    """Milliseconds from the start until ready to join, of each worker that replaced a lost one."""
+    began: dict[tuple[Any, ...], float] = {}
+    took: dict[tuple[Any, ...], float] = {}
+    for record in job.records():
+        for action in record.get("actions") or []:
+            if action["type"] == "StartWorker" and action["worker"][2] > 1:
+                began[tuple(action["worker"])] = record["at"]
+        event = record.get("event") or {}
+        if event.get("type") == "WorkerReady" and tuple(event["worker"]) in began:
+            who = tuple(event["worker"])
+            took.setdefault(who, (record["at"] - began[who]) * 1e3)
+    return [*took.values()]
+
+
+def measured(options: argparse.Namespace, preload: str) -> dict[str, Any]:
+    """Of one job: milliseconds, and the ratio of a step with the standby waiting to one with it stopped."""
     rng = random.Random(options.seed)
     lasted, stepped, watched = [], [], []
     parts: dict[str, list[float]] = {}
     flags = ["--max-np", str(WORKERS), "--standbys", "1", "--blacklist-cooldown-range", "1", "2"]
-    flags += ["--slot-attempts", "1000"]
+    flags += ["--slot-attempts", "1000", "--preload", preload]
     with Disturbed(
         WORKERS, *flags, width=options.width, example="gpt" if options.gpt else ""
     ) as job:
@@ -114,7 +126,8 @@ def main() -> None:
             stepped.append((stepped_at - at) * 1e3)
             for part, ms in spent(job, at).items():
                 parts.setdefault(part, []).append(ms)
-        steps = job.steps()
+        job.wait("the last replacement", lambda: len(started(job)) == options.strikes, 90)
+        steps, joining = job.steps(), started(job)
     beside = [
         i for begin, end, stopped in watched if not stopped for i in intervals(steps, begin, end)
     ]
@@ -125,18 +138,39 @@ def main() -> None:
         "until it has made a step": stepped,
         "a usual step": [statistics.median(usual)],
         **parts,
+        "from the start of the next worker until it is ready": joining,
     }
     console = shown.console()
-    console.print(table_of(f"{WORKERS} workers and one standby", "strikes", rows))
+    title = f"{WORKERS} workers and one standby, --preload {preload}"
+    console.print(table_of(title, "strikes", rows))
     ratio = statistics.median(beside) / statistics.median(alone)
     console.print(
         f"a step with the standby waiting: {statistics.median(beside):.2f} ms, with it stopped:"
         f" {statistics.median(alone):.2f} ms; ratio {ratio:.3f} ({len(beside)} and {len(alone)} steps)"
     )
-    shown.write_json(
-        options.json,
-        {"full_ms": lasted, "stepped_ms": stepped, "parts_ms": parts, "step_ratio": ratio},
+    return {
+        "full_ms": lasted,
+        "stepped_ms": stepped,
+        "parts_ms": parts,
+        "joining_ms": joining,
+        "step_ratio": ratio,
+    }
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--strikes", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=10, help="of both kinds before each strike")
+    parser.add_argument("--width", type=int, default=512, help="of the layers of an MLP")
+    parser.add_argument("--gpt", action="store_true", help="examples/gpt.py instead of an MLP")
+    options = parser.parse_args()
+    found = {preload: measured(options, preload) for preload in ("off", "auto")}
+    medians = {name: statistics.median(each["joining_ms"]) for name, each in found.items()}
+    shown.console().print(
+        "a worker is ready to join, with preload / without:"
+        f" {medians['auto']:.0f} / {medians['off']:.0f} ms = {medians['auto'] / medians['off']:.3f}"
     )
+    shown.write_json(options.json, found)
 
 
 if __name__ == "__main__":

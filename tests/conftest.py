@@ -59,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     settings.load_profile("ours")  # before any test is imported
     os.environ["ELASTIC_PREEMPTION"] = "off"  # no test asks the cloud that this machine may be of
+    os.environ["ELASTIC_PRELOAD"] = "off"  # a test starts the processes that it needs
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -19,12 +19,14 @@ import psutil
 def clean_environment(*others: str) -> dict[str, str]:
     """Ours without traces of another job, and without variables that begin with ``others``.
 
-    With the environment's programs, one thread per process, and no questions to the cloud that this machine may be of.
+    With the environment's programs, one thread per process, no requests to a cloud's metadata server, and no preloaded
+    process that the job was not told to keep.
     """
     unwanted = ("ELASTIC_", "HOROVOD_", *others)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-    return clean | {"PATH": path, "OMP_NUM_THREADS": "1", "ELASTIC_PREEMPTION": "off"}
+    ours = {"ELASTIC_PREEMPTION": "off", "ELASTIC_PRELOAD": "off"}
+    return clean | {"PATH": path, "OMP_NUM_THREADS": "1"} | ours
 
 
 def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:

@@ -313,7 +313,7 @@ def make_job(
         dashboard=_dashboard(options.dashboard),
         opentelemetry=options.opentelemetry,
         preemption=_preemption(options),
-        preload=_preload(options),
+        preload=_preload(options, elastic=elastic),
         output_dir=_writable_dir(options.output_filename),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
@@ -329,16 +329,14 @@ def _preemption(options: Options) -> str:
     return wanted
 
 
-def _preload(options: Options) -> str:
-    """Raises Invalid."""
-    wanted = options.preload or ""
+def _preload(options: Options, *, elastic: bool) -> str:
+    """Raises Invalid. A job of a fixed size starts no worker again."""
+    wanted = _given(options.preload, prepared.AUTO if elastic else prepared.OFF)
     try:
         names, count = prepared.read(wanted)
     except ValueError as error:
         raise Invalid(f"--preload {wanted}: {error}") from error
-    if not wanted.strip(", "):
-        return ""
-    return ",".join([*names, str(count)])
+    return ",".join([*names, str(count)]) if count else ""
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:

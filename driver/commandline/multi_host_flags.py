@@ -167,9 +167,8 @@ class PreemptionFlags:
     preload: str | None = flag(
         "--preload",
         "MODULES",
-        "Keep on each host one process that has imported torch, and these modules, and start the next worker there from"
-        " it, in place of a lost one; auto: those that the script imports first; auto,2: two such processes (default:"
-        " ELASTIC_PRELOAD, or none).",
+        "Keep an idle process with these modules imported on each host for the next worker; auto: the script's leading"
+        " imports; auto,2: two processes; off: none (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
         variable="ELASTIC_PRELOAD",
         keys=("preload.modules",),
     )

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes a number of this size where nothing is limited
+USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """Lines of a name and a number, as the kernel writes counters. What is none is left out."""
+    """Lines of a name and a number, in /proc/meminfo with a unit, as the kernel writes counters. Others are skipped."""
     fields = (line.split() for line in text.splitlines())
-    return {each[0]: int(each[1]) for each in fields if len(each) == 2 and each[1].isdigit()}
+    return {each[0]: int(each[1]) for each in fields if len(each) in (2, 3) and each[1].isdigit()}
 
 
 def memory_groups(text: str) -> tuple[str | None, str | None]:
@@ -74,12 +75,26 @@ class OutOfMemory:
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None
 
+    def available_bytes(self) -> int:
+        """What this group can still allocate: the machine's MemAvailable, or less where the group has a limit. Memory
+        that caches files counts as available. 0 where the kernel tells neither.
+        """
+        machine = _counts(self.root / "proc/meminfo", unit=1024).get("MemAvailable:", 0)
+        limit = self.limit_bytes()
+        if limit is None or self._limit is None:
+            return machine
+        folder = self._limit.parent
+        used = _read(folder / USED[self._limit.name]).strip()
+        cached = _counts(folder / "memory.stat").get("inactive_file", 0)
+        free = limit - int(used) + cached if used.isdigit() else machine
+        return min(machine, max(0, free))
+
     def _read_kills(self) -> int:
         return _counts(self._counter).get("oom_kill", 0)
 
 
-def _counts(file: Path) -> Mapping[str, int]:
-    return parse_counts(_read(file))
+def _counts(file: Path, unit: int = 1) -> Mapping[str, int]:
+    return {name: count * unit for name, count in parse_counts(_read(file)).items()}
 
 
 def _read(file: Path) -> str:

@@ -1,7 +1,8 @@
-"""Keeps Python processes that have imported what the next workers need, so that these need not be waited for.
+"""Keeps Python processes that have imported what the next workers need, so that a new worker starts without imports.
 
-One is started some time after workers were, with their interpreter and environment, and becomes one when it is told
-what to run; until then it has one pipe and no thread of ours. Nothing is forked. See `prepared_process`.
+A process is started some time after the workers, with their interpreter and environment, if the host has memory for it.
+It becomes a worker when it receives a command; until then it has one pipe and no thread of ours. Nothing is forked. See
+`prepared_process`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
-PREPARED = "ELASTIC_PREPARED"  # in the environment of one, as the kernel shows it to others: it names no worker
+PREPARED = "ELASTIC_PREPARED"  # in /proc/PID/environ of a process that is no worker yet
+PADDING = "ELASTIC_PREPARED_ROOM"
+AUTO, OFF = "auto", "off"
 MOST = 64  # processes
+# A process with torch imported uses 0.3 GB (measured with torch 2.13 CPU); a host with less than this available needs
+# its memory for training.
+AVAILABLE_BYTES_MIN = 2 << 30
 QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves
-ROOM = "." * 4096  # bytes for the command line of what is run later
+ROOM = (
+    "." * 4096
+)  # bytes for the command line of the worker, and for the variables that it has besides
 # Variables that say who a worker is: init() and scripts read them, and no import.
 OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
 PLACES = {
@@ -74,8 +82,14 @@ class _Kept:
 
 
 def read(wanted: str) -> tuple[list[str], int]:
-    """Of ``auto,transformers,2``: the modules, and how many processes are kept, 1 by default. Raises ValueError."""
+    """Of ``auto,transformers,2``: the modules, and how many processes are kept (default: 1). None is kept if there are
+    no words, or with ``off``. Raises ValueError.
+    """
     words = [word.strip() for word in wanted.split(",") if word.strip()]
+    if words in ([], [OFF]):
+        return [], 0
+    if OFF in words:
+        raise ValueError(f"{OFF} excludes modules and numbers; give one or the other")
     names = [word for word in words if not word.isdecimal()]
     for name in names:
         if not all(map(str.isidentifier, name.split("."))):
@@ -91,13 +105,21 @@ def read(wanted: str) -> tuple[list[str], int]:
 class Prepared:
     """Of one host. ``modules``: see `read` and `prepared_process`; empty: none is kept.
 
-    ``spawn`` starts them as workers are started; ``gone`` is told the number of one that is not needed and has ended.
+    ``spawn`` starts them as workers are started; ``gone`` receives the process number of one that was not needed and
+    has ended; ``available`` returns the bytes of memory that the host, or the container, can still give.
     """
 
     def __init__(
-        self, modules: str, *, spawn: Spawn, gone: Callable[[int], None], log: Log
+        self,
+        modules: str,
+        *,
+        spawn: Spawn,
+        gone: Callable[[int], None],
+        available: Callable[[], int],
+        log: Log,
     ) -> None:
         self.modules = modules
+        self._available = available
         self._spawn = spawn
         self._gone = gone
         self._log = log
@@ -153,16 +175,24 @@ class Prepared:
         modules, count = read(self.modules)
         if found is None or len(self._kept) >= count:
             return
+        if (available := self._available()) < AVAILABLE_BYTES_MIN:
+            self._log(
+                "debug",
+                f"no process is preloaded: {available / 1e9:.1f} GB of memory are available, and"
+                f" {AVAILABLE_BYTES_MIN / 1e9:.1f} GB are needed",
+            )
+            return
         interpreter, unbuffered, words = found
         here = os.path.abspath(folder or os.curdir)
-        script = "" if words[0] == "-m" else os.path.join(here, words[0])
-        first = os.path.dirname(os.path.realpath(script)) if script else here
+        module = words[0] == "-m"
+        script = f"-m {words[1]}" if module else os.path.join(here, words[0])
+        first = here if module else os.path.dirname(os.path.realpath(script))
         hears, told = os.pipe()
         what = os.memfd_create("told")
         program = [interpreter, *["-u"][: int(unbuffered)], "-c", PROGRAM]
         arguments = [first, str(hears), str(what), ",".join(modules), script, ROOM]
         try:
-            marked = {**environ, PREPARED: "1"}
+            marked = {**environ, PREPARED: "1", PADDING: ROOM}
             process = self._spawn([*program, *arguments], marked, folder, (hears, what))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._log("debug", f"no process is prepared: {error}")

@@ -1,15 +1,15 @@
-"""A Python process that has imported what a worker will need, and waits to be told what to run.
+"""A Python process that imports what a worker will need, then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
-FOLDER: where a script looks for modules first, its own or, with -m, that in which it is started.
+FOLDER: the first entry of sys.path: the folder of the script or, with -m, the one in which the worker starts.
 
-TOLD: a pipe; one byte says that WHAT, an open file, holds the command, what of it is run, environment and folder, as
-JSON; its end says that nobody needs this process. MODULES: names with commas between them, `auto` among them for what
-SCRIPT imports before it does anything else. ROOM: long, so that the command line of what is run later fits in its
-place.
+TOLD: a pipe. One byte in it means that WHAT, an open file, holds the command, the part of it to run, the environment
+and the folder, as JSON; end of file means that the process is not needed. MODULES: names separated by commas; `auto`
+stands for what SCRIPT, or the module NAME of "-m NAME", imports before any other statement. ROOM: padding, so that the
+command line of the worker fits in the place of this one's.
 
-What it then runs finds a process as it would have been started: its own arguments, environment, folder, ``__main__``.
+The worker finds a process like one started for it: its own arguments, environment, folder and ``__main__``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import builtins
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-AUTO = "auto"
+AUTO, MODULE = "auto", "-m "
+TORCH = "torch"
 OURS = (
-    "torch",
+    TORCH,
     "torch._dynamo",  # which the first optimizer imports, and torch does not
     *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
     *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
@@ -37,40 +39,107 @@ OURS = (
     *("elastic.collectives.cpu", "elastic.collectives.shared_memory.process_group"),
 )
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+OOM_SCORE = "/proc/self/oom_score_adj"
+OOM_FIRST = "1000"  # the kernel's out-of-memory killer ends this process before any other
 
 
-def leading_imports(source: str) -> Iterator[str]:
-    """Names of modules that a script imports before anything else. What comes first may decide what an import does."""
+def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], bool]:
+    """The modules that a source imports before any other statement, and whether it consists of imports alone.
+
+    The statements in front of an import may decide what it does, so the search stops at the first one that is no
+    import, and at the first import of a module of the script's own package or folder (``own``). Raises SyntaxError.
+    """
+    names: list[str] = []
     for number, node in enumerate(ast.parse(source).body):
         match node:
             case ast.Import():
-                yield from (each.name for each in node.names)
+                found = [each.name for each in node.names]
             case ast.ImportFrom(module=str(module), level=0):
-                if module != "__future__":
-                    yield module
-            case ast.ImportFrom():
-                pass  # of its own package
-            case ast.Expr(ast.Constant()) if number == 0:
-                pass  # the docstring
+                found = [] if module == "__future__" else [module]
+            case ast.Expr(ast.Constant()) if number == 0:  # the docstring
+                found = []
             case _:
-                return
+                return names, False
+        for name in found:
+            if name.partition(".")[0] in own:
+                return names, False
+            names.append(name)
+    return names, True
 
 
-def prepare(modules: str, script: str) -> None:
-    """Imports what there is; a worker that needs the rest says so itself."""
-    names = [name for name in modules.split(",") if name != AUTO]
-    if AUTO in modules.split(",") and script:
+def sources(script: str) -> list[Path]:
+    """The files that ``python SCRIPT`` or ``python -m NAME`` (``-m NAME``) executes, in order: with -m, each package's
+    ``__init__.py`` before the module. Imports none of them.
+    """
+    if not script.startswith(MODULE):
+        return [Path(script)]
+    first, *rest = script.removeprefix(MODULE).split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None or spec.origin is None:
+        return []
+    place, found = Path(spec.origin).parent, [Path(spec.origin)]
+    for name in rest:
+        package = place / name / "__init__.py"
+        place, found = place / name, [*found, package if package.exists() else place / f"{name}.py"]
+    return [*found, place / "__main__.py"] if found[-1].name == "__init__.py" else found
+
+
+def script_imports(script: str, folder: str) -> list[str]:
+    """What the sources of a script import before any other statement. Raises OSError, SyntaxError, ValueError."""
+    own = {path.stem for path in Path(folder).iterdir()}
+    own |= {script.removeprefix(MODULE).partition(".")[0]}
+    names: list[str] = []
+    for source in sources(script):
+        found, whole = leading_imports(source.read_text(), own)
+        names += found
+        if not whole:
+            break
+    return names
+
+
+def prepare(modules: str, script: str, folder: str) -> None:
+    """Imports the modules that exist; the worker reports the others itself.
+
+    With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
+    statement: otherwise it may set variables that torch reads when it is imported.
+    """
+    wanted = modules.split(",")
+    names = [name for name in wanted if name != AUTO]
+    if names:
+        _import(OURS)
+    if AUTO in wanted:
         with contextlib.suppress(OSError, SyntaxError, ValueError):
-            siblings = {path.stem for path in Path(script).parent.iterdir()}
-            found = leading_imports(Path(script).read_text())
-            names += [name for name in found if name.split(".")[0] not in siblings]
-    for name in (*OURS, *names):
+            names += script_imports(script, folder)
+    _import(names)
+    if TORCH in sys.modules:
+        _import(OURS)
+
+
+def _import(names: Iterable[str]) -> None:
+    for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 
 
-def become(words: Sequence[str], environ: dict[str, str], folder: str | None) -> None:
-    """Has the command line, environment and folder of what it is to run."""
+def offer_to_oom_killer() -> str | None:
+    """Returns the score adjustment to restore, or None where the kernel has none."""
+    try:
+        with open(OOM_SCORE, "r+") as file:
+            before = file.read()
+            file.seek(0)
+            file.write(OOM_FIRST)
+    except OSError:
+        return None
+    return before
+
+
+def become(
+    words: Sequence[str], environ: Mapping[str, str], folder: str | None, oom_score: str | None
+) -> None:
+    """Takes the command line, environment, folder and out-of-memory score of the worker."""
+    if oom_score is not None:
+        with contextlib.suppress(OSError):
+            Path(OOM_SCORE).write_text(oom_score)
     coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set it: PEP 538
     os.environ.clear()
     os.environ.update(environ)
@@ -79,18 +148,31 @@ def become(words: Sequence[str], environ: dict[str, str], folder: str | None) ->
     if folder is not None:
         os.chdir(folder)
     with contextlib.suppress(OSError, ValueError):
-        _show(words)
+        _show(words, environ)
 
 
-def _show(words: Sequence[str]) -> None:
-    """In /proc/PID/cmdline, for `ps` and whoever looks for it."""
+def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Writes both into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look for a rank.
+
+    libc's variables no longer lie there: os.environ.clear() removed those, and setenv() allocated the others.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])
-    line = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)
+    begin, end, variables_begin, variables_end = map(int, fields[45:49])
+    line = _strings(words)
     line = line if len(line) <= end - begin else line[: end - begin - 1] + b"\0"
     ctypes.memmove(begin, line + bytes(end - begin - len(line)), end - begin)
     shorter = ctypes.c_ulong(begin + len(line))
     ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)  # if it may
+    block, room = (
+        _strings([f"{n}={text}" for n, text in environ.items()]),
+        variables_end - variables_begin,
+    )
+    if len(block) <= room:
+        ctypes.memmove(variables_begin, block + bytes(room - len(block)), room)
+
+
+def _strings(words: Iterable[str]) -> bytes:
+    return b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)
 
 
 def run(words: Sequence[str]) -> None:
@@ -119,14 +201,15 @@ def run(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    modules, script = sys.argv[4:6]
-    prepare(modules, script)
+    folder, modules, script = sys.argv[1], *sys.argv[4:6]
+    score = offer_to_oom_killer()
+    prepare(modules, script, folder)
     told, what = map(int, sys.argv[2:4])
     if not os.read(told, 1):
         return
     os.close(told)
     with open(what, "rb") as file:
         file.seek(0)
-        command, words, environ, folder = json.load(file)
-    become(command, environ, folder)
+        command, words, environ, where = json.load(file)
+    become(command, environ, where, score)
     run(words)

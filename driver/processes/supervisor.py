@@ -84,7 +84,13 @@ class Agent:
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._life_locks = LifeLocks()
         self._warden = WardenProcess(self._loop, self._groups, log)
-        self.prepared = Prepared("", spawn=self._spawn, gone=self._is_gone, log=log)
+        self.prepared = Prepared(
+            "",
+            spawn=self._spawn,
+            gone=self._is_gone,
+            available=self._memory.available_bytes,
+            log=log,
+        )
 
     def start(
         self,

@@ -536,8 +536,8 @@ _ADVICE = {
         "{share:.0%} of the workers' time was done again: commit more often, or after every step."
     ),
     Advice.PRELOAD: (
-        "{share:.0%} of the workers' time was spent on imports and joining: --preload keeps a"
-        " process with the imports done."
+        "{share:.0%} of the workers' time was spent on imports and joining. If --preload auto finds no"
+        " imports (docs/spot.md), name the modules: --preload torch."
     ),
     Advice.STANDBYS: "--standbys 1 keeps a worker ready to take the place of a lost one at once.",
     Advice.ETCD: (

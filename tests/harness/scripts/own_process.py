@@ -34,9 +34,18 @@ def facts() -> dict[str, object]:
         "streams": [[each.encoding, each.errors, each.isatty()] for each in streams],
         "signals": [str(signal.getsignal(number)) for number in known],
         "blocked": list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+        "shown": sorted(shown_variables()),
+        "out-of-memory score": open("/proc/self/oom_score_adj").read(),
         "threads": len(os.listdir("/proc/self/task")),
         "program": os.readlink("/proc/self/exe"),
     }
+
+
+def shown_variables() -> dict[str, str]:
+    """As other processes see them."""
+    with open("/proc/self/environ") as file:
+        entries = [each.partition("=") for each in file.read().split("\0") if each]
+    return {name: text for name, _, text in entries}
 
 
 def main() -> None:

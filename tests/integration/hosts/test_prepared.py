@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from elastic.driver.processes import prepared
-from elastic.driver.processes.prepared_process import leading_imports
+from elastic.driver.processes.prepared_process import leading_imports, script_imports
 from harness.history import SCRIPTS
 from harness.waiting import until
 from integration.hosts.test_agent import A, B, conversation
@@ -88,6 +89,7 @@ async def test_it_finds_in_its_process_what_a_started_one_finds(host):
         facts = json.loads((folder / "facts.0").read_text())
         assert facts.pop("pid") == started and facts.pop("parent") == os.getpid()
         facts["variables"].remove(f"HOROVOD_OF_{name}")
+        facts["shown"].remove(f"HOROVOD_OF_{name}")
         found.append(facts)
     assert found[0].pop("drawn") != found[1].pop("drawn")
     assert found[0] == found[1]
@@ -164,12 +166,73 @@ def test_only_plain_commands_of_python_are_prepared(command, found):
     assert prepared.plain(command.split()) == found
 
 
-def test_what_a_script_does_before_an_import_may_decide_what_that_does():
-    source = '"""Words."""\nfrom __future__ import annotations\nimport a.b, c\nfrom d import e\n'
-    assert [*leading_imports(source + "import os\nos.environ['X'] = '1'\nimport late\n")] == [
-        *("a.b", "c", "d", "os")
-    ]
-    assert [*leading_imports("from . import x\nimport y\nif True:\n    import z\n")] == ["y"]
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (
+            '"""Words."""\nfrom __future__ import annotations\nimport a.b, c\nfrom d import e\n',
+            (["a.b", "c", "d"], True),
+        ),
+        ("import os\nos.environ['X'] = '1'\nimport late\n", (["os"], False)),
+        ("import a\nimport settings\nimport late\n", (["a"], False)),
+        ("import a\nfrom settings.b import c\nimport late\n", (["a"], False)),
+        ("import a\nfrom . import x\nimport late\n", (["a"], False)),
+        ("if True:\n    import late\n", ([], False)),
+    ],
+)
+def test_leading_imports_end_at_the_first_statement_that_may_decide_what_an_import_does(
+    source, found
+):
+    assert leading_imports(source, {"settings"}) == found
+
+
+def test_leading_imports_of_a_module_are_those_of_its_packages_and_its_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "a_package" / "within"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("import first\n")
+    (package / "__init__.py").write_text("import second\n")
+    (package / "train.py").write_text("import third\nimport a_package\nimport late\n")
+    (package / "__main__.py").write_text("import fourth\n")
+    run = "-m a_package.within"
+    assert script_imports(f"{run}.train", str(tmp_path)) == ["first", "second", "third"]
+    assert script_imports(run, str(tmp_path)) == ["first", "second", "fourth"]
+    (package.parent / "__init__.py").write_text("import first\nfirst.choose()\n")
+    assert script_imports(run, str(tmp_path)) == ["first"]
+    assert script_imports("-m no_such_package.train", str(tmp_path)) == []
+
+
+def modules_after(words: str, script: Path) -> set[str]:
+    """What a process has imported that was told so."""
+    code = (
+        "import sys; from elastic.driver.processes.prepared_process import prepare; prepare(*sys.argv[1:]);"
+        "print(*{'torch', 'torch._dynamo', 'elastic.run_loop'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, words, str(script), str(script.parent)]
+    return {*subprocess.check_output(command, text=True, timeout=120).split()}
+
+
+def test_auto_imports_torch_only_where_the_script_does_so_first(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['TORCH_LOGS'] = 'all'\nimport torch\n")
+    assert modules_after("auto", script) == set()
+    assert modules_after("auto,torch", script) == {"torch", "torch._dynamo", "elastic.run_loop"}
+    script.write_text("import os\nimport torch\nos.environ['A'] = 'b'\n")
+    assert modules_after("auto", script) == {"torch", "torch._dynamo", "elastic.run_loop"}
+
+
+@conversation
+async def test_none_is_kept_where_the_host_is_short_of_memory(host):
+    kept = host.launcher.agent.prepared
+    free = [prepared.AVAILABLE_BYTES_MIN - 1]
+    kept._available = lambda: free[0]
+    script = await has_run_an_empty_script(host)
+    await until(lambda: any("memory" in line for line in host.log), "the reason")
+    assert not kept._kept
+    free[0] += 1
+    host.start(B, [sys.executable, str(script)])
+    assert (await host.exit()).code == 0
+    await waits(host)
 
 
 def one_that_waits(training) -> psutil.Process:

@@ -156,6 +156,7 @@ def test_how_many_workers(line, expected):
         ("-np 2 --standbys 1", "give --max-np"),
         ("-np 2 --preload auto,my-module", "my-module is not a name of a module"),
         ("-np 2 --preload auto,0", "give one number, 1 to 64"),
+        ("-np 2 --preload off,2", "--preload off,2"),
         ("-np 2 --min-np 1 --standbys -1", "--standbys"),
         (
             "-np 2 --max-np 4 -H localhost:4 --standbys 1",
@@ -176,6 +177,23 @@ def test_how_many_workers(line, expected):
 )
 def test_numbers_that_make_no_job_are_told(line, said):
     assert said in refusal(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "variable", "expected"),
+    [
+        ("-np 2", "", ""),
+        ("-np 2 --min-np 1", None, "auto,1"),
+        ("-np 2 --min-np 1", "", "auto,1"),
+        ("-np 2 --min-np 1", "off", ""),
+        ("-np 2 --min-np 1 --preload off", "torch", ""),
+        ("-np 2 --min-np 1 --preload auto,json,2", None, "auto,json,2"),
+        ("-np 2 --preload torch", None, "torch,1"),
+    ],
+)
+def test_preload_is_auto_where_the_job_is_elastic_and_nothing_is_given(line, variable, expected):
+    given = {} if variable is None else {"ELASTIC_PRELOAD": variable}
+    assert job(line, **given).preload == expected
 
 
 @pytest.mark.parametrize(

@@ -67,3 +67,35 @@ def test_lines_of_proc_self_cgroup():
     assert memory_groups("0::/a:b\n") == ("/a:b", None)
     assert memory_groups(V1) == ("/", "/jobs/a")
     assert memory_groups("1:name=systemd:/\n") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "folder", "limit", "used"),
+    [
+        ("0::/a\n", "sys/fs/cgroup/a", "memory.max", "memory.current"),
+        (
+            "4:memory:/a\n",
+            "sys/fs/cgroup/memory/a",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_available_memory_is_the_smaller_of_the_machines_and_the_groups(
+    tmp_path, cgroup, folder, limit, used
+):
+    counter = "memory.events" if limit == "memory.max" else "memory.oom_control"
+    files = {counter: "oom_kill 0\n", limit: LIMIT, used: "1500000000\n"}
+    write(tmp_path, {"proc/self/cgroup": cgroup, "proc/meminfo": "MemAvailable: 5000000 kB\n"})
+    write(tmp_path, {f"{folder}/{name}": text for name, text in files.items()})
+    write(tmp_path, {f"{folder}/memory.stat": "anon 7\ninactive_file 300000000\n"})
+    assert OutOfMemory(tmp_path).available_bytes() == 800_000_000
+    write(tmp_path, {f"{folder}/{used}": "9000000000\n"})
+    assert OutOfMemory(tmp_path).available_bytes() == 0
+    write(tmp_path, {f"{folder}/{limit}": "max\n"})
+    assert OutOfMemory(tmp_path).available_bytes() == 5_000_000 * 1024
+
+
+def test_available_memory_is_0_where_the_kernel_does_not_tell_it(tmp_path):
+    assert OutOfMemory(tmp_path).available_bytes() == 0
