@@ -197,6 +197,7 @@ class WorkerRaised(Event):
     final: bool = False  # whoever tries it again ends in the same way
     # Of the training: no member of its world had a commit, and it has made none.
     beginning: bool = False
+    code: int = 1  # of the job, if final
 
 
 class WorkerQuit(Event):

@@ -68,6 +68,12 @@ class JobFailed(ElasticError, RuntimeError):
     """
 
 
+class ScriptMistakes(ElasticError):
+    """With ``--strict``: the first steps of the script showed what a failure would make wrong. Ends the job with exit
+    code 2.
+    """
+
+
 class RequestRefused(ElasticError):
     """A running job does not do what it was asked for; the message says why."""
 

@@ -30,6 +30,7 @@ from elastic.errors import (
     Invalid,
     LeaveRequested,
     PeerLost,
+    ScriptMistakes,
     StateMismatch,
     TensorMismatch,
     Unsupported,
@@ -43,6 +44,7 @@ from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.session import Session
 from elastic.runtime.worker import Runtime
+from elastic.script_checks.observer import ScriptObserver, observing
 from elastic.state import bit_flips, exchange, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
@@ -97,8 +99,12 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         if failpoints.in_use():
             bit_flips.offer(state)
         try:
-            with host_updates.told(state), durable.commits(rt, state):
-                return _train(rt, func, state, args, kwargs)
+            with (
+                host_updates.told(state),
+                durable.commits(rt, state),
+                observing(rt, state, func) as observer,
+            ):
+                return _train(rt, func, state, args, kwargs, observer)
         except LeaveRequested as end:
             if rt.session.unheard:
                 print(f"elastic: {end}", file=sys.stderr)
@@ -108,6 +114,11 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             raise
         except StateMismatch:
             raise
+        except ScriptMistakes as mistakes:
+            if rt.place.rank == 0:
+                print(f"elastic: error: {mistakes}", file=sys.stderr, flush=True)
+            rt.training.refused(str(mistakes))
+            sys.exit(2)
         except DeviceLost as lost:
             _end_now(rt, lost)
         except Exception as error:
@@ -131,7 +142,14 @@ def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
     os._exit(1)
 
 
-def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwargs: Any) -> Value:
+def _train(
+    rt: Runtime,
+    func: Callable[..., Value],
+    state: State,
+    args: Any,
+    kwargs: Any,
+    observer: ScriptObserver | None,
+) -> Value:
     first = True
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
@@ -140,6 +158,8 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             _enter_world(rt, state, others, first=first)
             first = False
             rt.training.begins()
+            if observer is not None:
+                observer.begin()
             value = unwrapped(rt.session, lambda: func(state, *args, **kwargs))
             durable.finish(rt, state)
             rt.training.returned()
@@ -163,6 +183,8 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             if kept:
                 rt.commits.committed_alone()
             rt.commits.step_back(state)
+            if observer is not None:
+                observer.recovered()
         if rt.alone and rt.place.size == 1:
             state.on_reset()
 

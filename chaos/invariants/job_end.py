@@ -10,7 +10,14 @@ from __future__ import annotations
 import signal
 
 from elastic.chaos.invariants.job_so_far import JobSoFar, Known
-from elastic.driver.events import EndJob, FinishWorld, HostReported, StopRequested, WorkerExited
+from elastic.driver.events import (
+    EndJob,
+    FinishWorld,
+    HostReported,
+    StopRequested,
+    WorkerExited,
+    WorkerRaised,
+)
 from elastic.driver.membership.failure_detection.root_cause import exit_code
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Worker
@@ -92,6 +99,8 @@ class JobEnd:
                 codes = {1, exit_code(event.code)}
             case HostReported():
                 codes = {1, VANISHED}
+            case WorkerRaised(final=True):
+                codes = {event.code}
             case _ if action.reason.kind in (Why.MACHINE_LEAVES, Why.STOPPED):
                 codes = {128 + signal.SIGTERM}
             case _:

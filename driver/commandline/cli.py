@@ -346,6 +346,8 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
     }
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
+    if options.strict:
+        env["ELASTIC_STRICT"] = "1"
     if options.allow_inexact:
         env["ELASTIC_ALLOW_INEXACT"] = "1"
     if options.digests:

@@ -351,6 +351,12 @@ class OutputFlags:
         "Have workers report a digest of every tensor of the state at each commit, into --journal; two runs are then"
         " compared by python -m elastic.chaos exact.",
     )
+    strict: bool = switch(
+        "--strict",
+        "End the job with exit code 2 if its first steps show a mistake in the script.",
+        variable="ELASTIC_STRICT",
+        keys=("checks.strict=true",),
+    )
     allow_inexact: bool = switch(
         "--allow-inexact",
         "Where training in shards is to be exact, let workers in that compute differently (other threads, instructions,"

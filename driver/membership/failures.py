@@ -86,7 +86,8 @@ class Failures(Part):
         if record is None or record.stage is WorkerStage.DISMISSED:
             return
         if event.final:
-            self.worlds.end(1, because(Why.NO_RESUME, text=event.summary))
+            refused = Why.NO_RESUME if event.code == 1 else Why.SCRIPT_REFUSED
+            self.worlds.end(event.code, because(refused, text=event.summary))
         raised = f"{self.worlds.named(record)} raised {event.summary}"
         trace = event.traceback.rstrip()
         if not self.settings.elastic:

@@ -386,7 +386,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "Worlds": {"stopping": False},
     "StopRequested": {"checkpoint_s": 0.0},
     "Gathering": {"anew": False, "whole": False},
-    "WorkerRaised": {"final": False, "beginning": False},
+    "WorkerRaised": {"final": False, "beginning": False, "code": 1},
     "WorkerSpent": {"commit": None},
     "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},
     "HostReported": {"notice": None},

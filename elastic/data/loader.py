@@ -8,6 +8,7 @@ torch's own DataLoader does the loading. What is added here: which samples a bat
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -38,6 +39,9 @@ class GivenShards(Protocol):
     @property
     def held(self) -> Sequence[int]:
         """This rank's in the present world, ascending."""
+
+
+loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # of this process
 
 
 class DataLoader:
@@ -122,6 +126,7 @@ class DataLoader:
         self._noting = environment.digests()
         self._handed: list[tuple[Position, int, list[int]]] = []  # not reported yet; in tests
         optimizer_steps.watch()
+        loaders.add(self)
 
     # ---- what scripts call -----------------------------------------------------------------------
 

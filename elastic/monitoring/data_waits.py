@@ -11,6 +11,7 @@ from elastic.monitoring.time_account import TimeAccount
 
 _account: TimeAccount | None = None
 _thread = 0  # of whose waits are counted
+_listener: Callable[[Any], None] | None = None
 
 
 def count(account: TimeAccount) -> None:
@@ -25,6 +26,14 @@ def count(account: TimeAccount) -> None:
         iterator.__next__ = _counted(following)
 
 
+def listen(listener: Callable[[Any], None] | None) -> None:
+    """Calls ``listener`` in the thread that trains, with the iterator that gave each batch, or None where one is at its
+    end. None: no longer.
+    """
+    global _listener
+    _listener = listener
+
+
 def stop() -> None:
     """Nobody trains."""
     global _account
@@ -37,8 +46,16 @@ def _counted(following: Callable[[Any], Any]) -> Callable[[Any], Any]:
         account = _account
         if account is None or account.part != "training" or threading.get_ident() != _thread:
             return following(self)
-        with account.during("data"):
-            return following(self)
+        try:
+            with account.during("data"):
+                batch = following(self)
+        except StopIteration:
+            if _listener is not None:
+                _listener(None)
+            raise
+        if _listener is not None:
+            _listener(self)
+        return batch
 
     wrapper.counted = True  # type: ignore[attr-defined]
     return wrapper

@@ -315,6 +315,7 @@ class Raised(Message):
     final: bool = False  # whoever tries it again ends in the same way
     # Of the training: no member of its world had a commit, and it has made none.
     beginning: bool = False
+    code: Annotated[int, Meta(ge=1, le=255)] = 1  # of the job, if final
 
 
 class Quit(Message):

@@ -48,6 +48,8 @@ class Environment:
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
     digest_tensors: bool = False  # ... and of each of its tensors, so that two runs can be
     workers_min: int = 1  # in any world of the job
+    checks: bool = True  # of the script's first steps; see elastic.script_checks
+    strict: bool = False  # what they find ends the job
     allow_inexact: bool = False  # let workers in that compute differently; see elastic.exact.probe
     cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: at once
     cache_capacity: int = 1024  # names whose negotiation is remembered; 0: none
@@ -112,6 +114,8 @@ def read(environ: Mapping[str, str] | None = None, launched: Started | None = No
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
         workers_min=_whole(env, "ELASTIC_MIN_WORKERS", 1) or 1,
+        checks=env.get("ELASTIC_CHECKS", "").lower() not in ("off", "0"),
+        strict=_switch(env, "ELASTIC_STRICT"),
         allow_inexact=_switch(env, "ELASTIC_ALLOW_INEXACT"),
         digest_tensors=env.get("ELASTIC_DIGESTS") == TENSORS,
         cycle_s=_number(env, "HOROVOD_CYCLE_TIME", "milliseconds", 1.0) / 1000,

@@ -62,6 +62,7 @@ class CommitLog:
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
+        self.made = 0  # commits, in all worlds
         self.durable: Durable | None = None  # inside elastic.run, where checkpoints are written
 
     # ---- commit() ------------------------------------------------------------------------------------------------
@@ -72,6 +73,7 @@ class CommitLog:
 
     def committed(self) -> None:
         """A state was saved."""
+        self.made += 1
         with self._session.lock:
             self._session.recovery.committed()
         if self.durable is not None:

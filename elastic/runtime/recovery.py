@@ -350,16 +350,21 @@ class Recovery:
         return [Send(messages.Returned(self.generation))]
 
     def raised(
-        self, summary: str, traceback: str, hardware: bool = False, final: bool = False
+        self,
+        summary: str,
+        traceback: str,
+        hardware: bool = False,
+        final: bool = False,
+        code: int = 1,
     ) -> list[Action]:
-        """User code raised: the process will exit with this."""
+        """User code raised: the process will exit with this. ``code``: of the job, if ``final``."""
         generation = self.generation
         nothing_held = self.world is not None and self.world.commit is None
         beginning = nothing_held and (self.newest is None or self.newest.number == 0)
         self.phase = Phase.OVER
         self.reason = summary
         self._last_word = messages.Raised(
-            generation, self.newest, summary, traceback, hardware, final, beginning
+            generation, self.newest, summary, traceback, hardware, final, beginning, code
         )
         return [Send(self._last_word), Cut(generation, summary)]
 

@@ -96,6 +96,11 @@ class Training:
         """Tells the driver that the job can't go on, with this worker or with any other, and why."""
         self._session.update(lambda recovery: recovery.raised(why, "", final=True))
 
+    def refused(self, why: str) -> None:
+        """Tells the driver that the job is to end, because the script is wrong."""
+        if not self._session.alone:
+            self._session.update(lambda recovery: recovery.raised(why, "", final=True, code=2))
+
     def quits(self, code: object) -> None:
         """Tells the driver that this process is about to exit, for ``SystemExit(code)``. The end of an interpreter with
         torch in it takes seconds, and its sockets stay open for as long; the others need not wait for that.

@@ -31,6 +31,7 @@ ROOMS = """
     elastic.checkpoints
     elastic.torch_backend
     elastic.torch_autoload
+    elastic.script_checks
     elastic.run_loop
     elastic.tensorflow
     elastic.keras

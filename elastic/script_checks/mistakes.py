@@ -1,0 +1,218 @@
+"""Decides which mistakes a training script makes, from what was observed in its steps. Pure.
+
+Each of these passes without an error while nothing fails, and makes the training wrong after a failure, or from the
+start. docs/script-checks.md describes each kind.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+STEPS = 20  # of an optimizer, after which a script is checked
+PAGE = "docs/script-checks.md"
+
+
+class Kind(enum.Enum):
+    """The values are anchors of docs/script-checks.md."""
+
+    NO_COMMIT = "no-commit"
+    COMMIT_ON_SOME_RANKS = "commit-on-some-ranks"
+    NEVER_REDUCED = "gradients-never-reduced"
+    MODEL_NOT_IN_STATE = "model-not-in-state"
+    OPTIMIZER_NOT_IN_STATE = "optimizer-not-in-state"
+    SCHEDULER_NOT_IN_STATE = "scheduler-not-in-state"
+    SCALER_NOT_IN_STATE = "scaler-not-in-state"
+    AVERAGE_NOT_IN_STATE = "weight-average-not-in-state"
+    LOADER_NOT_IN_STATE = "loader-not-in-state"
+    LOADER_WITHOUT_POSITION = "loader-without-position"
+    RANK_KEPT = "rank-kept"
+
+
+class When(enum.Enum):
+    """A call of commit()."""
+
+    EACH_STEP = (
+        enum.auto()
+    )  # in the loop that calls step(), under no condition that can change within it
+    SOME_STEPS = enum.auto()  # elsewhere, or under a condition that can become true later
+    SOME_RANKS = enum.auto()  # under a condition on the rank
+
+
+@dataclass(frozen=True)
+class UsedPart:
+    """Something that the training uses: its class, and whether the state, or a member of the state, holds it."""
+
+    name: str
+    in_state: bool
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An optimizer that has stepped. ``uncovered`` of its ``parameters`` belong to no model of the state."""
+
+    name: str
+    in_state: bool
+    parameters: int
+    uncovered: int
+    example: str = ""  # the name of an uncovered parameter, or its shape
+
+
+@dataclass(frozen=True)
+class UsedLoader:
+    """The loader from which the steps take their batches. ``keeps_position``: its class can resume within an epoch."""
+
+    name: str
+    in_state: bool
+    keeps_position: bool
+    sampler: str = ""
+    kept: str = ""  # attributes of the sampler that hold the rank and size of one world
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process did in the last ``steps`` steps of its optimizers."""
+
+    steps: int
+    world_size: int
+    commits: int
+    calls: tuple[When, ...]  # of commit(), in the source of the script
+    recovered: bool  # a worker was lost since the training began
+    collectives: int  # and other calls that may have changed tensors
+    keeps_members: bool  # the state is one of ours: its members are all that it saves
+    optimizers: tuple[Trained, ...] = ()
+    schedulers: tuple[UsedPart, ...] = ()
+    scalers: tuple[UsedPart, ...] = ()
+    averages: tuple[UsedPart, ...] = ()
+    loaders: tuple[UsedLoader, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``facts`` fill the sentence of the kind."""
+
+    kind: Kind
+    facts: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, what follows, and what to write instead."""
+        return f"{_SENTENCES[self.kind].format(**dict(self.facts))} ({PAGE}#{self.kind.value})"
+
+
+def found(seen: Seen) -> list[Mistake]:
+    """The mistakes, at most one of each kind."""
+    made = [*_commits(seen), *_reductions(seen), *_loaders(seen)]
+    if seen.keeps_members:
+        made += _members(seen)
+    return made
+
+
+def _commits(seen: Seen) -> Iterable[Mistake]:
+    if seen.calls and {*seen.calls} == {When.SOME_RANKS}:
+        yield _mistake(Kind.COMMIT_ON_SOME_RANKS)
+        return
+    # A script may commit once per epoch, so that the first steps have none: then only a loss shows that it is missing.
+    due = seen.recovered or not seen.calls or When.EACH_STEP in seen.calls
+    if seen.commits == 0 and due:
+        yield _mistake(Kind.NO_COMMIT, steps=seen.steps)
+
+
+def _reductions(seen: Seen) -> Iterable[Mistake]:
+    # A loader may have agreed on its position once.
+    if seen.optimizers and seen.world_size > 1 and seen.collectives < 2:
+        yield _mistake(
+            Kind.NEVER_REDUCED,
+            steps=seen.steps,
+            workers=seen.world_size,
+            optimizer=seen.optimizers[0].name,
+        )
+
+
+def _loaders(seen: Seen) -> Iterable[Mistake]:
+    for loader in seen.loaders:
+        if loader.kept:
+            yield _mistake(Kind.RANK_KEPT, sampler=loader.sampler, kept=loader.kept)
+            return
+        if not loader.keeps_position:
+            sampler = f" over a {loader.sampler}" if loader.sampler else ""
+            yield _mistake(Kind.LOADER_WITHOUT_POSITION, loader=loader.name, sampler=sampler)
+            return
+        if not loader.in_state:
+            yield _mistake(Kind.LOADER_NOT_IN_STATE, loader=loader.sampler or loader.name)
+            return
+
+
+def _members(seen: Seen) -> Iterable[Mistake]:
+    for each in seen.optimizers:
+        if each.uncovered:
+            which = "no parameter" if each.uncovered == each.parameters else "not every parameter"
+            example = f", such as {each.example}" if each.example else ""
+            yield _mistake(
+                Kind.MODEL_NOT_IN_STATE, which=which, example=example, optimizer=each.name
+            )
+            break
+    parts = (
+        (Kind.OPTIMIZER_NOT_IN_STATE, seen.optimizers),
+        (Kind.SCHEDULER_NOT_IN_STATE, seen.schedulers),
+        (Kind.SCALER_NOT_IN_STATE, seen.scalers),
+        (Kind.AVERAGE_NOT_IN_STATE, seen.averages),
+    )
+    for kind, members in parts:
+        outside = [each.name for each in members if not each.in_state]
+        if outside:
+            yield _mistake(kind, name=outside[0])
+
+
+def _mistake(kind: Kind, **facts: Any) -> Mistake:
+    return Mistake(kind, tuple(facts.items()))
+
+
+_SENTENCES = {
+    Kind.NO_COMMIT: (
+        "no state.commit() in {steps} steps: a failure loses all training since elastic.run began; call state.commit()"
+        " after optimizer.step()"
+    ),
+    Kind.COMMIT_ON_SOME_RANKS: (
+        "state.commit() is called under a condition on the rank: if those ranks are lost, so is their commit, and no"
+        " worker can join; call it on every rank"
+    ),
+    Kind.NEVER_REDUCED: (
+        "no collective ran in {steps} steps of {optimizer} on {workers} workers: each trains a model of its own; wrap"
+        " the optimizer in hvd.DistributedOptimizer, or the model in DistributedDataParallel"
+    ),
+    Kind.MODEL_NOT_IN_STATE: (
+        "the state holds {which} that {optimizer} trains{example}: a failure does not restore them, and workers that"
+        " join do not receive them; pass the model: TorchState(model=model, ...)"
+    ),
+    Kind.OPTIMIZER_NOT_IN_STATE: (
+        "{name} is not in the state: a failure does not restore its momentum and step counts, and workers that join"
+        " start without them; pass it: TorchState(optimizer=optimizer, ...)"
+    ),
+    Kind.SCHEDULER_NOT_IN_STATE: (
+        "{name} is not in the state: after a failure its step count is ahead of the model, and workers that join start"
+        " at 0; pass it: TorchState(scheduler=scheduler, ...)"
+    ),
+    Kind.SCALER_NOT_IN_STATE: (
+        "{name} is not in the state: workers that join start with another loss scale; pass it:"
+        " TorchState(scaler=scaler, ...)"
+    ),
+    Kind.AVERAGE_NOT_IN_STATE: (
+        "{name}, an average of the weights, is not in the state: a failure does not restore it, and workers that join"
+        " start it anew; pass it: TorchState(average=average, ...)"
+    ),
+    Kind.LOADER_NOT_IN_STATE: (
+        "{loader} is not in the state: after a failure samples are trained on again or skipped; pass it:"
+        " TorchState(loader=loader, ...)"
+    ),
+    Kind.LOADER_WITHOUT_POSITION: (
+        "the steps take their batches from torch's {loader}{sampler}, which starts its epoch again after a failure; use"
+        " elastic.data.DataLoader and pass it to the state: TorchState(loader=loader, ...)"
+    ),
+    Kind.RANK_KEPT: (
+        "{sampler} keeps {kept} of the world in which it was made: after a change some samples are trained on twice and"
+        " others never; read hvd.rank() and hvd.size() in __iter__, or use elastic.data.DataLoader"
+    ),
+}

@@ -1,0 +1,315 @@
+"""Observes the first steps of a training function and reports what `mistakes` finds. Acts: a hook, one scan of objects.
+
+After the check the hook returns at once, until the training ends: torch iterates over its hooks while they run, so that
+none can be removed by another.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import data as torch_data
+
+from elastic.data.loader import DataLoader, loaders
+from elastic.data.sampler import ElasticSampler
+from elastic.errors import ScriptMistakes
+from elastic.monitoring import data_waits
+from elastic.runtime.worker import Runtime
+from elastic.script_checks import mistakes, script_source
+from elastic.script_checks.mistakes import STEPS, Kind, Mistake, Seen, Trained, UsedLoader, UsedPart
+from elastic.state.handled_state import HandledState
+from elastic.state.handlers.data_parallel import as_written
+from elastic.state.state import ObjectState, State, has_custom_sync
+
+TAKES_STEPS = (
+    STEPS // 2
+)  # that took their batch from one loader, for it to be the one that is trained on
+PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler
+INSIDE = ("optimizer", "scheduler", "module", "_schedulers")  # where wrappers keep what they wrap
+OURS = ("elastic", "horovod")
+
+
+class ScriptObserver:
+    """Of one training. Methods are for the training thread."""
+
+    def __init__(self, rt: Runtime, state: State, function: Callable[..., Any]) -> None:
+        self._rt = rt
+        self._state = state
+        self._function = function
+        self._reported: set[Kind] = set()
+        self._recovered = False
+        self._handle: Any = None
+        self._observes = False
+        self._steps: Counter[int] = Counter()  # by optimizer
+        self._stepping: dict[int, torch.optim.Optimizer] = {}
+        self._loaders: Counter[int] = Counter()  # steps, by data set
+        self._sources: dict[int, tuple[Any, Any]] = {}
+        self._latest: tuple[Any, Any] | None = None  # data set and sampler of the last batch
+        self._positions: dict[int, tuple[weakref.ref[DataLoader], Any, int]] = {}
+        self._before: list[weakref.ref[Any]] = []
+        self._windows = 0
+        self._commits: int | None = None  # made before the training began
+        self._collectives = 0
+
+    # ---- what elastic.run calls --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The training function is about to be called, for the first time or in a new world."""
+        if self._observes or self._windows > self._recovered:
+            return
+        self._windows += 1
+        self._observes = True
+        if self._commits is None:
+            self._commits = self._rt.commits.made
+            found = _objects(LRScheduler, torch.amp.GradScaler, AveragedModel)
+            self._before = [weakref.ref(each) for each in found]
+            if found:
+                del found
+                gc.collect()  # what the script has dropped is no member of it
+        self._steps.clear()
+        self._loaders.clear()
+        self._collectives = self._rt.activity
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._stepped)
+        data_waits.listen(self._gave_batch)
+
+    def recovered(self) -> None:
+        """A world broke: what follows is checked once more."""
+        if not self._recovered:
+            self._recovered = True
+            checked = not self._observes
+            self._forget()
+            if checked:
+                self._report(replace(self._seen(STEPS), loaders=()))
+
+    def end(self) -> None:
+        """The training is over."""
+        self._forget()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _forget(self) -> None:
+        self._observes = False
+        data_waits.listen(None)
+        self._latest = None
+        self._stepping.clear()
+        self._sources.clear()
+        self._positions.clear()
+
+    # ---- in each step ------------------------------------------------------------------------------------------------
+
+    def _gave_batch(self, iterator: Any) -> None:
+        if iterator is None:
+            self._latest = None
+            return
+        dataset, by = (getattr(iterator, name, None) for name in ("_dataset", "_index_sampler"))
+        self._latest = dataset, by
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._observes or torch.compiler.is_compiling():
+            return
+        self._stepping[id(optimizer)] = optimizer
+        self._steps[id(optimizer)] += 1
+        if self._latest is not None:
+            key = id(self._latest[0])
+            self._loaders[key] += 1
+            self._sources[key] = self._latest
+            self._latest = None
+        steps = self._steps[id(optimizer)]
+        if steps == STEPS - TAKES_STEPS:
+            self._positions = {
+                id(each): (weakref.ref(each), each.position, 0)
+                for each in [*loaders]
+                if not each.in_state
+            }
+        for key, (ref, before, advanced) in self._positions.items():
+            loader = ref()
+            if loader is not None and loader.position != before:
+                self._positions[key] = (ref, loader.position, advanced + 1)
+        if steps == STEPS:
+            try:
+                self._report(self._seen(STEPS))
+            finally:
+                self._forget()
+
+    # ---- what was seen -----------------------------------------------------------------------------------------------
+
+    def _seen(self, steps: int) -> Seen:
+        inside = {id(each) for each in _with_inner(self._state.handled())}
+        shared = {
+            id(each.param_groups)
+            for each in _with_inner(self._state.handled())
+            if isinstance(each, torch.optim.Optimizer)
+        }
+        covered = {
+            id(parameter)
+            for each in self._state.handled()
+            if isinstance(as_written(each), torch.nn.Module)
+            for parameter in as_written(each).parameters()
+        }
+
+        def trained(optimizer: torch.optim.Optimizer) -> Trained:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            missing = [each for each in parameters if id(each) not in covered]
+            example = f"one of shape {list(missing[0].shape)}" if missing else ""
+            held = id(optimizer) in inside or id(optimizer.param_groups) in shared
+            return Trained(_name(optimizer), held, len(parameters), len(missing), example)
+
+        made_before = [each for ref in self._before if (each := ref()) is not None]
+        optimizers = {id(each.param_groups): each for each in self._stepping.values()}
+
+        def parts(kind: type, used: Callable[[Any], bool]) -> tuple[UsedPart, ...]:
+            found = [each for each in made_before if isinstance(each, kind) and used(each)]
+            return tuple(UsedPart(_name(each), id(each) in inside) for each in found)
+
+        return Seen(
+            steps=steps,
+            world_size=self._rt.place.size,
+            commits=self._rt.commits.made - (self._commits or 0),
+            calls=tuple(script_source.commits(self._function)),
+            recovered=self._recovered,
+            collectives=self._rt.activity - self._collectives,
+            keeps_members=_keeps_members(self._state),
+            optimizers=tuple(trained(each) for each in optimizers.values()),
+            schedulers=parts(
+                LRScheduler, lambda each: id(each.optimizer.param_groups) in optimizers
+            ),
+            scalers=parts(
+                torch.amp.GradScaler,
+                lambda each: each.is_enabled() and getattr(each, "_scale", None) is not None,
+            ),
+            averages=parts(AveragedModel, lambda each: int(each.n_averaged) > 0),
+            loaders=(*self._torch_loaders(inside), *self._our_loaders()),
+        )
+
+    def _torch_loaders(self, inside: set[int]) -> Iterator[UsedLoader]:
+        for key, steps in self._loaders.items():
+            if steps < TAKES_STEPS or self._own_position():
+                continue
+            dataset, by = self._sources[key]
+            sampler = getattr(by, "sampler", by)
+            stream = isinstance(dataset, torch_data.IterableDataset)
+            if isinstance(sampler, ElasticSampler):
+                yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
+            elif any(_is_ours(each) for each in (dataset, by, sampler)):
+                continue  # what elastic.data.DataLoader reads through
+            elif kept := [] if stream or _of_torch(sampler) else _kept(sampler):
+                yield UsedLoader("DataLoader", False, True, _name(sampler), ", ".join(kept))
+            elif stream or _of_torch(sampler):
+                yield UsedLoader("DataLoader", False, False, "" if stream else _name(sampler))
+
+    def _our_loaders(self) -> Iterator[UsedLoader]:
+        for ref, _, advanced in self._positions.values():
+            loader = ref()
+            if loader is not None and advanced >= TAKES_STEPS:
+                yield UsedLoader(_name(loader), loader.in_state, True)
+
+    def _own_position(self) -> bool:
+        """Whether the state counts batches, from which a script can find its place again."""
+        return any(
+            "batch" in name and isinstance(value, int) for name, value in vars(self._state).items()
+        )
+
+    # ---- the verdict -------------------------------------------------------------------------------------------------
+
+    def _report(self, seen: Seen) -> None:
+        """Raises ScriptMistakes with --strict."""
+        new = [each for each in mistakes.found(seen) if each.kind not in self._reported]
+        self._reported |= {each.kind for each in new}
+        if new and self._rt.env.strict:
+            raise ScriptMistakes("; ".join(each.sentence for each in new))
+        if self._rt.place.rank == 0:
+            for each in new:
+                print(f"elastic: warning: {each.sentence}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def observing(
+    rt: Runtime, state: State, function: Callable[..., Any]
+) -> Iterator[ScriptObserver | None]:
+    """None where nothing is checked: in a job of a fixed size, in trainings of this package's own, with
+    ``ELASTIC_CHECKS=off``.
+    """
+    ours = function.__module__.partition(".")[0] in OURS
+    if not rt.env.checks or not rt.elastic or ours:
+        yield None
+        return
+    observer = ScriptObserver(rt, state, function)
+    try:
+        yield observer
+    finally:
+        observer.end()
+
+
+def _keeps_members(state: State) -> bool:
+    """Whether commits consist of the state's members alone, and none of these is a tensor of unknown meaning."""
+    if not isinstance(state, ObjectState) or has_custom_sync(state):
+        return False
+    kind = type(state)
+    if kind.save not in (ObjectState.save, HandledState.save):
+        return False
+    values = [v for name, v in vars(state).items() if not name.startswith("_")]
+    inner = [v for each in values if isinstance(each, dict) for v in each.values()]
+    return not any(isinstance(each, torch.Tensor) for each in (*values, *inner))
+
+
+def _with_inner(members: Iterable[Any]) -> list[Any]:
+    """These, and what wrappers among them hold."""
+    found: list[Any] = []
+    waiting = list(members)
+    while waiting:
+        each = waiting.pop()
+        if any(each is other for other in found):
+            continue
+        found.append(each)
+        written = as_written(each)
+        inner = [written, *(getattr(written, name, None) for name in INSIDE)]
+        for value in inner:
+            values = value if isinstance(value, list | tuple) else [value]
+            waiting += [value for value in values if value is not None and value is not each]
+    return found
+
+
+def _objects(*kinds: type) -> list[Any]:
+    """All live objects of these classes and their subclasses."""
+    classes: set[type] = set()
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        if kind not in classes:
+            classes.add(kind)
+            waiting += kind.__subclasses__()
+    return [each for each in gc.get_objects() if type(each) in classes]
+
+
+def _name(value: object) -> str:
+    return type(value).__name__
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in OURS
+
+
+def _kept(sampler: object) -> list[str]:
+    """``rank=1``, for attributes whose names and values say that they are a place in a world."""
+    values = getattr(sampler, "__dict__", {})
+    return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
+
+
+def _of_torch(value: object) -> bool:
+    return type(value).__module__.startswith("torch.utils.data")
+
+
+__all__ = ["Mistake", "ScriptObserver", "observing"]

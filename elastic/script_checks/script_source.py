@@ -1,0 +1,179 @@
+"""Finds in the source of a script when it calls ``commit()``, without running it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from elastic.script_checks.mistakes import When
+
+NAMES = ("commit", "CommitStateCallback")
+RANKS = {
+    "rank",
+    "local_rank",
+    "get_rank",
+    "RANK",
+    "LOCAL_RANK",
+    "is_main_process",
+    "is_first_worker",
+}
+ARGUMENTS = {
+    "args",
+    "opts",
+    "options",
+    "config",
+    "cfg",
+    "environ",
+}  # by convention, constant while a script trains
+Loop = ast.For | ast.While
+
+
+def commits(function: Callable[..., Any]) -> list[When]:
+    """The calls in the training function; if it has none, those in all loaded modules that are no installed packages.
+
+    A file that can't be read may have calls anywhere: it counts as one of SOME_STEPS.
+    """
+    code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
+    if code is not None:
+        own = [*calls_in(_definition(code))]
+        if own:
+            return own
+    found = [when for file in _own_files() for when in _of_file(file)]
+    if not found and code is not None and _names(code):
+        return [When.SOME_STEPS]  # it was sent without its file
+    return found
+
+
+def _definition(code: CodeType) -> ast.AST:
+    """The function in its file; an empty tree where it can't be found there."""
+    try:
+        tree = ast.parse(Path(code.co_filename).read_text(errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return node
+    return ast.Module([], [])
+
+
+def calls_in(tree: ast.AST) -> Iterator[When]:
+    """When each call of commit() in a syntax tree is made."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name | ast.Attribute) or _name(node) not in NAMES:
+            continue
+        if not isinstance(node, ast.Attribute) or _name(node.value) not in ARGUMENTS:
+            yield _when(node, parents)
+
+
+def _when(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> When:
+    tests: list[ast.expr] = []
+    child, parent = node, parents.get(node)
+    loop: Loop | None = None
+    while parent is not None and not isinstance(parent, ast.FunctionDef | ast.Lambda):
+        if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+            other = parent.orelse if child not in _listed(parent.orelse) else parent.body
+            if _ranks(parent.test) and not any(_has_commit(each) for each in _listed(other)):
+                return When.SOME_RANKS
+            tests.append(parent.test)
+        if isinstance(parent, ast.For | ast.While):
+            loop = parent
+            break
+        child, parent = parent, parents.get(parent)
+    if loop is None or not _steps(loop) or not all(_constant(test, loop) for test in tests):
+        return When.SOME_STEPS
+    return When.EACH_STEP
+
+
+def _listed(body: Any) -> list[Any]:
+    return body if isinstance(body, list) else [body]
+
+
+def _has_commit(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr in NAMES for each in ast.walk(node))
+
+
+def _ranks(test: ast.expr) -> bool:
+    return any(
+        isinstance(each, ast.Name | ast.Attribute) and _name(each) in RANKS
+        for each in ast.walk(test)
+    )
+
+
+def _steps(loop: Loop) -> bool:
+    """Whether step() is called in this loop, and in none within it."""
+    waiting: list[ast.AST] = [*loop.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.For | ast.While):
+            continue
+        if isinstance(node, ast.Call) and _name(node.func) == "step":
+            return True
+        waiting += ast.iter_child_nodes(node)
+    return False
+
+
+def _constant(test: ast.expr, loop: Loop) -> bool:
+    """Whether a condition has the same value each time that the loop comes to it."""
+    stored = {
+        _name(each)
+        for each in ast.walk(loop)
+        if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store)
+    }
+    for node in ast.walk(test):
+        if isinstance(node, ast.Call | ast.Await | ast.NamedExpr):
+            return False
+        if isinstance(node, ast.Name) and node.id in stored:
+            return False
+        if isinstance(node, ast.Attribute):
+            base = node.value
+            known = {_name(base)} if isinstance(base, ast.Name | ast.Attribute) else set()
+            if node.attr in stored or not known & ARGUMENTS:
+                return False
+    return True
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+
+
+def _names(code: CodeType) -> bool:
+    within: Iterable[Any] = code.co_consts
+    return any(name in code.co_names for name in NAMES) or any(
+        _names(each) for each in within if isinstance(each, CodeType)
+    )
+
+
+def _own_files() -> Iterator[Path]:
+    """Of modules outside the standard library, of installed packages and of this one."""
+    here = Path(__file__).parents[2]
+    paths = sysconfig.get_paths()
+    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed += [f"{here / 'elastic'}/", f"{here / 'horovod'}/"]
+    installed += [str(Path(path).resolve()) for path in installed]  # through links
+    apart = tuple({*installed})
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if not name or not name.endswith(".py") or name.startswith(apart):
+            continue
+        file = Path(name).resolve()
+        packages = {"site-packages", "dist-packages"} & {*file.parts}
+        if not packages and not str(file).startswith(apart):
+            yield file
+
+
+def _of_file(file: Path) -> list[When]:
+    try:
+        text = file.read_text(errors="replace")
+        mentioned = any(name in text for name in NAMES)
+        return [*calls_in(ast.parse(text))] if mentioned else []
+    except (OSError, SyntaxError, ValueError):
+        return [When.SOME_STEPS]

@@ -1,0 +1,72 @@
+"""Scripts with one mistake each, in real jobs: which kinds are reported in the first steps, and what --strict does."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from harness.history import SCRIPTS
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ANCHOR = re.compile(r"elastic: warning: .*#([a-z0-9-]+)\)$", re.MULTILINE)
+QUICK = ("no commit", "plain optimizer", "everything", "evaluation loader")
+
+with mock.patch.dict(os.environ, CASE="plain"):
+    source = (SCRIPTS / "mistaken.py").read_text().partition("class Rows")[0]
+    cases: dict[str, object] = {}
+    exec(source, cases)
+WRONG: dict[str, set[str]] = cases["WRONG"]  # type: ignore[assignment]
+RIGHT: list[str] = cases["RIGHT"]  # type: ignore[assignment]
+CASES = [(case, kinds) for case, kinds in WRONG.items()] + [(case, set()) for case in RIGHT]
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        pytest.param(case, kinds, marks=[] if case in QUICK else pytest.mark.nightly)
+        for case, kinds in CASES
+    ],
+)
+def test_each_mistake_is_reported_in_the_first_steps_and_nothing_else(job, case, kinds):
+    training = job("-np 2 --min-np 1", ["python", SCRIPTS / "mistaken.py"], env={"CASE": case})
+    training.succeed(90)
+    assert sorted(ANCHOR.findall(training.output)) == sorted(kinds)
+
+
+@pytest.mark.forked
+def test_strict_ends_the_job_with_exit_code_2_before_it_trains_on(job):
+    command = ["python", SCRIPTS / "mistaken.py"]
+    training = job("-np 2 --min-np 1 --strict", command, env={"CASE": "nothing"})
+    assert training.wait(60) == 2
+    [ended] = training.actions("EndJob")
+    assert ended["code"] == 2 and ended["reason"]["kind"] == "script refused"
+
+
+@pytest.mark.forked
+def test_checks_that_are_off_report_nothing(job):
+    command = ["python", SCRIPTS / "mistaken.py"]
+    off = {"CASE": "nothing", "ELASTIC_CHECKS": "off"}
+    training = job("-np 2 --min-np 1 --strict", command, env=off)
+    training.succeed(60)
+    assert not ANCHOR.findall(training.output)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "example",
+    [
+        *("minimal.py", "ddp_elastic.py", "digits.py", "timm_elastic.py", "exact.py"),
+        *("gpt.py --steps 30", "fabric_elastic.py", "lightning_elastic.py"),
+        *("accelerate_elastic.py", "transformers_elastic.py", "horovod/horovod_elastic.py"),
+    ],
+)
+def test_examples_are_right(job, example):
+    training = job("-np 2 --min-np 1 --strict", [sys.executable, *f"{EXAMPLES}/{example}".split()])
+    training.succeed(240)
+    assert not ANCHOR.findall(training.output)

@@ -1,0 +1,96 @@
+"""Which mistakes follow from what was seen in the first steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.script_checks.mistakes import (
+    Kind,
+    Mistake,
+    Seen,
+    Trained,
+    UsedLoader,
+    UsedPart,
+    When,
+    found,
+)
+
+SGD = Trained("SGD", in_state=True, parameters=4, uncovered=0)
+RIGHT = Seen(
+    steps=20,
+    world_size=2,
+    commits=20,
+    calls=(When.EACH_STEP,),
+    recovered=False,
+    collectives=20,
+    keeps_members=True,
+    optimizers=(SGD,),
+    schedulers=(UsedPart("StepLR", in_state=True),),
+    scalers=(UsedPart("GradScaler", in_state=True),),
+    averages=(UsedPart("AveragedModel", in_state=True),),
+    loaders=(UsedLoader("DataLoader", in_state=True, keeps_position=True),),
+)
+
+
+def kinds(**changes: object) -> list[Kind]:
+    return [each.kind for each in found(replace(RIGHT, **changes))]  # type: ignore[arg-type]
+
+
+def test_a_right_script_makes_no_mistake():
+    assert found(RIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"commits": 0, "calls": ()}, Kind.NO_COMMIT),
+        ({"commits": 0, "calls": (When.EACH_STEP,)}, Kind.NO_COMMIT),
+        ({"commits": 0, "calls": (When.SOME_STEPS,), "recovered": True}, Kind.NO_COMMIT),
+        ({"calls": (When.SOME_RANKS,)}, Kind.COMMIT_ON_SOME_RANKS),
+        ({"calls": (When.SOME_RANKS,), "commits": 0}, Kind.COMMIT_ON_SOME_RANKS),
+        ({"collectives": 0}, Kind.NEVER_REDUCED),
+        ({"collectives": 1}, Kind.NEVER_REDUCED),
+        ({"optimizers": (replace(SGD, uncovered=4),)}, Kind.MODEL_NOT_IN_STATE),
+        ({"optimizers": (SGD, replace(SGD, uncovered=1))}, Kind.MODEL_NOT_IN_STATE),
+        ({"optimizers": (SGD, replace(SGD, in_state=False))}, Kind.OPTIMIZER_NOT_IN_STATE),
+        ({"schedulers": (UsedPart("StepLR", False),)}, Kind.SCHEDULER_NOT_IN_STATE),
+        ({"scalers": (UsedPart("GradScaler", False),)}, Kind.SCALER_NOT_IN_STATE),
+        ({"averages": (UsedPart("AveragedModel", False),)}, Kind.AVERAGE_NOT_IN_STATE),
+        ({"loaders": (UsedLoader("DataLoader", False, True),)}, Kind.LOADER_NOT_IN_STATE),
+        ({"loaders": (UsedLoader("DataLoader", False, False),)}, Kind.LOADER_WITHOUT_POSITION),
+        ({"loaders": (UsedLoader("DataLoader", False, True, "Mine", "rank=1"),)}, Kind.RANK_KEPT),
+    ],
+)
+def test_each_mistake_is_found_alone(changes, kind):
+    assert kinds(**changes) == [kind]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"commits": 0, "calls": (When.SOME_STEPS,)},  # once per epoch
+        {"commits": 1, "recovered": True},
+        {"calls": (When.SOME_RANKS, When.SOME_STEPS)},
+        {"world_size": 1, "collectives": 0},
+        {"optimizers": (), "collectives": 0},
+    ],
+)
+def test_what_may_be_right_is_no_mistake(changes):
+    assert kinds(**changes) == []
+
+
+def test_members_are_not_judged_where_the_script_saves_them_itself():
+    outside = {"optimizers": (replace(SGD, uncovered=4, in_state=False),)}
+    assert kinds(**outside) == [Kind.MODEL_NOT_IN_STATE, Kind.OPTIMIZER_NOT_IN_STATE]
+    assert kinds(**outside, keeps_members=False) == []
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_has_a_sentence_that_names_its_anchor(kind):
+    facts = dict.fromkeys(
+        ["steps", "workers", "optimizer", "which", "example", "name", "loader", "sampler", "kept"],
+        "x",
+    )
+    assert f"#{kind.value})" in Mistake(kind, tuple(facts.items())).sentence

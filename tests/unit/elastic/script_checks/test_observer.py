@@ -1,0 +1,240 @@
+"""What the observer sees in real steps of torch, in a world of one process."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import data as torch_data
+
+from elastic import data
+from elastic.errors import ScriptMistakes
+from elastic.runtime import lifecycle
+from elastic.script_checks import script_source
+from elastic.script_checks.mistakes import STEPS, Kind
+from elastic.script_checks.observer import ScriptObserver
+from elastic.state.state import ObjectState
+from elastic.state.torch_state import TorchState
+
+
+class Job:
+    """A training of one process, whose batches come from ``batches``."""
+
+    def __init__(self) -> None:
+        lifecycle.init()
+        self.rt = lifecycle.current()
+        self.rt.training.enter()
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.samples = torch_data.TensorDataset(torch.ones(500, 2))
+        self.observers: list[ScriptObserver] = []
+        self.batches = iter(lambda: [torch.ones(1, 2)], None)
+
+    def train(self, state: TorchState | ObjectState, steps: int = STEPS, *, commit: bool = True):
+        for _ in range(steps):
+            (x,) = next(self.batches)
+            self.optimizer.zero_grad()
+            functional.mse_loss(self.model(x), torch.zeros(len(x), 1)).backward()
+            self.optimizer.step()
+            if commit:
+                state.commit()
+
+    def whole(self, **others: object) -> TorchState:
+        return TorchState(model=self.model, optimizer=self.optimizer, **others)
+
+    def observes(self, state, function=None) -> ScriptObserver:
+        found = ScriptObserver(self.rt, state, function or self.train)
+        found.begin()
+        self.observers.append(found)
+        return found
+
+
+@pytest.fixture
+def job(monkeypatch):
+    made = Job()
+    made.rt.training.begins()
+    yield made
+    for each in made.observers:
+        each.end()
+    made.rt.training.leave()
+    lifecycle.shutdown()
+
+
+def reported(observer: ScriptObserver) -> set[Kind]:
+    return observer._reported
+
+
+def test_a_whole_script_is_not_reported(job, capsys):
+    state = job.whole(step=0)
+    watching = job.observes(state)
+    job.train(state)
+    assert reported(watching) == set()
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_observed_after_the_first_steps(job):
+    state = job.whole(step=0)
+    watching = job.observes(state)
+    job.train(state)
+    job.optimizer = torch.optim.Adam(job.model.parameters())
+    job.train(state)
+    assert reported(watching) == set()
+
+
+def test_each_mistake_is_one_line_on_rank_0(job, capsys):
+    state = ObjectState(step=0)
+    watching = job.observes(state)
+    job.train(state)
+    assert reported(watching) == {Kind.MODEL_NOT_IN_STATE, Kind.OPTIMIZER_NOT_IN_STATE}
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_members_beside_the_model_are_missed(job, held):
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
+    child = torch.optim.lr_scheduler.ConstantLR(job.optimizer)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([child], job.optimizer)
+    average = AveragedModel(job.model)
+    average.update_parameters(job.model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    others = dict(scheduler=scheduler, chained=chained, average=average, scaler=scaler)
+    state = job.whole(step=0, **(others if held else {}))
+    watching = job.observes(state)
+    job.train(state)
+    missed = {Kind.SCHEDULER_NOT_IN_STATE, Kind.SCALER_NOT_IN_STATE, Kind.AVERAGE_NOT_IN_STATE}
+    assert reported(watching) == (set() if held else missed)
+
+
+def test_a_scheduler_made_while_training_is_the_scripts_own(job):
+    state = job.whole(step=0)
+    watching = job.observes(state)
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
+    job.train(state)
+    assert scheduler.last_epoch == 0
+    assert reported(watching) == set()
+
+
+class Kept(torch_data.Sampler[int]):
+    def __init__(self) -> None:
+        self.rank, self.num_replicas = 0, 1
+
+    def __iter__(self):
+        return iter(range(self.rank, 500, self.num_replicas))
+
+
+class Stream(torch_data.IterableDataset[torch.Tensor]):
+    def __iter__(self):
+        return iter([(torch.ones(2),)] * 500)
+
+
+def loaders(job: Job) -> dict[str, object]:
+    ours = data.DataLoader(job.samples, batch_size=2)
+    sampler = data.ElasticSampler(job.samples)
+    placed: Any = torch_data.DistributedSampler(job.samples, num_replicas=1, rank=0)
+    by_ours = torch_data.DataLoader(job.samples, batch_size=2, sampler=sampler)
+    return {
+        "torch": torch_data.DataLoader(job.samples, batch_size=2),
+        "distributed": torch_data.DataLoader(job.samples, batch_size=2, sampler=placed),
+        "stream": torch_data.DataLoader(Stream(), batch_size=2),
+        "kept": torch_data.DataLoader(job.samples, batch_size=2, sampler=Kept()),
+        "ours": ours,
+        "ours in the state": ours,
+        "sampler": by_ours,
+        "sampler in the state": by_ours,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        ("torch", {Kind.LOADER_WITHOUT_POSITION}),
+        ("distributed", {Kind.LOADER_WITHOUT_POSITION}),
+        ("stream", {Kind.LOADER_WITHOUT_POSITION}),
+        ("kept", {Kind.RANK_KEPT}),
+        ("ours", {Kind.LOADER_NOT_IN_STATE}),
+        ("ours in the state", set()),
+        ("sampler", {Kind.LOADER_NOT_IN_STATE}),
+        ("sampler in the state", set()),
+    ],
+)
+def test_the_loader_of_the_steps_is_judged_and_no_other(job, case, kinds):
+    loader = loaders(job)[case]
+    member = getattr(loader, "sampler", loader) if case.startswith("sampler") else loader
+    state = job.whole(step=0, **({"loader": member} if "in the state" in case else {}))
+    evaluation = torch_data.DataLoader(job.samples, batch_size=100)
+    watching = job.observes(state)
+    job.batches = iter(loader)  # type: ignore[call-overload]
+    for _ in range(4):
+        job.train(state, STEPS // 4)
+        for _ in evaluation:
+            pass
+    assert reported(watching) == kinds
+
+
+def test_a_script_that_counts_its_batches_finds_its_place_itself(job):
+    state = job.whole(epoch=0, batch=0)
+    watching = job.observes(state)
+    job.batches = iter(torch_data.DataLoader(job.samples, batch_size=2))
+    job.train(state)
+    assert reported(watching) == set()
+
+
+def per_epoch(state) -> None:
+    state.commit()
+
+
+def without(state) -> None: ...
+
+
+def test_no_commit_is_reported_at_once_unless_it_may_come_later(job, monkeypatch):
+    monkeypatch.setattr(script_source, "_own_files", lambda: iter(()))
+    state = job.whole(step=0)
+    for function, expected in ((per_epoch, set()), (without, {Kind.NO_COMMIT})):
+        watching = job.observes(state, function)
+        job.train(state, commit=False)
+        assert reported(watching) == expected
+
+
+def test_after_a_loss_the_script_is_checked_once_more_and_no_kind_is_reported_twice(job, capsys):
+    state = job.whole(step=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
+    watching = job.observes(state, per_epoch)
+    job.train(state, commit=False)
+    assert reported(watching) == {Kind.SCHEDULER_NOT_IN_STATE}
+    watching.recovered()
+    assert reported(watching) == {Kind.SCHEDULER_NOT_IN_STATE, Kind.NO_COMMIT}
+    watching.begin()
+    other = torch.optim.Adam(job.model.parameters())
+    job.optimizer = other
+    job.train(state)
+    assert reported(watching) == {
+        *(Kind.SCHEDULER_NOT_IN_STATE, Kind.NO_COMMIT),
+        Kind.OPTIMIZER_NOT_IN_STATE,
+    }
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert scheduler.last_epoch == 0
+
+
+def test_strict_raises_in_the_step(job, monkeypatch):
+    monkeypatch.setattr(job.rt, "env", replace(job.rt.env, strict=True))
+    state = ObjectState(step=0)
+    job.observes(state)
+    with pytest.raises(ScriptMistakes):
+        job.train(state)
+
+
+def test_nothing_is_kept_alive_after_the_check(job):
+    state = job.whole(step=0)
+    job.observes(state)
+    loader = torch_data.DataLoader(job.samples, batch_size=2)
+    job.batches = iter(loader)
+    job.train(state)
+    gone = weakref.ref(job.batches)
+    job.batches = iter(())
+    assert gone() is None
