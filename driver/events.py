@@ -407,8 +407,10 @@ class Member(msgspec.Struct, frozen=True):
     place: Place
 
 
-class PublishWorld(Action):
-    """A new generation; see protocol.World for what each member is told."""
+class PublishWorld(Action, omit_defaults=True):
+    """A new generation; see protocol.World for what each member is told. Journals of earlier versions lack
+    ``checkpoint``, and are replayed to the same bytes.
+    """
 
     generation: int
     members: list[Member]  # in rank order
@@ -416,9 +418,10 @@ class PublishWorld(Action):
     holders: int
     commit: Commit | None
     reason: Reason
+    checkpoint: bool = False
 
 
-class TellWorld(Action):
+class TellWorld(Action, omit_defaults=True):
     """Tell one member again of the world that it is in: it has lost its connection and may not have heard."""
 
     generation: int
@@ -427,6 +430,7 @@ class TellWorld(Action):
     holders: int
     commit: Commit | None
     reason: Reason
+    checkpoint: bool = False
 
 
 class WelcomeWorker(Action):
@@ -492,7 +496,7 @@ class GiveUpHost(Action):
 
 
 class HastenCheckpoint(Action):
-    """Have rank 0 make one of its next commits durable, whatever else is due."""
+    """Have rank 0 make one of its next commits durable, whatever else is due. All members hear of it: a job may end."""
 
     generation: int
     rank0: Worker

@@ -1,8 +1,9 @@
 """The loop under ``@elastic.run``: form a world, bring the state to all, train, and again when the world changes.
 
 Interruptions reach user code only in the training thread, at a collective, an optimizer step or synchronize, at
-``commit()`` and ``check_host_updates()``. A user's own exception is never recovered here: it ends this process, and the
-driver decides what that means for the others. Horovod's two exceptions are what a script raises to be recovered; a
+``commit()`` and ``check_host_updates()``. A user's own exception is not recovered here: it ends this process, and the
+driver decides what that means for the others; but for one in a worker that was asked to leave (see
+`failures.departure`). Horovod's two exceptions are what a script raises to be recovered; a
 mismatch of tensors bears their name, and is not, because the same lines would submit the same tensors again.
 """
 
@@ -25,6 +26,7 @@ from elastic.checkpoints import durable
 from elastic.errors import (
     CollectiveFailed,
     DeviceLost,
+    ElasticError,
     HorovodInternalError,
     HostsUpdatedInterrupt,
     Invalid,
@@ -42,6 +44,7 @@ from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.messages import COPY, World
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
+from elastic.runtime.failures.departure import Departure
 from elastic.runtime.session import Session
 from elastic.runtime.worker import Runtime
 from elastic.script_checks.observer import ScriptObserver, observing
@@ -150,17 +153,45 @@ def _train(
     kwargs: Any,
     observer: ScriptObserver | None,
 ) -> Value:
-    first = True
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
+    departure = Departure(rt.session)
+    first = True
+    while True:
+        try:
+            train = functools.partial(func, state, *args, **kwargs)
+            return _train_in_worlds(
+                rt, train, state, others, departure, observer, first=first
+            )
+        except (ElasticError, HorovodInternalError):
+            raise
+        except Exception as error:
+            if not departure.excuses_error():
+                raise
+            rt.training.gave_up(f"{type(error).__name__}: {error}")
+            _return_to_commit(rt, state)
+            first = False
+
+
+def _train_in_worlds(
+    rt: Runtime,
+    train: Callable[[], Value],
+    state: State,
+    others: str,
+    departure: Departure,
+    observer: ScriptObserver | None,
+    *,
+    first: bool,
+) -> Value:
     while True:
         try:
             _enter_world(rt, state, others, first=first)
             first = False
+            departure.watch_children()
             rt.training.begins()
             if observer is not None:
                 observer.begin()
-            value = unwrapped(rt.session, lambda: func(state, *args, **kwargs))
+            value = unwrapped(rt.session, train)
             durable.finish(rt, state)
             rt.training.returned()
             return value
@@ -178,15 +209,20 @@ def _train(
                 rt.training.gave_up(f"{type(error).__name__}: {error}")
             if rt.alone and rt.broken:
                 raise  # of a fixed size, without a driver: nobody could form another world
-            rt.training.interrupted()
-            rt.training.drain()
-            if kept:
-                rt.commits.committed_alone()
-            rt.commits.step_back(state)
+            _return_to_commit(rt, state, alone=kept)
             if observer is not None:
                 observer.recovered()
         if rt.alone and rt.place.size == 1:
             state.on_reset()
+
+
+def _return_to_commit(rt: Runtime, state: State, *, alone: bool = False) -> None:
+    """The world is over. ``alone``: to the state as it is, which was saved here."""
+    rt.training.interrupted()
+    rt.training.drain()
+    if alone:
+        rt.commits.committed_alone()
+    rt.commits.step_back(state)
 
 
 def _train_again(
@@ -258,6 +294,8 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     rt.commits.adopt(copied)
     if copied:
         rt.commits.report_digest(state.digest(), 0)
+    if world.checkpoint:
+        durable.finish(rt, state)
 
 
 def _bring(rt: Runtime, state: State, world: World) -> int:

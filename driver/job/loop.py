@@ -504,9 +504,11 @@ class Driver:
                 return self._news(f"generation {generation} is over: {reason}")
             case events.PublishWorld():
                 return self._publish(action)
-            case events.TellWorld(generation, member, store, holders, commit, reason):
+            case events.TellWorld(generation, member, store, holders, commit, reason, checkpoint):
                 text, run = str(reason), self._checkpoint_run
-                word = protocol.World(generation, member.place, store, holders, commit, text, run)
+                word = protocol.World(
+                    generation, member.place, store, holders, commit, text, run, checkpoint
+                )
                 send(member.worker, word)
             case events.WelcomeWorker(worker, place, newcomer, elastic):
                 send(worker, protocol.Welcome(place, newcomer, elastic, self._step_input))
@@ -532,8 +534,8 @@ class Driver:
             case events.FinishWorld(generation, members):
                 broadcast(members, protocol.Finish(generation))
                 return ("debug", f"generation {generation} is finished")
-            case events.HastenCheckpoint(generation, rank0):
-                send(rank0, protocol.CheckpointSoon(generation))
+            case events.HastenCheckpoint(generation):
+                broadcast(self.places, protocol.CheckpointSoon(generation))
             case events.EndJob():
                 return self._end(action)
             case events.Report(level, text):
@@ -610,6 +612,7 @@ class Driver:
                     world.commit,
                     reason,
                     self._checkpoint_run,
+                    world.checkpoint,
                 ),
             )
             for member in world.members

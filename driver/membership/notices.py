@@ -121,7 +121,10 @@ class Notices(Part):
         if hurry_at is not None:
             self._hurry_at[host] = hurry_at
         for record in [*self.roster.hosts.get(host, {}).values()]:
-            if not record.leaving and record.in_plans:
+            # Where every process of a machine got SIGTERM, its agent's notice says how long there is.
+            leaving = record.leaving
+            asked = leaving is not None and leaving.kind is Why.TOLD
+            if record.in_plans and (asked or leaving is None):
                 record.noticed = True
                 self.staff.ask_to_leave(record, self._why(host), self.worlds.world.places)
 
@@ -169,7 +172,7 @@ class Notices(Part):
         elif self._asked_in not in (None, self.worlds.generation):
             self._ask_at.insert(0, self.actions.now)  # the world that was asked is over
             self._asked_in = None
-        self._all_go = everybody
+        self._all_go = self.worlds.all_go = everybody
 
     def _everybody_goes(self, going: list[Departure]) -> None:
         now = self.actions.now

@@ -76,6 +76,7 @@ class Reconnections(Part):
                     published.holders,
                     published.commit,
                     published.reason,
+                    published.checkpoint,
                 )
             )
         at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)

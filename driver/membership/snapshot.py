@@ -383,7 +383,9 @@ class _Making:
 ADDED: dict[str, dict[str, Any]] = {
     "GiveUpRules": {"_restarts": 0},
     "Membership": {"stop": None},
-    "Worlds": {"stopping": False},
+    "Worlds": {"stopping": False, "all_go": False},
+    "PublishWorld": {"checkpoint": False},
+    "TellWorld": {"checkpoint": False},
     "StopRequested": {"checkpoint_s": 0.0},
     "Gathering": {"anew": False, "whole": False},
     "WorkerRaised": {"final": False, "beginning": False, "code": 1},

@@ -127,7 +127,7 @@ class WorkerReports(Part):
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
-        if record is not None:
+        if record is not None and not record.noticed:  # its machine's notice says when it leaves
             self.staff.leave(record, in_words(event.reason), self.worlds.world.places)
 
     def resumed(self, event: events.WorkerResumed) -> None:

@@ -461,6 +461,7 @@ class World(Message):
     rank 0. ``holders`` is 0 and ``commit`` None where nobody has committed; then rank 0 is the
     source all the same. ``run``: of the checkpoints of this world, 0 where none are written; a
     driver that follows another one has its own, and all members must write under one.
+    ``checkpoint``: the commit that all begin with is made durable before they train.
     """
 
     generation: int
@@ -470,6 +471,7 @@ class World(Message):
     commit: Commit | None
     reason: str
     run: int = 0
+    checkpoint: bool = False
 
 
 class Broken(Message):
@@ -599,7 +601,7 @@ class MakeDurable(Message):
 
 
 class CheckpointSoon(Message):
-    """To rank 0: ask for a checkpoint as soon as may be. The machines go away."""
+    """A last checkpoint is wanted: the job stops, or its machines go away. Rank 0 asks for one as soon as may be."""
 
     generation: int
 

@@ -126,9 +126,11 @@ class LinkThread:
             return
         if self._reporting is not None and self._reporting.receive(message):
             return
+        session = self._session
+        if isinstance(message, messages.CheckpointSoon):
+            session.update(lambda recovery: recovery.receive(message))
         if self.checkpoints(message):
             return
-        session = self._session
         match message:
             case messages.HostsListed():
                 host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)

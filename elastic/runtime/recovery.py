@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, Place
+from elastic.runtime.failures.error_excuse import ErrorExcuse
 
 ALONE = 10**9  # checks of one generation; more than there can be
 
@@ -93,7 +94,7 @@ class Recovery:
     _ready: messages.Ready | None = None  # the last one
     _own_failure: bool = False  # the world broke here first, and the driver was told
     _resumed: messages.Resumed | None = None  # of this generation
-    _leaving: str = ""  # why it asked to leave
+    ending: ErrorExcuse = field(default_factory=ErrorExcuse)
     _last_word: messages.Raised | messages.Quit | None = None  # why user code ends the process
     _checks: int = 0
     _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
@@ -142,6 +143,9 @@ class Recovery:
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
                     self.discard_commit()  # what is trained after this begins anew
+            case messages.CheckpointSoon(generation=generation):
+                if generation == self.generation:
+                    self.ending.wants_checkpoint()
             case messages.Leave(reason, fenced=True):
                 return self._end(message, f"this worker was fenced: {reason}")
             case messages.Leave() | messages.Rejected() | messages.End():
@@ -191,8 +195,8 @@ class Recovery:
     def reconnected(self) -> list[Action]:
         """A new connection stands in for a lost one: what the driver may not have heard."""
         said: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
-        if self._leaving:
-            said.append(messages.Leaving(self._leaving))
+        if self.leaving:
+            said.append(messages.Leaving(self.ending.leaving))
         if self._resumed is not None:
             said.append(self._resumed)
         match self.phase:
@@ -211,13 +215,13 @@ class Recovery:
     @property
     def leaving(self) -> bool:
         """Whether it has asked to leave."""
-        return bool(self._leaving)
+        return bool(self.ending.leaving)
 
     def ask_to_leave(self, reason: str) -> list[Action]:
         """It got SIGTERM: leave at a commit."""
         if self.phase is Phase.OVER:
             return []
-        self._leaving = reason
+        self.ending.leaves(reason)
         return [Send(messages.Leaving(reason))]
 
     def resumed(self, phases_ms: dict[str, float], copied_bytes: int = 0) -> list[Action]:
@@ -377,3 +381,12 @@ class Recovery:
         self.reason = f"sys.exit was called under elastic.run: exit code {code}"
         self._last_word = messages.Quit(generation, code)
         return [Send(self._last_word), Cut(generation, self.reason)]
+
+
+def excuse_error(recovery: Recovery) -> bool:
+    """User code raised: whether this worker may come into another world instead of ending. See `ErrorExcuse.excuse`.
+
+    Without a commit there is nothing to keep.
+    """
+    trains = recovery.running and recovery.phase in (Phase.TRAINING, Phase.BROKEN)
+    return trains and recovery.newest is not None and recovery.ending.excuse()

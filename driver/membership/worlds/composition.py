@@ -3,7 +3,7 @@
 State outlives those who leave: the last holder of the newest commit stays until somebody who stays holds the same. A
 worker whose host left the list goes only if the world can do without it, so that a list that is empty by mistake
 stops nothing; so does one whose machine has announced its end, while there is time. One that was asked to leave itself
-(SIGTERM) goes however few are left.
+(SIGTERM) goes however few are left. Before the last checkpoint of a job that stops nobody leaves.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def compose(
     workers_min: int,
     workers_max: int,
     layout: str = "",
+    all_stay: bool = False,
 ) -> Composition:
     """``old`` members in rank order and ``new`` ones in order of preference, all of them ready.
 
@@ -50,14 +51,16 @@ def compose(
 
     staying = [s for s in fitting if not s.leaving]
     patient = {s for s in fitting if s.patient}
-    if min(workers_max, len(staying) + len(willing)) < workers_min:
+    if all_stay:
+        staying, patient = fitting, set()
+    elif min(workers_max, len(staying) + len(willing)) < workers_min:
         staying = [s for s in fitting if not s.hurried]
         patient = set()
     keeper: list[WorkerRecord] = []
     if newest is not None and not any(commits.get(s.worker) == newest for s in staying):
         keeper = [s for s in fitting if commits.get(s.worker) == newest][:1]
-    leaving = [s for s in fitting if (s.hurried or s in patient) and s not in keeper]
     here = {*staying, *keeper}
+    leaving = [s for s in fitting if (s.hurried or s in patient) and s not in here]
     kept = [s for s in fitting if s in here]
 
     room = max(0, workers_max - len(kept))

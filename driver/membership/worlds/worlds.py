@@ -62,6 +62,7 @@ class Worlds:
         self.exceptions = Exceptions()
         self.trained = False  # somebody has entered elastic.run
         self.stopping = False  # the job is told to stop, and waits for its last checkpoint
+        self.all_go = False  # every member's machine has announced its end
         self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # who ended with exit code 0 outside elastic.run
         self._cause_at = 0.0  # when what led to the present gathering was noticed
@@ -210,6 +211,12 @@ class Worlds:
             holders=arranged.holders,
             commit=arranged.commit,
             reason=reason,
+            # User code may not come to another commit: its loader workers may not start in time.
+            checkpoint=(
+                self.settings.durable
+                and (self.stopping or self.all_go)
+                and arranged.commit is not None
+            ),
         )
         self.actions.add(self.published)
 
@@ -342,6 +349,7 @@ class Worlds:
         self.break_up(reason, lost=True)
 
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
+        failure = failure and not self.stopping
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
         if failure and not announced:  # the end of a machine that was announced is no failure
             self.end_if(self.give_up.failed_again(reason))
@@ -399,6 +407,7 @@ class Worlds:
             workers_min=self.give_up.needed(),
             workers_max=self.staff.workers_max,
             layout=self.world.layout,
+            all_stay=self.stopping,
         )
 
     @property

@@ -32,7 +32,12 @@ def train(state):
         print("rank 0 begins at", state.step, flush=True)
         if state.step:
             print("the same bits" if state.seen == digest() else "other bits", flush=True)
+    loaders = int(os.environ.get("LOADERS", "0"))
+    numbers = torch.utils.data.DataLoader(range(10**6), num_workers=loaders) if loaders else []
+    batches = iter(numbers)
     while True:
+        if loaders:
+            next(batches)
         optimizer.zero_grad()
         torch.manual_seed(state.step)
         net(torch.randn(4, 50)).square().sum().backward()

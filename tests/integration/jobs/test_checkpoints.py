@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -68,6 +69,32 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
     assert again.wait(60) == 0
     assert begun(again.output)[0] >= 5
     a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder)
+
+
+def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path):
+    """As from Slurm and systemd. Loader workers get it first, and user code raises because of them."""
+    folder = tmp_path / "checkpoints"
+    flags = f"-np 2 --min-np 2 --checkpoint-every 1h --checkpoint-dir {folder}"
+    training = job(flags, TRAINING, env={"LOADERS": "2"})
+    asked = "the two that the script asks for"
+    training.until(lambda: len(training.events("CheckpointMade")) >= 2, asked)
+    below = psutil.Process(training.driver.pid).children(recursive=True)
+    loaders = [child for each in workers(training) for child in each.children()]
+    assert len(loaders) == 4
+    for each in [*loaders, *(other for other in below if other not in loaders)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGTERM)
+    training.driver.send_signal(signal.SIGTERM)
+    assert training.wait(30) == 143
+    [ended] = [
+        record["event"]
+        for record in training.records()
+        if any(action["type"] == "EndJob" for action in record.get("actions") or [])
+    ]
+    assert ended["type"] == "CheckpointMade"
+    last = training.worlds()[-1]
+    assert len(last["members"]) == 2 and last["checkpoint"]
+    assert ended["commit"][0] == last["generation"]
 
 
 def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job, tmp_path):

@@ -5,6 +5,8 @@ The usual courses are among the scenarios, from 44 on.
 
 from __future__ import annotations
 
+import pytest
+
 from elastic.driver.events import (
     CheckpointMade,
     EndJob,
@@ -28,6 +30,7 @@ from harness.conversation import (
     failed,
     has,
     hosts,
+    leaving,
     names,
     order,
     paced,
@@ -89,6 +92,20 @@ def test_without_a_time_who_is_needed_stays():
     talk = on_two_hosts(workers_min=4)
     talk.tell(goes("g", None))
     assert not has(PrepareChange, talk.wait(500))
+
+
+@pytest.mark.parametrize("agent_first", [True, False])
+def test_workers_that_got_sigterm_with_their_agents_stay_for_the_checkpoint(agent_first):
+    """As where srun forwards a signal to every process of a job."""
+    talk = on_two_hosts(workers_min=2, restarts=3, durable=True)
+    signals = [leaving(name) for name in ("h:0", "h:1", "g:0", "g:1")]
+    notices = [goes("h", 25.0), goes("g", 25.0)]
+    actions = talk.tell(*(notices + signals if agent_first else signals + notices))
+    assert not has(LetGo, actions) and has(HastenCheckpoint, actions)
+    talk.tell(failed("h:0", 2))  # its loader workers got it too
+    actions = talk.ready("h:0", "h:1", "g:0", "g:1", commit=(2, 3))
+    world = the(PublishWorld, actions)
+    assert len(world.members) == 4 and world.checkpoint
 
 
 def test_who_had_asked_to_leave_leaves_though_its_machine_stays():

@@ -13,8 +13,10 @@ from elastic.driver.events import (
     HostLeaving,
     HostStaying,
     KillWorker,
+    LetGo,
     Notice,
     PrepareChange,
+    PublishWorld,
     StartWorker,
     StopRequested,
     WorkerPaced,
@@ -26,6 +28,7 @@ from elastic.protocol.messages import Commit
 from harness.conversation import (
     Talk,
     exited,
+    failed,
     has,
     leaving,
     returned,
@@ -123,6 +126,25 @@ def test_workers_that_were_signalled_too_stay_for_it():
     assert has(CallOffChange, actions) and has(HastenCheckpoint, actions)
     assert not has(PrepareChange, talk.tell(leaving("h:0")))
     assert has(EndJob, talk.tell(made(talk)))
+
+
+def test_members_whose_loader_workers_were_signalled_make_it_of_what_they_hold():
+    """Each is asked to leave, and its user code raises. The world that follows has all of them."""
+    talk = running(3, workers_min=3, restarts=3, durable=True, reset_limit=0)
+    talk.tell(TERM, *(leaving(f"h:{slot}") for slot in range(3)))
+    assert not has(EndJob, talk.tell(failed("h:1", 2)))
+    actions = talk.ready("h:0", "h:1", "h:2", commit=(2, 7))
+    world = the(PublishWorld, actions)
+    assert len(world.members) == 3 and world.checkpoint and world.commit == Commit(2, 7)
+    assert has(HastenCheckpoint, actions) and not has(LetGo, actions)
+    assert the(EndJob, talk.tell(made(talk, 0))).code == 143
+
+
+def test_worlds_of_a_job_that_goes_on_begin_without_a_checkpoint():
+    talk = three()
+    talk.tell(failed("h:1", 2))
+    actions = talk.ready("h:0", "h:1", "h:2", commit=(2, 7))
+    assert not the(PublishWorld, actions).checkpoint
 
 
 def test_nobody_is_started_meanwhile():
