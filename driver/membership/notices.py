@@ -30,6 +30,7 @@ from elastic.protocol.messages import Commit
 
 HURRY_S = 10.0  # before the end
 LAST_CHECKPOINT_S = 20.0  # before the end
+APART_S = 1.0  # the first and the last checkpoint are at least that far from each other, or one
 # Before the end: then the job ends where the driver's machine goes too, checkpoint or not.
 LAST_S = 3.0
 GONE_S = 60.0  # after the end a host may be tried again: it is another machine by then, or it was a false alarm
@@ -62,6 +63,8 @@ class Notices(Part):
         self._all_go = False
         self._last_asked = False
         self._asked_in: int | None = None  # the generation; until there is an answer
+        self._earlier = False  # the next answer is to the request before the last one
+        self._last_by: float | None = None  # the end that the last one was scheduled for
         self._newest: Commit | None = None  # that is durable
         self._end_at: float | None = None
         self._looked_at: tuple[int, int, int] | None = None  # what members were looked at for
@@ -94,7 +97,11 @@ class Notices(Part):
 
     def checkpoint_made(self, event: CheckpointMade) -> None:
         """The newest commit that no machine takes along."""
-        self._newest, self._asked_in = event.commit, None
+        self._newest = event.commit
+        if self._earlier:
+            self._earlier = False
+            return
+        self._asked_in = None
         if self._last_asked and self._end_at is not None:
             self._end()
 
@@ -165,28 +172,43 @@ class Notices(Part):
         members = self.worlds.live() if self.announced else []
         going = [self.announced.get(record.worker.host) for record in members]
         everybody = bool(going) and None not in going and self.worlds.world.running
-        if everybody and not self._all_go:
-            self._everybody_goes([each for each in going if each is not None])
-        elif not everybody:
+        if everybody:
+            ends = [each.by for each in going if each is not None]
+            last = None if None in ends else max(by for by in ends if by is not None)
+            if not self._all_go:
+                self._everybody_goes(last)
+            elif last != self._last_by and self.settings.restarts is not None:
+                self._schedule(last)
+        if not everybody:
             self._ask_at, self._last_asked, self._asked_in = [], False, None
+            self._earlier = False
         elif self._asked_in not in (None, self.worlds.generation):
             self._ask_at.insert(0, self.actions.now)  # the world that was asked is over
-            self._asked_in = None
+            self._asked_in, self._earlier = None, False
         self._all_go = self.worlds.all_go = everybody
 
-    def _everybody_goes(self, going: list[Departure]) -> None:
-        now = self.actions.now
+    def _everybody_goes(self, last: float | None) -> None:
         if self.settings.restarts is None:
             text = "every machine of this job goes away, and its commits are in memory only"
             self.actions.log("error", f"{text}; with --checkpoint-dir it could go on later")
             return
         text = "every machine of this job goes away: it trains on, and makes a checkpoint first"
         self.actions.log("warning", text)
-        ends = [each.by for each in going]
-        last = None if None in ends else max(by for by in ends if by is not None)
-        self._ask_at = [now]
-        if last is not None and last - LAST_CHECKPOINT_S > now + LAST_CHECKPOINT_S:
-            self._ask_at.append(last - LAST_CHECKPOINT_S)
+        self._ask_at = [self.actions.now]
+        self._schedule(last)
+
+    def _schedule(self, last: float | None) -> None:
+        """The last checkpoint, before this end; ``last`` is None where that is not known. An earlier end may follow."""
+        now, self._last_by = self.actions.now, last
+        self._ask_at = [at for at in self._ask_at if at <= now]
+        if last is None:
+            return
+        at = last - LAST_CHECKPOINT_S
+        if at > now + APART_S:
+            self._ask_at.append(at)
+            self._last_asked = False
+        elif not self._ask_at and not self._last_asked:
+            self._ask_at.append(now)
 
     def _end(self) -> None:
         notice = "; ".join(each.text for each in self.announced.values() if each.alone)
@@ -223,5 +245,6 @@ class Notices(Part):
         if self.actions.expired(self._ask_at[0]):
             del self._ask_at[0]
             self._last_asked = not self._ask_at
+            self._earlier = self._asked_in == self.worlds.generation
             self._asked_in = self.worlds.generation
             self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))

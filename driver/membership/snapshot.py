@@ -396,6 +396,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "WorkerProgressed": {"line": ""},
     "WorkerRecord": {"noticed": False, "stands_by": False, "line": ""},
     "Workforce": {"spare": 0, "asked": None},
+    "Notices": {"_earlier": False, "_last_by": None},
     "Slots": {"_closed": {}, "_drained": set()},
     "Stuck": {"_silence": Silence(Settings.silence_s)},
 }

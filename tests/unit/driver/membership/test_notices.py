@@ -185,6 +185,68 @@ def test_where_the_driver_goes_too_there_is_an_end_even_if_no_checkpoint_is_made
     assert "no commit of this run became durable in time" in str(end.reason)
 
 
+@pytest.mark.parametrize("notice_s", [21.5, 25.0, 30.0, 40.0, 41.0, 60.0, 120.0])
+def test_where_the_driver_goes_too_it_trains_until_the_last_checkpoint(notice_s):
+    talk = running(2, workers_min=1, restarts=3)
+    assert has(HastenCheckpoint, talk.tell(goes("h", notice_s, alone=True)))
+    assert not has(EndJob, talk.tell(CheckpointMade(Commit(2, 4))))
+    asked = talk.wait(notice_s - 20.1)
+    assert not has(HastenCheckpoint, asked) and not has(EndJob, asked)
+    asked = talk.wait(0.2)
+    assert has(HastenCheckpoint, asked) and not has(EndJob, asked)
+    assert the(EndJob, talk.tell(CheckpointMade(Commit(2, 90)))).code == 143
+
+
+@pytest.mark.parametrize("notice_s", [0.0, 5.0, 20.0, 20.5])
+def test_where_the_driver_goes_within_twenty_seconds_the_first_checkpoint_is_the_last(notice_s):
+    talk = running(2, workers_min=1, restarts=3)
+    actions = talk.tell(goes("h", notice_s, alone=True))
+    if notice_s:
+        assert has(HastenCheckpoint, actions)
+        actions = talk.tell(CheckpointMade(Commit(2, 4)))
+    assert the(EndJob, actions).code == 143
+
+
+@pytest.mark.parametrize(
+    ("notice_s", "end_s"),
+    [(5.0, 2.5), (20.0, 17.0), (25.0, 22.0), (30.0, 27.0), (40.0, 37.0), (60.0, 57.0)],
+)
+def test_where_no_checkpoint_is_made_in_time_the_job_ends_all_the_same(notice_s, end_s):
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(goes("h", notice_s, alone=True))
+    assert not has(EndJob, talk.wait(end_s - 0.1))
+    assert the(EndJob, talk.wait(0.2)).code == 143
+
+
+def test_checkpoint_that_is_still_being_written_is_not_the_last():
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(goes("h", 30.0, alone=True))
+    assert has(HastenCheckpoint, talk.wait(10.1))
+    assert not has(EndJob, talk.tell(CheckpointMade(Commit(2, 4))))
+    assert has(EndJob, talk.tell(CheckpointMade(Commit(2, 90))))
+
+
+@pytest.mark.parametrize(("earlier_s", "after_s"), [(60.0, 40.0), (15.0, 0.0)])
+def test_end_that_comes_sooner_brings_the_last_checkpoint_forward(earlier_s, after_s):
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(goes("h", 600.0, alone=True), CheckpointMade(Commit(2, 4)))
+    actions = talk.tell(goes("h", earlier_s, alone=True))
+    if after_s:
+        assert not has(HastenCheckpoint, actions + talk.wait(after_s - 0.1))
+        actions = talk.wait(0.2)
+    assert has(HastenCheckpoint, actions)
+    assert has(EndJob, talk.tell(CheckpointMade(Commit(2, 90))))
+
+
+@pytest.mark.parametrize("notice_s", [25.0, 30.0, 40.0, 60.0])
+def test_where_all_machines_go_another_checkpoint_follows_twenty_seconds_before_the_end(notice_s):
+    talk = on_two_hosts(workers_min=2, restarts=3)
+    assert has(HastenCheckpoint, talk.tell(goes("g", notice_s), goes("h", notice_s)))
+    talk.tell(CheckpointMade(Commit(2, 4)))
+    assert not has(HastenCheckpoint, talk.wait(notice_s - 20.1))
+    assert has(HastenCheckpoint, talk.wait(0.2))
+
+
 def test_where_the_driver_goes_soon_after_the_start_it_trains_until_then():
     talk = Talk(np=2, workers_min=1, restarts=3)
     talk.tell(hosts(h=2))
