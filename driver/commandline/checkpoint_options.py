@@ -14,6 +14,7 @@ from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, NotReadable
 from elastic.driver.commandline.flags import Options
+from elastic.driver.job.refused_start import Traces
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
@@ -29,8 +30,11 @@ class CheckpointPlan:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
 
-def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
-    """Looks at the folder, and proves that it can be written. Raises Invalid."""
+def checkpoint_plan(
+    options: Options, *, elastic: bool, traces: Traces | None = None
+) -> CheckpointPlan:
+    """Looks at the folder, and proves that it can be written. Raises Invalid. What it writes is noted in ``traces``."""
+    traces = traces or Traces()
     if options.checkpoint_dir is None:
         others = {
             "--checkpoint-every": options.checkpoint_every,
@@ -54,7 +58,10 @@ def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
             f"--checkpoint-dir {storage.url} would end with the process that writes there; give a folder, or a URL of"
             " an object store"
         )
+    if storage.local:
+        traces.folder(storage.absolute)
     run, begin, notes = _within(ANSWER_S, storage.url, lambda: _look(options, storage))
+    traces.run(storage, run)
     anew = options.fresh or options.begin_from is not None
     env = {
         told.DIR: storage.absolute,

@@ -31,6 +31,7 @@ from elastic.driver.discovery.script import find_script
 from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
+from elastic.driver.job.refused_start import Traces
 from elastic.driver.journal.file import check_own
 from elastic.driver.launch import variables
 from elastic.driver.launch.environment import threads_per_worker
@@ -208,11 +209,25 @@ def make_job(
     cores: int | None = None,
     provider: Provider | None = None,
 ) -> Job:
-    """Checks everything and fills in the defaults. Creates the output directory. Raises Invalid.
+    """Checks everything and fills in the defaults. Creates the output directory. Raises Invalid, and has written
+    nothing then.
 
     ``cores`` are those that the workers may share, by default those of this process. ``provider``: an engine that
     supplies the hosts.
     """
+    traces = Traces()
+    with traces.removed_on_error():
+        return _checked_job(options, environ, traces, this_host, cores, provider)
+
+
+def _checked_job(
+    options: Options,
+    environ: Mapping[str, str],
+    traces: Traces,
+    this_host: ThisHost | None,
+    cores: int | None,
+    provider: Provider | None,
+) -> Job:
     if options.controller != "gloo":
         raise Invalid(
             f"--{options.controller} is not available; leave it out: workers are started directly"
@@ -249,7 +264,7 @@ def make_job(
         )
     bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
     timeline = _writable_place("--timeline-filename", options.timeline_filename)
-    checkpoints = checkpoint_plan(options, elastic=elastic)
+    checkpoints = checkpoint_plan(options, elastic=elastic, traces=traces)
     env = _worker_additions(options, timeline) | checkpoints.env
     if elastic:
         env["ELASTIC_MIN_WORKERS"] = str(workers_min)
@@ -306,7 +321,7 @@ def make_job(
         bind=bind,
         gloo_timeout_s=_given(options.gloo_timeout_seconds, Job.gloo_timeout_s),
         collective_timeout_s=_collective_timeout_s(options, environ),
-        journal=_writable_file(options.journal),
+        journal=_writable_file(options.journal, traces),
         summary=options.summary,
         report=_writable_place("--report", options.report),
         metrics=_metrics(options),
@@ -314,11 +329,12 @@ def make_job(
         opentelemetry=options.opentelemetry,
         preemption=_preemption(options),
         preload=_preload(options, elastic=elastic),
-        output_dir=_writable_dir(options.output_filename),
+        output_dir=_writable_dir(options.output_filename, traces),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
         log_timestamps=_given(options.log_timestamps, True),
         notes=notes,
+        refused=traces.remove,
     )
 
 
@@ -573,9 +589,10 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     return notes
 
 
-def _writable_dir(path: str | None) -> str | None:
+def _writable_dir(path: str | None, traces: Traces) -> str | None:
     if path is None:
         return None
+    traces.folder(path)
     try:
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -589,9 +606,10 @@ def _writable_dir(path: str | None) -> str | None:
     return os.path.abspath(path)
 
 
-def _writable_file(path: str | None) -> str | None:
+def _writable_file(path: str | None, traces: Traces) -> str | None:
     if path is None:
         return None
+    traces.file(path)
     if not os.path.exists(path):
         check_own(Path(path))
     try:

@@ -65,6 +65,8 @@ class Job:
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
     log_timestamps: bool = True  # in the driver's own lines
     notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once
+    # Called where the start is refused: removes what the checks have written, unless the job has made use of it.
+    refused: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:

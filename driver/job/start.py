@@ -21,6 +21,7 @@ from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.hosts import ThisHost
 from elastic.driver.network.interfaces import alone_address, listen_address
 from elastic.driver.network.server import WORKERS, Server
+from elastic.errors import Invalid
 from elastic.protocol import tls
 from elastic.protocol.report_values import Report
 
@@ -43,15 +44,19 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
     Raises Invalid for what can be known before anything is started, OSError if it can't listen.
     """
     this_host = this_host or ThisHost()
-    with open_job_io(job) as job_io:
-        await serve_page(job, job_io)
-        await job_io.desk.open()
-        try:
-            outcome = await _started(job, job_io, this_host)
-        finally:
-            await job_io.desk.close()
-        job_io.stopped = outcome.code in loop.STOP_CODES.values()
-        return outcome
+    try:
+        with open_job_io(job) as job_io:
+            await serve_page(job, job_io)
+            await job_io.desk.open()
+            try:
+                outcome = await _started(job, job_io, this_host)
+            finally:
+                await job_io.desk.close()
+            job_io.stopped = outcome.code in loop.STOP_CODES.values()
+            return outcome
+    except (Invalid, OSError):
+        job.refused()
+        raise
 
 
 async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
@@ -148,4 +153,6 @@ async def _alone(
     if job.begun is not None:
         job.begun(driver)
     code = await driver.run()
+    if code:
+        job.refused()  # by workers, whose state does not fit a checkpoint, before they wrote one of their own
     return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

@@ -127,12 +127,14 @@ def test_a_bit_that_flips_in_one_replica_costs_that_worker_and_no_checkpoint_hol
 
 def a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder):
     files = {path: path.read_bytes() for path in folder.rglob("*.distcp")}
+    runs = {*folder.glob("run-*")}
     other = job(f"{FLAGS} {folder}", TRAINING, env={"WIDTH": "40"})
     assert other.wait(60) == 1
     assert "training can't go on from the checkpoint: this worker's state differs" in other.output
     assert "begin anew with --fresh" in other.output
     assert "Traceback" not in other.output and "slot may return" not in other.output
     assert {path: path.read_bytes() for path in folder.rglob("*.distcp")} == files
+    assert {*folder.glob("run-*")} == runs, "it has written nothing"
 
 
 def test_under_another_driver_old_and_new_members_write_one_checkpoint_together(job, tmp_path):

@@ -1,0 +1,61 @@
+"""What the checks of a start have written: removed again where the start is refused. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints.files.storage import Storage
+
+
+class Traces:
+    """Of one start. ``remove`` undoes what was noted, the latest first; safe to repeat."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def remove(self) -> None:
+        while self._undo:
+            with contextlib.suppress(OSError):  # it is no more than an empty file or folder
+                self._undo.pop()()
+
+    @contextlib.contextmanager
+    def removed_on_error(self) -> Iterator[None]:
+        """Around the checks."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
+
+    def folder(self, path: str) -> None:
+        """It is about to be made, with those above it: each that is still empty then is removed."""
+        made = Path(os.path.abspath(path))
+        for folder in reversed([made, *made.parents]):
+            if not folder.exists():
+                self._undo.append(folder.rmdir)
+
+    def file(self, path: str) -> None:
+        """It is about to be made. A journal with more than its header is one of a job that has begun, and stays."""
+        if not os.path.exists(path):
+            self._undo.append(lambda: _remove_unused(Path(path)))
+
+    def run(self, storage: Storage, number: int) -> None:
+        """A run was claimed. One that has a checkpoint keeps its mark."""
+
+        def give_back() -> None:
+            if all(name.run != number for name in catalog.names(storage)):
+                catalog.give_back_run(storage, number)
+
+        self._undo.append(give_back)
+
+
+def _remove_unused(path: Path) -> None:
+    with open(path, "rb") as file:
+        file.readline()
+        used = bool(file.readline())
+    if not used:
+        path.unlink()

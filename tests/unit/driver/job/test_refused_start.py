@@ -1,0 +1,101 @@
+"""A start that is refused leaves nothing: no mark of a run, no folder, no journal."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints.files.storage import Storage
+from elastic.driver.commandline import cli
+from elastic.driver.job.refused_start import Traces
+from elastic.driver.job.start import start
+from elastic.errors import Invalid
+
+PROGRAM = ["python", "-c", ""]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With the checkpoints of an earlier run."""
+    monkeypatch.chdir(tmp_path)
+    assert catalog.claim_run(Storage(str(tmp_path / "old"))) == 1
+    (tmp_path / "file").touch()
+    (tmp_path / "no_list").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "no_list").chmod(0o755)
+    return tmp_path
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+
+
+def job_of(*flags: str):
+    words = ["-np", "1", "--min-np", "1", *flags, *PROGRAM]
+    return cli.make_job(cli.read_options(words, {}), {"PATH": os.environ["PATH"]})
+
+
+@pytest.mark.parametrize("checkpoints", ["old", "new/below"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dashboard", "nonsense"],
+        ["--report", "no/such/folder"],
+        ["--output-filename", "file"],
+        ["--preemption", "no-such-command"],
+        ["--metrics-host", "h"],
+        ["--from", "old@9"],
+        ["--preload", "two words"],
+        ["--journal", "no/such/folder"],
+        ["--output-filename", "out", "--journal", "journal", "--dashboard", "nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_are_refused_leave_nothing(folder, flags, checkpoints):
+    before = there(folder)
+    with pytest.raises(Invalid):
+        job_of("--checkpoint-dir", checkpoints, *flags)
+    assert there(folder) == before
+
+
+@pytest.mark.parametrize("refusal", ["metrics", "dashboard", "discovery"])
+async def test_job_that_is_refused_at_its_start_leaves_nothing(folder, refusal):
+    before = there(folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = {
+            "metrics": ["--metrics-port", port],
+            "dashboard": ["--dashboard", f":{port}"],
+            "discovery": ["--host-discovery-script", "./no_list"],
+        }[refusal]
+        files = ["--checkpoint-dir", "old", "--output-filename", "out", "--journal", "journal"]
+        job = job_of(*files, *flags)
+        assert there(folder) != before
+        with pytest.raises(Invalid):
+            await start(job)
+    assert there(folder) == before
+
+
+def test_run_with_a_checkpoint_and_journal_of_a_job_that_has_begun_stay(tmp_path):
+    storage, journal, traces = Storage(str(tmp_path)), tmp_path / "journal", Traces()
+    traces.file(str(journal))
+    number = catalog.claim_run(storage)
+    traces.run(storage, number)
+    journal.write_text("header\nevent\n")
+    (tmp_path / f"r{number:04}-g0002-c00000003").mkdir()
+    before = there(tmp_path)
+    traces.remove()
+    assert there(tmp_path) == before
+
+
+def test_file_and_folder_that_were_there_stay(tmp_path):
+    traces, journal = Traces(), tmp_path / "journal"
+    journal.touch()
+    traces.file(str(journal))
+    traces.folder(str(tmp_path / "made" / "below"))
+    (tmp_path / "made" / "below").mkdir(parents=True)
+    traces.remove()
+    assert there(tmp_path) == ["journal"]
