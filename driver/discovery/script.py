@@ -1,8 +1,8 @@
 """Asks a script which hosts there are: it prints ``host`` or ``host:slots``, one a line.
 
 A script that fails, hangs or prints nonsense changes nothing: the last good list stays, and the trouble is reported
-once, and once more when it is over. No hosts at all counts as such a trouble, because a source that is out of order
-often prints nothing, and taking that at its word would stop a healthy job.
+once, and once more when it is over. One that succeeds and prints no host several times in a row says that there are
+none: no worker is started. Before that the last good list stays, because a source that restarts may print nothing.
 
 The script runs in a process group of its own, outside the event loop: however long it hangs, nothing waits for it.
 """
@@ -23,6 +23,7 @@ from elastic.driver.network.hosts import parse_lines, show
 from elastic.errors import Invalid
 
 QUIET = 30  # tries without a line about another trouble than the one that was told
+EMPTY_RUNS = 3  # in a row without a host, until the list is empty
 _OUTPUT_LIMIT = 1 << 20  # bytes of each of stdout and stderr that are kept
 
 
@@ -104,13 +105,12 @@ class ScriptDiscovery:
         if self._known is not None:
             yield dict(self._known)
             await self._sleep(self._interval_s)
-        trouble, tries = "", 0
+        trouble, tries, empty = "", 0, 0
         while True:
             try:
                 hosts = await self._ask()
-                if not hosts and self._known:
-                    raise Invalid(f"discovery script {self._command[0]} printed no host")
             except Invalid as error:
+                empty = 0
                 # One line for each trouble, not one a second, and garbage may be another each time.
                 tries += 1
                 if not trouble or (str(error) != trouble and tries > QUIET):
@@ -121,11 +121,22 @@ class ScriptDiscovery:
                 if trouble:
                     trouble, tries = "", 0
                     self._log("info", f"discovery script {self._command[0]} works again")
+                empty = 0 if hosts else empty + 1
+                if empty and self._known:
+                    self._log("warning", self._no_hosts(empty))
+                    if empty < EMPTY_RUNS:
+                        hosts = self._known
                 # The order is the preference, so a list in another order is another list.
                 if self._known is None or list(hosts.items()) != list(self._known.items()):
                     self._known = hosts
                     yield dict(hosts)
             await self._sleep(self._interval_s)
+
+    def _no_hosts(self, runs: int) -> str:
+        said = f"discovery script {self._command[0]} printed no host"
+        if runs < EMPTY_RUNS:
+            return f"{said} ({runs} of {EMPTY_RUNS} runs); keeping {show(self._known or {})}"
+        return f"{said} in {runs} runs: there are none, and no worker is started until it lists one"
 
 
 class _Output:

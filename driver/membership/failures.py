@@ -140,8 +140,11 @@ class Failures(Part):
             # The reason was given when it was killed. Only where its exit ends the job it is given again.
             ended = f"{ended}, as ordered"
             lost = because(Why.LOST_KILLED, worker=worker, killed_for=record.killed_for)
-        if event.output:
+        # Who is killed by SIGKILL can't say why, and what an earlier worker wrote is no reason for a later one.
+        if event.output and event.code != -signal.SIGKILL:
             self.staff.last_output = event.output.rstrip()
+        elif record.stage is not WorkerStage.DISMISSED:
+            self.staff.last_output = ""
         if record.stage is WorkerStage.FINISHED:
             if event.code:
                 self.actions.log(

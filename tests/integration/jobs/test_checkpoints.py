@@ -97,6 +97,30 @@ def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path)
     assert ended["commit"][0] == last["generation"]
 
 
+def test_all_hosts_leave_the_list_and_come_back(job, tmp_path):
+    """Nobody is started while there are none, and those that are back are used at once."""
+    folder, listed = tmp_path / "checkpoints", tmp_path / "hosts"
+    listed.write_text("localhost:2\n")
+    script = ["--host-discovery-script", f"cat {listed}", "--checkpoint-dir", str(folder)]
+    training = job([*"-np 2 --min-np 2 --checkpoint-every 10commits".split(), *script], TRAINING)
+    training.until(lambda: training.events("CheckpointMade"), "a checkpoint")
+    listed.write_text("")
+    training.until(lambda: training.events("HostsChanged")[-1]["hosts"] == {}, "no hosts")
+    for each in workers(training):
+        os.kill(each.pid, signal.SIGKILL)
+    training.until(lambda: len(training.events("WorkerExited")) == 2, "both are gone")
+    before = len(training.actions("StartWorker"))
+    listed.write_text("localhost:2\n")
+    training.until(lambda: len(training.actions("StartWorker")) > before, "they are used again")
+    (folder / "enough").touch()
+    assert training.wait(60) == 0
+    records = training.records()
+    changed = [i for i, each in enumerate(records) if "hosts" in (each.get("event") or {})]
+    during = records[changed[-2] : changed[-1]]
+    assert records[changed[-2]]["event"]["hosts"] == {}
+    assert not [a for each in during for a in each.get("actions") or [] if a["type"] == "StartWorker"]
+
+
 def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job, tmp_path):
     (tmp_path / "file").touch()
     refused = job(f"{FLAGS} {tmp_path / 'file'}", TRAINING)

@@ -19,7 +19,7 @@ from elastic.driver.discovery.etcd import EtcdDiscovery
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.kubernetes.headless_service import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
-from elastic.driver.discovery.script import QUIET, ScriptDiscovery, find_script
+from elastic.driver.discovery.script import EMPTY_RUNS, QUIET, ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd.client import Item
 from elastic.driver.job.job import Job, first_hosts, script_discovery
@@ -313,14 +313,26 @@ def test_another_trouble_is_told_again_but_garbage_is_not_told_each_time():
     ]
 
 
-def test_no_hosts_at_all_keeps_the_last_list():
-    assert watched(A, {}, {}, A) == (
-        [A],
-        [
-            ("warning", "discovery script /hosts.sh printed no host; keeping a:2"),
-            ("info", "discovery script /hosts.sh works again"),
-        ],
-    )
+def test_no_host_for_less_than_three_runs_in_a_row_keeps_the_last_list():
+    lists, log = watched(A, {}, {}, A, {}, {}, AB)
+    assert lists == [A, AB]
+    assert [level for level, _ in log] == ["warning"] * 4
+
+
+def test_no_host_in_three_runs_in_a_row_is_an_empty_list():
+    lists, log = watched(A, *([{}] * (EMPTY_RUNS + 5)), A)
+    assert lists == [A, {}, A]
+    assert [level for level, _ in log] == ["warning"] * EMPTY_RUNS, "it is said once"
+
+
+def test_failure_between_empty_runs_begins_the_count_anew_and_keeps_the_list():
+    down = Invalid("it is down")
+    assert watched(A, {}, {}, down, {}, {}, A)[0] == [A]
+    assert watched(A, *([down] * 10), A)[0] == [A]
+
+
+def test_failure_after_an_empty_list_keeps_it_empty():
+    assert watched(A, {}, {}, {}, Invalid("it is down"), {}, AB)[0] == [A, {}, AB]
 
 
 def test_no_hosts_yet_is_no_trouble():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from elastic.driver.events import (
     BreakWorld,
     CallOffChange,
+    EndJob,
     KillWorker,
     LetGo,
     PrepareChange,
@@ -258,6 +259,28 @@ def test_an_empty_list_stops_nothing():
     assert talk.wait(10_000) == []
     assert talk.tell(hosts(h=4)) == []
     assert has(PrepareChange, talk.tell(hosts(h=3)))
+
+
+def test_list_without_hosts_starts_no_worker_and_waits_as_below_the_minimum():
+    """All machines went away; each attempt to start a worker there before that list has failed."""
+    talk = running(2, workers_min=1, restarts=3, slot_attempts=4)
+    talk.tell(exited("h:0", -9, output="training begins"), exited("h:1", -9))
+    for incarnation in (2, 3):
+        assert has(StartWorker, talk.wait(20))
+        gone = [exited(f"h:{slot}#{incarnation}", 255) for slot in (0, 1)]
+        assert not has(EndJob, talk.tell(*gone))
+        if incarnation == 2:
+            assert "training begins" not in str(talk.m.worlds.give_up.spent())
+    actions = talk.tell(hosts())
+    actions += talk.wait(talk.m.settings.elastic_timeout_s - 60)
+    assert not has(StartWorker, actions) and not has(EndJob, actions)
+    assert names(talk.tell(hosts(h=2))) == ["h:0#4", "h:1#4"], "at once, with a clean record"
+
+
+def test_list_without_hosts_for_longer_than_the_timeout_ends_the_job():
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(hosts(), exited("h:0", -9), exited("h:1", -9))
+    assert the(EndJob, talk.wait(talk.m.settings.elastic_timeout_s + 1)).code == 1
 
 
 def test_a_host_is_not_left_where_that_would_be_below_the_minimum():
