@@ -118,7 +118,9 @@ def test_all_hosts_leave_the_list_and_come_back(job, tmp_path):
     changed = [i for i, each in enumerate(records) if "hosts" in (each.get("event") or {})]
     during = records[changed[-2] : changed[-1]]
     assert records[changed[-2]]["event"]["hosts"] == {}
-    assert not [a for each in during for a in each.get("actions") or [] if a["type"] == "StartWorker"]
+    assert not [
+        a for each in during for a in each.get("actions") or [] if a["type"] == "StartWorker"
+    ]
 
 
 def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job, tmp_path):
