@@ -40,8 +40,8 @@ _MODULES = {
     "elastic.monitoring.reporting": "report Report",
     "elastic.monitoring.goodput": "goodput Goodput",
     "elastic.errors": (
-        "ElasticError Interrupted JobFailed NotInitialized PeerLost RequestRefused StateMismatch TensorMismatch"
-        " WorldChanging"
+        "ElasticError Interrupted JobFailed NotInitialized PeerLost RequestRefused StaleValueWarning"
+        " StateMismatch TensorMismatch WorldChanging"
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}

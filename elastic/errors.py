@@ -141,3 +141,9 @@ class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
 
 class UnsupportedType(Invalid, TypeError):
     """A collective can't carry tensors of this dtype; a ValueError in Horovod."""
+
+
+class StaleValueWarning(UserWarning):
+    """Something of the script was made for a world that has changed, and does not follow: a schedule of the learning
+    rate, a variable of the environment. The message says what to do.
+    """

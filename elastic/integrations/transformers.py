@@ -7,22 +7,33 @@ batches as are left of the epoch in the present world.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    SchedulerType,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from elastic.data import DataLoader
 from elastic.errors import Invalid
-from elastic.integrations import accelerate, versions
+from elastic.integrations import accelerate, schedules, versions
 from elastic.run_loop import run
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
 Epoch = dict[str, Any]  # the arguments of Trainer._run_epoch
+_OWN_PACE = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.INVERSE_SQRT)
 
 
 class ElasticTrainerMixin:
@@ -43,6 +54,7 @@ class ElasticTrainerMixin:
         model_wrapped: Any
         optimizer: Any
         lr_scheduler: Any
+        _created_lr_scheduler: bool
         callback_handler: Any
         train_dataset: Any
 
@@ -67,6 +79,17 @@ class ElasticTrainerMixin:
             )
         accelerate.deal(prepared)
         return prepared
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's own schedule follows the number of steps of the present world."""
+        given = self.lr_scheduler is not None
+        create = super().create_scheduler  # type: ignore[misc]
+        made = create(num_training_steps, optimizer)
+        trainers_own = getattr(create, "__func__", None) is Trainer.create_scheduler
+        if trainers_own and not given and isinstance(made, LambdaLR) and _has_an_end(self.args):
+            factor = schedules.Following(functools.partial(_factor, self.args), num_training_steps)
+            made.lr_lambdas = [factor for _ in made.lr_lambdas]
+        return made
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
@@ -123,6 +146,9 @@ class ElasticTrainerMixin:
             {"epoch": epoch["epoch"], "consumed": consumed, "length": None, "by_steps": False}
         )
         self._load_rng_state(epoch["resume_from_checkpoint"])  # type: ignore[attr-defined]
+        factor, schedule = self._factor()
+        if factor is not None and self.state.epoch and self.args.max_steps <= 0:
+            factor.resume(schedule.last_epoch, self.state.epoch / self.args.num_train_epochs)
 
     def go_on(self, first: Epoch, loader: DataLoader) -> None:
         """From where the state stands, in the present world, to the end."""
@@ -159,12 +185,38 @@ class ElasticTrainerMixin:
             self.state.max_steps = (
                 self.state.global_step + steps.all - steps.done + math.ceil(after)
             )
+            self._follow_steps()
         if left:
             arguments |= {
                 "steps_in_epoch": left,
                 "num_update_steps_per_epoch": math.ceil(left / each),
             }
             super()._run_epoch(**arguments)  # type: ignore[misc]
+
+    def _follow_steps(self) -> None:
+        """Training has `state.max_steps` now: the schedule follows, or a line says that it does not."""
+        factor, schedule = self._factor()
+        if factor is not None:
+            factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)
+            return
+        if not schedules.counts_steps(schedule) or self._created_lr_scheduler:
+            return  # one without an end
+        changed = self._steps.changed
+        if changed.see(self.state.max_steps) and self.state.is_world_process_zero:
+            assert changed.first is not None
+            schedules.warn(
+                schedule,
+                changed.first,
+                self.state.max_steps,
+                "steps",
+                "Leave the schedule to the Trainer (lr_scheduler_type), which follows, or give max_steps",
+            )
+
+    def _factor(self) -> tuple[schedules.Following | None, Any]:
+        """That of the Trainer's own schedule, and the schedule."""
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        (first, *_) = getattr(schedule, "lr_lambdas", None) or [None]
+        return (first if isinstance(first, schedules.Following) else None), schedule
 
     def _epochs(self, first: Epoch) -> int:
         if self.args.max_steps > 0:
@@ -185,6 +237,7 @@ class _Steps:
         self.all = 0  # ... and those that are left in the present world
         self.begun = False
         self.count = 0
+        self.changed = schedules.Changed()
         self._fresh = False
 
     def begin(self, epoch: int) -> None:
@@ -214,6 +267,24 @@ class _Fraction(TrainerCallback):
             state.epoch = self._steps.epoch + self._steps.done / self._steps.all
 
 
+def _has_an_end(args: TrainingArguments) -> bool:
+    """Whether the schedule of these arguments depends on the number of steps."""
+    return SchedulerType(args.lr_scheduler_type) not in _OWN_PACE or 0 < args.warmup_steps < 1
+
+
+def _factor(args: TrainingArguments, steps: int) -> schedules.Factor:
+    """That of the Trainer's schedule for so many steps."""
+    made: Any = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    factor: schedules.Factor = made.lr_lambdas[0]
+    return factor
+
+
 @run
 def _train(
     state: TorchState, trainer: ElasticTrainerMixin, first: Epoch, loader: DataLoader
@@ -239,6 +310,7 @@ class _Progress(Carried):
             "control": dict(vars(trainer.control)),
             "callbacks": [each.state() for each in self._exportable()],
             "steps": (steps.epoch, steps.done, steps.begun, steps.count),
+            "changed": steps.changed.state_dict(),
             "flos": trainer.current_flos,
             "logged": (trainer._total_loss_scalar, trainer._globalstep_last_logged),
         }
@@ -250,6 +322,7 @@ class _Progress(Carried):
         for callback, found in zip(self._exportable(), state["callbacks"], strict=True):
             vars(callback).update(found["attributes"])
         steps.epoch, steps.done, steps.begun, steps.count = state["steps"]
+        steps.changed.load_state_dict(state["changed"])
         trainer.current_flos = state["flos"]
         trainer._total_loss_scalar, trainer._globalstep_last_logged = state["logged"]
 

@@ -52,6 +52,7 @@ class TrainerProgress(Carried):
         state = {
             "loops": loops,
             "should_stop": trainer.should_stop,
+            "changed": trainer.fit_loop.changed.state_dict(),
             "callbacks": {
                 each.state_key: found for each in trainer.callbacks if (found := each.state_dict())
             },
@@ -75,6 +76,7 @@ class TrainerProgress(Carried):
             epochs.manual_optimization,
         ):
             loop.on_iteration_done()  # nothing restarts: the loops stand where they stood
+        fit.changed.load_state_dict(state["changed"])
         trainer.should_stop = state["should_stop"]
         for callback in trainer.callbacks:
             found = state["callbacks"].get(callback.state_key)

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from elastic.data import DataLoader
 from elastic.errors import Invalid
+from elastic.integrations import schedules
 from elastic.integrations.lightning import kept
 from elastic.run_loop import run
 from elastic.state.torch_state import TorchState
@@ -91,6 +92,7 @@ class ElasticFitLoop(Trained):
     within_epoch: bool
     _shown: bool
     _steps: int
+    changed: schedules.Changed
 
     @classmethod
     def in_place_of(cls, loop: Any, strategy: FollowingStrategy) -> ElasticFitLoop:
@@ -103,6 +105,7 @@ class ElasticFitLoop(Trained):
         made.strategy, made.state = strategy, None
         made.within_epoch, made._steps = False, 0
         made._shown = made.trainer.is_global_zero
+        made.changed = schedules.Changed()
         return made
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -151,6 +154,7 @@ class ElasticFitLoop(Trained):
             whole, left = len(self.loader), self.loader.remaining
         except TypeError:
             return  # a stream: its end will tell
+        self._look_at_schedules(whole)
         limit = trainer.limit_train_batches
         if isinstance(limit, int):
             self.max_batches = min(limit, done + left)
@@ -159,6 +163,26 @@ class ElasticFitLoop(Trained):
         interval = trainer.val_check_interval
         if trainer._val_check_time_interval is None and isinstance(interval, float):
             trainer.val_check_batch = max(1, int(self.max_batches * interval))
+
+    def _look_at_schedules(self, batches: int) -> None:
+        """Warns, once in a job, where an epoch has another number of batches than a schedule may have been given."""
+        trainer = self.trainer
+        by_step = [
+            each.scheduler
+            for each in trainer.lr_scheduler_configs
+            if each.interval == "step" and schedules.counts_steps(each.scheduler)
+        ]
+        if not by_step or trainer.max_steps != -1 or not self.changed.see(batches):
+            return
+        if trainer.is_global_zero:
+            assert self.changed.first is not None
+            schedules.warn(
+                by_step[0],
+                self.changed.first,
+                batches,
+                "batches of an epoch",
+                'Step it once per epoch (interval="epoch"), or give Trainer max_steps and the schedule as many',
+            )
 
     # ---- training ------------------------------------------------------------------------------------------------
 

@@ -150,6 +150,44 @@ def test_a_script_trains_again_after_a_training_that_lost_rank_0(job: Any, libra
     assert found.count("this script has trained before") == 2
 
 
+def rates(training: Any) -> dict[int, float]:
+    """Learning rates by step. Raises AssertionError where two workers had different ones."""
+    found: dict[int, set[float]] = {}
+    for step, rate in re.findall(r"rate (\d+) (\S+)", training.output):
+        found.setdefault(int(step), set()).add(float(rate))
+    assert all(len(each) == 1 for each in found.values()), found
+    return {step: each for step, (each,) in found.items()}
+
+
+def of_a_schedule(job: Any, whose: str) -> Any:
+    training = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
+        ["python", SCRIPTS / "schedules.py", whose],
+    )
+    training.succeed(START_S)
+    return training
+
+
+@pytest.mark.parametrize("library", ["transformers"])
+def test_the_trainers_schedule_ends_with_the_last_step_after_a_loss(job: Any, library: str):
+    training = of_a_schedule(job, "trainer")
+    found = rates(training)
+    last = max(found)
+    assert last > 60, "one worker has more steps than the 48 that two would have had"
+    assert found[last] == pytest.approx(0.01 / 48 / 2, rel=1e-3)
+    differences = [found[step] - found[step + 1] for step in range(last)]
+    assert all(0 < each < 0.01 / 47 for each in differences), "no jump"
+    assert "StaleValueWarning" not in training.output
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("library", "whose"), [("transformers", "own"), ("lightning", "lightning")]
+)
+def test_a_schedule_of_the_script_is_told_of_once_after_a_loss(job: Any, library: str, whose: str):
+    assert len(re.findall(r"StaleValueWarning:", of_a_schedule(job, whose).output)) == 1
+
+
 @library
 @pytest.mark.nightly
 def test_without_elasticrun_it_says_how_to_start(library: str):

@@ -1,0 +1,101 @@
+"""Schedules of the learning rate in a world whose number of steps changes. Pure, but for the warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from elastic.errors import StaleValueWarning
+
+Factor = Callable[[float], float]  # of the learning rate, by the position in a schedule
+
+
+class Following:
+    """A factor of ``LambdaLR`` over as many steps as training has in the present world, without a jump: it is a
+    function of the share of training that is done.
+
+    ``make(steps)`` makes the factor for a number of steps; ``steps`` is that number in the first world. Every attribute
+    but these two is a number, and a part of ``LambdaLR.state_dict()``: a worker that joins, whose own first world had
+    another number of steps, has the same factor as all others once it has loaded that.
+    """
+
+    __slots__ = ("__dict__", "_made", "_make")
+
+    def __init__(self, make: Callable[[int], Factor], steps: int) -> None:
+        self._make = make
+        self._made: tuple[int, Factor] | None = None
+        self.steps = steps
+        # From the step `since` on, which is at `position` of the first world's, each step moves it by `rate`.
+        self.since, self.position, self.rate = 0, 0.0, 1.0
+
+    def __call__(self, step: int) -> float:
+        if self._made is None or self._made[0] != self.steps:
+            self._made = self.steps, self._make(self.steps)
+        return self._made[1](self.at(step))
+
+    def at(self, step: int) -> float:
+        """The position of a step in the first world's steps. An int where the world has not changed."""
+        if self.rate == 1.0 and self.position == self.since:
+            return step
+        return min(self.position + (step - self.since) * self.rate, self.steps)
+
+    def resume(self, step: int, share: float) -> None:
+        """Place ``step`` at a share of training, from 0 to 1, where a checkpoint of other worlds does not say."""
+        position = share * self.steps
+        if self.at(step) == step and abs(position - step) > 1:
+            self.since, self.position = step, position
+
+    def follow(self, step: int, left: int) -> None:
+        """From ``step`` on training has ``left`` steps. Does nothing where it is as far from its end as planned."""
+        position = self.at(step)
+        planned = (self.steps - position) / self.rate if self.rate else 0
+        if left <= 0 or abs(planned - left) < 0.5:
+            return
+        self.since, self.position = step, float(position)
+        self.rate = max(0.0, self.steps - position) / left
+
+
+class Changed:
+    """Whether training has another number of steps than a schedule that the script made was given. `warn` does so
+    once; the numbers are a part of a state.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "warned": self.warned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """One that was made before any number was seen changes nothing."""
+        if state["first"] is not None:
+            self.first, self.warned = state["first"], state["warned"]
+
+    def see(self, steps: int) -> bool:
+        """Whether these are others than the first that were seen, and no warning has been due before."""
+        if self.first is None:
+            self.first = steps
+        if self.warned or steps == self.first:
+            return False
+        self.warned = True
+        return True
+
+
+def counts_steps(scheduler: Any) -> bool:
+    """Whether its learning rate may depend on a number of steps."""
+    return scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
+    """Says that ``scheduler`` does not follow. ``what`` has been counted: steps, or batches of an epoch."""
+    warnings.warn(
+        f"the world has changed, and with it the number of {what}: {first} at the start, {now} now. The schedule"
+        f" {type(scheduler).__name__}, which the script has made, keeps the number of steps that it was given: its"
+        f" learning rate may reach its end too early or never. {remedy}",
+        StaleValueWarning,
+        stacklevel=1,  # Lightning leaves the category out where the file is of a folder of that name
+    )
