@@ -278,6 +278,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
     following_group.follow(rt.place.size)
+    rt.kept_variables.follow(rt.place, first=first)
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)
     if first:

@@ -18,6 +18,7 @@ from elastic.negotiation.engine import Engine
 from elastic.protocol import messages
 from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
+from elastic.rendezvous.kept_variables import KeptVariables
 from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.failures.guarded_groups import Guard, GuardedGroups
 from elastic.runtime.link import Link
@@ -58,6 +59,7 @@ class Runtime:
         self.commits = CommitLog(session, progress)
         self._groups = GuardedGroups(session, progress)
         self.account = session.account
+        self.kept_variables = KeptVariables()
         self.first_not_finite: Any = None  # see Context
 
     # ---- where this worker stands --------------------------------------------------------------------------------

@@ -201,3 +201,21 @@ def test_the_elastic_example_goes_on_after_a_kill(job: Any):
     training.until(lambda: "step 50" in training.output, "step 50")
     training.kill(0)
     assert "step 500" in training.succeed()
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("how", ["kept", "read"])
+def test_a_script_that_saves_by_its_environment_is_told_once_that_slot_0_is_lost(
+    job: Any, how: str
+):
+    """What was kept at import does not follow the world; what is read each time does."""
+    training = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 100 100",
+        ["python", SCRIPTS / "saves_by_local_rank.py", how],
+    )
+    training.succeed(60)
+    saved = re.findall(r"saved (\d) of (\d)", training.output)
+    of_two = [(str(step), "2") for step in range(3)]
+    of_one = [(str(step), "1") for step in range(3, 8)]
+    assert saved == (of_two if how == "kept" else of_two + of_one)
+    assert len(re.findall("StaleValueWarning:", training.output)) == 1

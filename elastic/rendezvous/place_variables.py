@@ -1,0 +1,98 @@
+"""The environment's variables that say where a worker is in the world, and who reads them in a script."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import NamedTuple
+
+from elastic.protocol.messages import Place
+
+# The slot, which picks the GPU, does not change while a worker lives: LOCAL_RANK and HOROVOD_LOCAL_RANK.
+SLOT = "LOCAL_RANK"
+_RANK = ("RANK", "ROLE_RANK", "HOROVOD_RANK")
+_SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
+_READ = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK)["']""")
+_MOST = 200  # files of a script that are looked at
+
+
+class Read(NamedTuple):
+    """A line of a script that names a variable."""
+
+    file: str
+    line: int
+    name: str
+
+
+def of(place: Place) -> dict[str, str]:
+    """The values in this world of all that change with it."""
+    values = {name: str(place.rank) for name in _RANK}
+    values |= {name: str(place.size) for name in _SIZE}
+    values |= {
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.cross_rank),
+        "GROUP_WORLD_SIZE": str(place.cross_size),
+        "HOROVOD_LOCAL_SIZE": str(place.local_size),
+        "HOROVOD_CROSS_RANK": str(place.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(place.cross_size),
+    }
+    return values
+
+
+def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> None:
+    """Give the variables that are set the values of this world. Sets no others, and none that is right already:
+    other threads may be reading the environment.
+    """
+    env = os.environ if environ is None else environ
+    for name, value in of(place).items():
+        if name in env and env[name] != value:
+            env[name] = value
+
+
+def stale(place: Place, environ_at_start: Mapping[str, str], reads: Iterable[Read]) -> list[Read]:
+    """Those of ``reads`` whose value at the start of this worker says something else than ``place``; LOCAL_RANK where
+    rank 0 is a slot other than 0, because a script takes that for the first worker.
+    """
+    values = of(place)
+    values[SLOT] = "0" if place.rank == 0 else environ_at_start.get(SLOT, "")
+    return [
+        read
+        for read in reads
+        if read.name in environ_at_start and environ_at_start[read.name] != values[read.name]
+    ]
+
+
+def reads_in(file: str, text: str) -> Iterator[Read]:
+    """The lines of a source that name RANK, WORLD_SIZE or LOCAL_RANK as a string."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.lstrip().startswith("#"):
+            for found in _READ.finditer(line):
+                yield Read(file, number, found[1])
+
+
+def reads_of_script(modules: Mapping[str, object] | None = None) -> list[Read]:
+    """In the modules that this process has imported, without installed packages and Python's own."""
+    found: list[Read] = []
+    for file in _script_files(sys.modules if modules is None else modules)[:_MOST]:
+        try:
+            with open(file, encoding="utf-8", errors="replace") as source:
+                found.extend(reads_in(file, source.read()))
+        except OSError:
+            continue  # deleted since
+    return found
+
+
+def _script_files(modules: Mapping[str, object]) -> list[str]:
+    standard = sysconfig.get_paths()["stdlib"] + os.sep
+    found = []
+    for name, module in list(modules.items()):
+        file = getattr(module, "__file__", None)
+        installed = name.partition(".")[0] in ("elastic", "horovod") or not isinstance(file, str)
+        if installed or not file.endswith(".py") or file.startswith(standard):
+            continue
+        if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
+            found.append(file)
+    return found
