@@ -329,28 +329,28 @@ elastic_group* elastic_open(const elastic_options* options) {
 }
 
 uint64_t elastic_allreduce(elastic_group* group, const void* source, void* data, uint64_t count, int32_t dtype,
-                           int32_t op, double scale) {
+                           int32_t op, double factor, double divisor) {
   if (!known(dtype, op)) return 0;
-  return group->submit(group->rounds.allreduce(source, data, count, dtype, op, scale));
+  return group->submit(group->rounds.allreduce(source, data, count, dtype, op, Scale{factor, divisor}));
 }
 
 uint64_t elastic_reduce_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op,
-                               double scale) {
+                               double factor, double divisor) {
   if (!known(dtype, op) || !group->rounds.owns(data, count * element_bytes(static_cast<DType>(dtype)))) return 0;
-  return group->submit(group->rounds.reduction(Kind::kReduceShares, data, count, dtype, op, scale));
+  return group->submit(group->rounds.reduction(Kind::kReduceShares, data, count, dtype, op, Scale{factor, divisor}));
 }
 
 uint64_t elastic_spread_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype) {
   if (!known(dtype, static_cast<int32_t>(Op::kSum))) return 0;
   if (!group->rounds.owns(data, count * element_bytes(static_cast<DType>(dtype)))) return 0;
   return group->submit(
-      group->rounds.reduction(Kind::kSpreadShares, data, count, dtype, static_cast<int32_t>(Op::kSum), 1.0));
+      group->rounds.reduction(Kind::kSpreadShares, data, count, dtype, static_cast<int32_t>(Op::kSum), Scale{}));
 }
 
 uint64_t elastic_reduce_tree(elastic_group* group, void* data, uint64_t count, uint64_t stride, int32_t dtype,
-                             const int32_t* program, uint64_t length, double scale) {
+                             const int32_t* program, uint64_t length, double factor, double divisor) {
   bool sense = false;
-  Collective made = group->rounds.tree(data, count, stride, dtype, program, length, scale, &sense);
+  Collective made = group->rounds.tree(data, count, stride, dtype, program, length, Scale{factor, divisor}, &sense);
   return sense ? group->submit(std::move(made)) : 0;
 }
 

@@ -42,23 +42,25 @@ elastic_group* elastic_open(const elastic_options* options);
 //
 // allreduce: of `source` into `data`, which may be the same; else `source` is only read. In place, a buffer that lies in this
 // rank's arena is reduced where it is; all else goes through staging, from where the result goes back, or straight to a `data`
-// that lies in the arena. The ranks need not agree on where theirs lie. `scale` multiplies the result of floating point numbers.
+// that lies in the arena. The ranks need not agree on where theirs lie. A result of floating
+// point numbers is multiplied by `factor` and then divided by `divisor`.
 uint64_t elastic_allreduce(elastic_group* group, const void* source, void* data, uint64_t count, int32_t dtype,
-                           int32_t op, double scale);
+                           int32_t op, double factor, double divisor);
 // The two halves of an allreduce: rank r owns the r-th of `size` shares (of `count` elements, see elastic_share).
 // After the first each rank's own share holds the reduction, and the other shares are as they were; the second copies every
 // owner's share to all others. Only for buffers that lie in the arena on every rank.
-uint64_t elastic_reduce_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op, double scale);
+uint64_t elastic_reduce_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op,
+                               double factor, double divisor);
 uint64_t elastic_spread_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype);
 void elastic_share(uint64_t count, int32_t dtype, int32_t size, int32_t rank, uint64_t* begin, uint64_t* end);
 
 // A sum in an order of its own: `program` has `length` words in postfix, each of which pushes the buffer of rank `word >> 16`
 // at place `word & 0xffff`, or, where it is -1, replaces the two on top of the stack by their sum. A rank's buffers have
 // `count` elements each and lie `stride` bytes apart, from `data` on; all in its arena. The result, one value, is
-// multiplied by `scale` after it was rounded, and replaces the buffer at place 0 of every rank, also of one that the program
-// does not name; the others are left as they are. Floating point dtypes are rounded at each addition. The array is copied.
+// multiplied by `factor` and divided by `divisor` after it was rounded, and replaces the buffer at place 0 of every rank, also
+// of one that the program does not name; the others are left as they are. Floating point dtypes are rounded at each addition. The array is copied.
 uint64_t elastic_reduce_tree(elastic_group* group, void* data, uint64_t count, uint64_t stride, int32_t dtype,
-                             const int32_t* program, uint64_t length, double scale);
+                             const int32_t* program, uint64_t length, double factor, double divisor);
 
 uint64_t elastic_broadcast(elastic_group* group, void* data, uint64_t bytes, int32_t root);
 // outputs[r] receives `bytes` bytes of rank r. The array is copied.

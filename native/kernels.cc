@@ -97,14 +97,14 @@ const Kernels& kernels() {
 }  // namespace elastic
 
 int elastic_reduce(const char* kind, int32_t dtype, int32_t op, void* const* destinations, int n_destinations,
-                   const void* const* sources, int n_sources, size_t count, double scale) {
+                   const void* const* sources, int n_sources, size_t count, double factor, double divisor) {
   using namespace elastic;
   const Kernels* set = kind == nullptr ? &kernels() : named(kind);
   if (set == nullptr) return -2;
   if (n_sources < 1 || n_sources > kMaxRanks || n_destinations < 0 || n_destinations > kMaxRanks) return -1;
   const Reduce reduce = set->reduce(static_cast<DType>(dtype), static_cast<Op>(op));
   if (reduce == nullptr) return -1;
-  reduce(destinations, n_destinations, sources, n_sources, count, scale);
+  reduce(destinations, n_destinations, sources, n_sources, count, Scale{factor, divisor});
   return 0;
 }
 

@@ -35,15 +35,22 @@ constexpr int kMaxRanks = 64;  // of one host in one group
 // Bytes of an element; 0 for a number that is no dtype.
 size_t element_bytes(DType dtype);
 
-// destinations[j][i] = round(scale * (sources[0][i] op sources[1][i] op ...)), for all i < count and all j.
+// What a result is multiplied by, and then divided by. A sum over n is a division: times 1/n is off by a bit in places.
+// No function belongs to it: each set of kernels would have a copy, of which the linker takes any.
+struct Scale {
+  double factor = 1.0;
+  double divisor = 1.0;
+};
+
+// destinations[j][i] = round(scale of (sources[0][i] op sources[1][i] op ...)), for all i < count and all j.
 //
 // float16 and bfloat16 are combined and scaled in float32 and rounded once, to the nearest even. float32 and float64
-// are scaled in their own precision, and not touched where scale is 1. Integers wrap around and ignore scale. MIN and
+// are scaled in their own precision, and not touched where scale is one. Integers wrap around and ignore scale. MIN and
 // MAX of floating point numbers give the quiet, positive NaN where any of several sources has one, and take -0.0 for
 // less than 0.0. A destination may be one of the sources (the same address), never overlap one otherwise. Pointers are
 // aligned to an element at least. There are 1 .. kMaxRanks sources, and at most kMaxRanks destinations.
 using Reduce = void (*)(void* const* destinations, int n_destinations, const void* const* sources, int n_sources,
-                        size_t count, double scale);
+                        size_t count, Scale scale);
 
 constexpr int kTreeDepth = 16;  // values that wait in the evaluation of a tree: one for each level
 
@@ -51,13 +58,13 @@ constexpr int kTreeDepth = 16;  // values that wait in the evaluation of a tree:
 // buffer `word >> 16` at place `word & 0xffff`, or, where it is negative, what waits at `-1 - word`.
 struct Row {
   int32_t n;
-  int32_t into;  // where the sum waits; -1: it is the result, multiplied by the scale, and replaces every destination
+  int32_t into;  // where the sum waits; -1: it is the result, scaled, and replaces every destination
   int32_t from[kTreeDepth];
 };
 
 // As `Reduce`, row after row: the places of a buffer lie `stride` bytes apart. A row of float16 or bfloat16 is rounded once.
 using SumTree = void (*)(const Row* rows, size_t n_rows, void* const* destinations, int n_destinations,
-                         const void* const* buffers, size_t stride, size_t count, double scale);
+                         const void* const* buffers, size_t stride, size_t count, Scale scale);
 
 struct Kernels {
   const char* name;  // "avx512", "avx2", "neon", "baseline"
@@ -75,6 +82,6 @@ extern "C" {
 // For tests and for whoever asks what runs here: as `Reduce`. Returns 0, or -1 for an unknown dtype or op, or for no
 // sources or too many. `kind` names a set, null is the one in use; -2: there is none of that name that runs here.
 int elastic_reduce(const char* kind, int32_t dtype, int32_t op, void* const* destinations, int n_destinations,
-                   const void* const* sources, int n_sources, size_t count, double scale);
+                   const void* const* sources, int n_sources, size_t count, double factor, double divisor);
 const char* elastic_kernels_name(void);
 }

@@ -16,11 +16,12 @@ uint64_t mixed(uint64_t hash, uint64_t word) {  // FNV-1a over words: http://www
   return (hash ^ word) * 0x100000001b3u;
 }
 
-uint64_t signature_of(Kind kind, uint64_t bytes, uint64_t a, uint64_t b, double scale) {
-  uint64_t scale_bits;
-  std::memcpy(&scale_bits, &scale, sizeof scale);
+uint64_t signature_of(Kind kind, uint64_t bytes, uint64_t a, uint64_t b, Scale scale) {
+  uint64_t factor, divisor;
+  std::memcpy(&factor, &scale.factor, sizeof factor);
+  std::memcpy(&divisor, &scale.divisor, sizeof divisor);
   uint64_t hash = mixed(0xcbf29ce484222325u, static_cast<uint64_t>(kind) + 1);
-  for (const uint64_t word : {bytes, a, b, scale_bits}) hash = mixed(mixed(hash, word & 0xffffffffu), word >> 32);
+  for (const uint64_t word : {bytes, a, b, factor, divisor}) hash = mixed(mixed(hash, word & 0xffffffffu), word >> 32);
   return hash;
 }
 
@@ -28,7 +29,7 @@ uint64_t windows_of(uint64_t bytes) { return std::max<uint64_t>(1, (bytes + kWin
 
 // Additions that follow each other are one row, from the top of the stack down: a + (b + (c + d)) is ((d + c) + b) + a, in
 // the same bits. Not of halves, which are rounded at each addition, and before they are scaled.
-std::vector<Row> rows_of(const int32_t* program, uint64_t length, DType dtype, double scale) {
+std::vector<Row> rows_of(const int32_t* program, uint64_t length, DType dtype, Scale scale) {
   const bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
   std::vector<Row> rows;
   std::vector<int32_t> stack;
@@ -47,7 +48,7 @@ std::vector<Row> rows_of(const int32_t* program, uint64_t length, DType dtype, d
     stack.back() = -1 - row.into;
     rows.push_back(row);
   }
-  if (rows.empty() || (half && scale != 1.0)) rows.push_back(Row{1, 0, {stack.back()}});
+  if (rows.empty() || (half && (scale.factor != 1.0 || scale.divisor != 1.0))) rows.push_back(Row{1, 0, {stack.back()}});
   rows.back().into = -1;
   return rows;
 }
@@ -83,7 +84,7 @@ bool Rounds::owns(const void* data, uint64_t bytes) const {
 
 // ---- what is asked for ----------------------------------------------------------------------------------------------
 
-Collective Rounds::reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const {
+Collective Rounds::reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, Scale scale) const {
   Collective made;
   made.kind = kind;
   made.dtype = static_cast<DType>(dtype);
@@ -98,7 +99,7 @@ Collective Rounds::reduction(Kind kind, void* data, uint64_t count, int32_t dtyp
 }
 
 Collective Rounds::allreduce(const void* source, void* data, uint64_t count, int32_t dtype, int32_t op,
-                             double scale) const {
+                             Scale scale) const {
   Collective made = reduction(Kind::kReduce, data, count, dtype, op, scale);
   made.source = static_cast<const uint8_t*>(source);
   made.lands = made.in_place;
@@ -107,7 +108,7 @@ Collective Rounds::allreduce(const void* source, void* data, uint64_t count, int
 }
 
 Collective Rounds::tree(void* data, uint64_t count, uint64_t stride, int32_t dtype, const int32_t* program,
-                        uint64_t length, double scale, bool* sense) const {
+                        uint64_t length, Scale scale, bool* sense) const {
   Collective made = reduction(Kind::kReduceTree, data, count, dtype, static_cast<int32_t>(Op::kSum), scale);
   made.stride = stride;
   made.reach.assign(static_cast<size_t>(size_), 0);
@@ -141,7 +142,7 @@ Collective Rounds::broadcast(void* data, uint64_t bytes, int root) const {
   made.windows = windows_of(bytes);
   made.data = static_cast<uint8_t*>(data);
   made.root = root;
-  made.signature = signature_of(made.kind, bytes, static_cast<uint64_t>(root), 0, 1.0);
+  made.signature = signature_of(made.kind, bytes, static_cast<uint64_t>(root), 0, Scale{});
   return made;
 }
 
@@ -152,7 +153,7 @@ Collective Rounds::allgather(void* const* outputs, const void* data, uint64_t by
   made.windows = windows_of(bytes);
   made.source = static_cast<const uint8_t*>(data);
   for (int rank = 0; rank < size_; ++rank) made.outputs.push_back(static_cast<uint8_t*>(outputs[rank]));
-  made.signature = signature_of(made.kind, bytes, 0, 0, 1.0);
+  made.signature = signature_of(made.kind, bytes, 0, 0, Scale{});
   return made;
 }
 
@@ -164,14 +165,14 @@ Collective Rounds::alltoall(void* output, const void* data, const uint64_t* rece
   made.received.assign(received, received + size_);
   made.sent.assign(sent, sent + size_);
   made.sized = false;  // the first window tells everybody who sends how much to whom
-  made.signature = signature_of(made.kind, 0, 0, 0, 1.0);
+  made.signature = signature_of(made.kind, 0, 0, 0, Scale{});
   return made;
 }
 
 Collective Rounds::barrier() const {
   Collective made;
   made.in_place = true;  // nothing is copied
-  made.signature = signature_of(made.kind, 0, 0, 0, 1.0);
+  made.signature = signature_of(made.kind, 0, 0, 0, Scale{});
   return made;
 }
 

@@ -33,7 +33,7 @@ struct Collective {
   uint8_t* data = nullptr;  // the result; also where a broadcast comes from and goes to
   DType dtype = DType::kUint8;
   Reduce reduce = nullptr;
-  double scale = 1.0;
+  Scale scale;
   SumTree sum_tree = nullptr;
   std::vector<Row> rows;  // of a tree
   uint64_t stride = 0;
@@ -60,11 +60,11 @@ class Rounds {
   bool owns(const void* data, uint64_t bytes) const;
 
   // What a call asks for. Signatures leave out what ranks may differ in: where their buffers lie.
-  Collective reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const;
-  Collective allreduce(const void* source, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const;
+  Collective reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, Scale scale) const;
+  Collective allreduce(const void* source, void* data, uint64_t count, int32_t dtype, int32_t op, Scale scale) const;
   // False in `sense` where the program makes none, or the buffers do not lie in the arena.
   Collective tree(void* data, uint64_t count, uint64_t stride, int32_t dtype, const int32_t* program, uint64_t length,
-                  double scale, bool* sense) const;
+                  Scale scale, bool* sense) const;
   Collective broadcast(void* data, uint64_t bytes, int root) const;
   Collective allgather(void* const* outputs, const void* data, uint64_t bytes) const;
   Collective alltoall(void* output, const void* data, const uint64_t* received, const uint64_t* sent) const;

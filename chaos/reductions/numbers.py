@@ -56,16 +56,16 @@ class Numbers:
             return torch.cat(inputs)
         if call.kind is Kind.SCATTER:
             return torch.cat([torch.tensor_split(each, len(ranks))[rank] for each in inputs])
-        return reduced(inputs, Op[call.op], call.scale)
+        return reduced(inputs, Op[call.op], call.scale, call.divisor)
 
 
-def reduced(inputs: list[torch.Tensor], op: Op, scale: float) -> torch.Tensor:
+def reduced(inputs: list[torch.Tensor], op: Op, scale: float, divisor: int) -> torch.Tensor:
     """In the order of the ranks; halves are combined in float32 and rounded once."""
     dtype = inputs[0].dtype
     if dtype in (torch.float16, torch.bfloat16):
         inputs = [each.float() for each in inputs]
     result = functools.reduce(_COMBINE[op], inputs)
-    return (result * scale if dtype.is_floating_point else result).to(dtype)
+    return (result * scale / divisor if dtype.is_floating_point else result).to(dtype)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -39,6 +39,7 @@ class Call:
     op: str
     elements: int
     scale: float
+    divisor: int
     root: int
     at: int
     inside: tuple[bool, ...]
@@ -91,6 +92,7 @@ def _call(pick: random.Random, size: int, element_bytes: dict[str, int]) -> Call
         op=pick.choice(OPS),
         elements=elements,
         scale=pick.choice((1.0, 1.0, 0.5, 1 / size)),
+        divisor=pick.choice((1, 1, 3, size)),
         root=pick.randrange(size),
         at=pick.randrange(1 << 16),
         inside=tuple(

@@ -214,4 +214,4 @@ class _Attempt:
         result = placed(call.elements).copy_(put_in)
         if call.kind is Kind.BROADCAST:
             return group.broadcast(result, call.root), result
-        return group.allreduce(result, Op[call.op], call.scale), result
+        return group.allreduce(result, Op[call.op], call.scale, call.divisor), result

@@ -53,7 +53,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def carried(
-    tensor: torch.Tensor, op: Op, scale: float = 1.0
+    tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
 ) -> tuple[torch.Tensor, Callable[[], object] | None]:
     """What Gloo and NCCL are given to reduce for `tensor`, and what is called when they have, if anything.
 
@@ -67,8 +67,22 @@ def carried(
         return tensor, None
     if op in (Op.MIN, Op.MAX):
         keys = _order(result, op)
-        return keys, lambda: _put_floats(result, keys, op, scale)
-    return tensor, None if scale == 1.0 else lambda: result.mul_(scale)
+        return keys, lambda: _put_floats(result, keys, op, scale, divisor)
+    if scale == 1.0 and divisor == 1:
+        return tensor, None
+    return tensor, lambda: rescale_(result, scale, divisor)
+
+
+def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
+    """In place, of floats: times ``scale``, then divided by ``divisor``, each rounded once."""
+    if scale != 1.0:
+        tensor.mul_(scale)
+    if divisor == 1:
+        return tensor
+    if tensor.device.type == "cpu" or tensor.dtype not in _INTEGERS:
+        return tensor.div_(divisor)
+    # On a GPU torch multiplies by the reciprocal of a number, which is off by a bit, and divides by a tensor.
+    return tensor.div_(torch.full((), divisor, dtype=tensor.dtype, device=tensor.device))
 
 
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
@@ -81,12 +95,14 @@ def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
     return keys.masked_fill_(wide.isnan(), _beyond(keys, op))
 
 
-def _put_floats(result: torch.Tensor, keys: torch.Tensor, op: Op, scale: float) -> None:
+def _put_floats(
+    result: torch.Tensor, keys: torch.Tensor, op: Op, scale: float, divisor: int
+) -> None:
     """The floats of what came of `_order`, scaled. Every NaN becomes `math.nan`, at the end: torch makes others of it
     where it converts to bfloat16.
     """
     wide = torch.float32 if keys.dtype == torch.int32 else torch.float64
-    result.copy_(_turned(keys).view(wide)).mul_(scale)
+    rescale_(result.copy_(_turned(keys).view(wide)), scale, divisor)
     result.masked_fill_(keys == _beyond(keys, op), math.nan)
 
 

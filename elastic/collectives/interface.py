@@ -54,14 +54,15 @@ class Collectives(Protocol):
 
     rank: int
     size: int
-    # Whether `allreduce` scales while it reduces, at no cost, and sums of float16 and bfloat16 in
-    # float32, so that they can't overflow before they are scaled. The same on every rank.
+    # Whether `allreduce` scales and divides while it reduces, at no cost, and sums of float16 and bfloat16 in
+    # float32, so that they can't overflow before that. The same on every rank.
     scales_inside: bool
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         """In place; every rank's tensor has the same number of elements and dtype.
 
-        The result is multiplied by ``scale``, which is the same on every rank; integers ignore it.
+        The result is multiplied by ``scale`` and then divided by ``divisor``, which are the same on every rank;
+        integers ignore both. An average is a sum with a divisor: times 1/n differs from it in the last bit.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
@@ -96,7 +97,12 @@ class ReducesInto(Protocol):
     """A group that can leave a reduction in other memory at no cost: nobody has to copy the tensor first."""
 
     def allreduce_into(
-        self, result: torch.Tensor, tensor: torch.Tensor, op: Op, scale: float = 1.0
+        self,
+        result: torch.Tensor,
+        tensor: torch.Tensor,
+        op: Op,
+        scale: float = 1.0,
+        divisor: int = 1,
     ) -> Work:
         """As `Collectives.allreduce` of ``tensor``, which is only read. ``result`` is like it; they share no memory."""
 

@@ -19,10 +19,10 @@ class LocalCollectives:
     def __init__(self) -> None:
         self._aborted = False
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         dtypes_and_ops.check(tensor, op)
         done = self._done()
-        _, then = dtypes_and_ops.carried(tensor, op, scale)
+        _, then = dtypes_and_ops.carried(tensor, op, scale, divisor)
         if then is not None:
             then()
         return done

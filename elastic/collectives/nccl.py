@@ -174,11 +174,11 @@ class NcclCollectives(MovesBytes):
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         dtypes_and_ops.check(tensor, op)
         options = c10d.AllreduceOptions()
         options.reduceOp = REDUCE[op]  # type: ignore[assignment]
-        carried, then = dtypes_and_ops.carried(tensor, op, scale)
+        carried, then = dtypes_and_ops.carried(tensor, op, scale, divisor)
         return self.submit("allreduce", [carried], options, then=then)
 
     def barrier(self) -> Work:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, host_copy
 from elastic.optimizer.gradients.gradient_mark import MarkOnHost
@@ -41,11 +42,13 @@ class Compressor(Protocol):
 
 
 class Scales(NamedTuple):
-    """What gradients are multiplied with, where it costs least."""
+    """What gradients are multiplied with, and what they are divided by then."""
 
     filling: float = 1.0  # while they are copied into the bucket
     reducing: float = 1.0  # by the group, while it adds them up
+    reducing_over: int = 1  # the same, divided
     finishing: float = 1.0  # after that
+    finishing_over: int = 1
 
 
 UNSCALED = Scales()
@@ -232,14 +235,14 @@ class FlatBucket:
         self._work = None
         if self._heard is not None:
             self._heard.fetch()
-        scale = self.scales.finishing
+        scale, divisor = self.scales.finishing, self.scales.finishing_over
         if not self._in_place:
             if scale == 1.0:
                 self._flat.copy_(self._wire)
             else:
                 torch.mul(self._wire, scale, out=self._flat)
-        elif scale != 1.0:
-            self._flat.mul_(scale)
+            scale = 1.0
+        rescale_(self._flat, scale, divisor)
         for position, dims in self._sparse.items():
             self.parameters[position].grad = self._given[position].to_sparse(dims)
         return changed
@@ -332,8 +335,11 @@ class CompressedGradient:
             self._watched is not None and _changed(parameter, *self._watched[1:])
         )
         result = self._compression.decompress(self._wire, self._context)
-        scale = self.scales.finishing
+        scale, divisor = self.scales.finishing, self.scales.finishing_over
         result = result if scale == 1.0 else result * scale
+        if divisor != 1:
+            whole = not result.is_floating_point()
+            result = result / divisor if whole else rescale_(result.clone(), 1.0, divisor)
         parameter.grad = result if self._sparse is None else result.to_sparse(self._sparse)
         self._wire = self._context = self._watched = None
         return 0 if changed else None
@@ -410,9 +416,7 @@ def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> Work:
-    if scales.reducing == 1.0:
-        return group.allreduce(wire, op)
-    return group.allreduce(wire, op, scales.reducing)
+    return group.allreduce(wire, op, scales.reducing, scales.reducing_over)
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:

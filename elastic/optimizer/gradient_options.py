@@ -39,20 +39,26 @@ class Options:
         """Of gradients of this parameter, where the compression casts."""
         return self.compression.compress(parameter.new_empty(0))[0].dtype
 
-    def scales(self, size: int, inside: bool) -> Scales:
-        """What gradients are multiplied with. ``inside``: whether the group scales while it adds up."""
+    def scales(self, size: int, inside: bool, wire: torch.dtype) -> Scales:
+        """What gradients are multiplied with, and divided by. ``inside``: whether the group scales while it adds up,
+        in float32 if ``wire``, the dtype that travels, is a half.
+
+        An average is the sum over all ranks, divided by their number, on whatever group: the same bits everywhere.
+        """
         if self.op is not Op.AVERAGE:
             return Scales()
-        before, after = 1.0 / self.predivide_factor, self.predivide_factor / size
-        if not self.casts:
-            # A user's compression may leave integers, which had better be divided after they were decompressed.
+        # A user's compression may leave integers, which had better be divided after they were decompressed.
+        inside = inside and self.casts
+        if self.predivide_factor != 1.0:
+            before, after = 1.0 / self.predivide_factor, self.predivide_factor / size
+            if inside:
+                return Scales(filling=before, reducing=after)
             return Scales(filling=before, finishing=after)
         if inside:
-            return Scales(filling=before, reducing=after)
-        # Else scaling costs nothing while a gradient is copied into its bucket, and a pass over memory afterwards.
-        if self.predivide_factor == 1.0:
-            return Scales(filling=after)
-        return Scales(filling=before, finishing=after)
+            return Scales(reducing_over=size)
+        if self.casts and wire in (torch.float16, torch.bfloat16):  # the sum may overflow
+            return Scales(filling=1.0 / size)
+        return Scales(finishing_over=size)
 
     def grouped(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
         """The user's groups, as indices into ``parameters``."""

@@ -148,8 +148,8 @@ def _marked(group: Collectives, buffer: torch.Tensor, layout: StepPlan, mark: St
 
 def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work:
     """As the ranks that have gradients do it: whoever reduces in shared memory scales for all."""
-    scale = layout.scale if group.scales_inside else 1.0
-    return group.allreduce(buffer, Op(layout.op), scale)
+    scale, divisor = (layout.scale, layout.divisor) if group.scales_inside else (1.0, 1)
+    return group.allreduce(buffer, Op(layout.op), scale, divisor)
 
 
 # ---- the steps of a joined rank --------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Shadow:
             by_device.setdefault(sparse.device, []).append(sparse)
         for device, gathered in by_device.items():
             group = self._rt.group(self.agreed.purpose, torch.device(device), self._members)
-            sparse_gradients.total(group, [_no_entries(each) for each in gathered], 1.0)
+            sparse_gradients.total(group, [_no_entries(each) for each in gathered])
 
     def _end(self, sent: tuple[torch.Tensor, Work, str]) -> None:
         buffer, work, kind = sent

@@ -94,15 +94,16 @@ class Sparse(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """All that travels in a step, in order: the buffers, then the sparse gradients.
 
-    The last element of the first buffer is the mark. ``op`` is the reduction as it is sent, ``scale`` what a group that
-    scales inside multiplies its results with, ``order`` the one in which gradients become ready. ``trained``: which of
-    the optimizer's parameters have a gradient, on any rank.
+    The last element of the first buffer is the mark. ``op`` is the reduction as it is sent, ``scale`` and
+    ``divisor`` what a group that scales inside multiplies and then divides its results by, ``order`` the one in which
+    gradients become ready. ``trained``: which of the optimizer's parameters have a gradient, on any rank.
     """
 
     digest: int
     trained: tuple[int, ...]
     op: int
     scale: float
+    divisor: int
     order: tuple[int, ...]
     wires: tuple[BucketSpec, ...]
     sparse: tuple[Sparse, ...]

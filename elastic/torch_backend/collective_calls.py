@@ -200,7 +200,7 @@ def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -
         begun.then(lambda: tensor.copy_(bytes_))
         return begun
     flat = _in_row(begun, tensor)
-    begun.works.append(group.allreduce(flat, op, reduction.scale(size)))
+    begun.works.append(group.allreduce(flat, op, *reduction.scale(size)))
     if not flat.is_floating_point():
         begun.thens.insert(0, lambda: reductions.divide_integers_(flat, reduction, size))
     return begun
@@ -212,7 +212,7 @@ def _allreduce_sparse(group: Collectives, tensor: torch.Tensor, reduction: Reduc
         raise TypeError(
             "of sparse tensors, COO ones can be summed or averaged; use to_dense() for others"
         )
-    (found,) = sparse.total(group, [tensor.detach()], reduction.scale(group.size))
+    (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
         tensor.copy_(found)  # not into a view: that would get indices of its own
     return Begun()

@@ -21,13 +21,13 @@ class MirrorCollectives(LocalCollectives):
         self.rank = rank
         self.size = size
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         row = tensor.detach()
         if op is Op.SUM:
             row.mul_(self.size)
         elif op is Op.PRODUCT:
             row.pow_(self.size)
-        return super().allreduce(tensor, op, scale)
+        return super().allreduce(tensor, op, scale, divisor)
 
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
         for output in outputs:

@@ -45,11 +45,11 @@ class Reduction(NamedTuple):
         """What a group does for it; None for what it can't do."""
         return _AT_ONCE.get(self.kind)
 
-    def scale(self, size: int) -> float:
-        """What the group multiplies its result by."""
+    def scale(self, size: int) -> tuple[float, int]:
+        """What the group multiplies its result by, and then divides it by."""
         if self.kind == Kind.AVG:
-            return 1.0 / size
-        return float(self.factor) if self.factor is not None else 1.0
+            return 1.0, size
+        return (1.0 if self.factor is None else float(self.factor)), 1
 
 
 SUM = Reduction(Kind.SUM)
@@ -110,9 +110,7 @@ def combine_into(place: torch.Tensor, parts: torch.Tensor, reduction: Reduction)
     torch.add(parts[0], parts[1], out=row)
     for part in parts[2:]:
         row.add_(part)
-    scale = reduction.scale(len(parts))
-    if scale != 1.0:
-        row.mul_(scale)
+    dtypes_and_ops.rescale_(row, *reduction.scale(len(parts)))
 
 
 def combine(parts: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -130,7 +128,6 @@ def combine(parts: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     found = dtypes_and_ops.total(parts, op)
     size = len(parts)
     if found.is_floating_point():
-        scale = reduction.scale(size)
-        return found if scale == 1.0 else found.mul_(scale)
+        return dtypes_and_ops.rescale_(found, *reduction.scale(size))
     divide_integers_(found, reduction, size)
     return found

@@ -112,7 +112,7 @@ void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the
     for (int call = 0; call < 3; ++call) {
       for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, call);
       data[count] = -7;  // nobody's
-      finish(group, elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0));
+      finish(group, elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0, 1.0));
       for (uint64_t i = 0; i < count; ++i) CHECK(data[i] == sum_of(world, i, call));
       CHECK(data[count] == -7);
     }
@@ -131,7 +131,7 @@ void reduces_into_other_memory(World& world, uint64_t count) {
       int32_t* result = (call / 2 + says) % 2 == 0 ? arena + 2048 + count : result_outside.data();
       for (uint64_t i = 0; i < count; ++i) source[i] = element(rank, i, call), result[i] = -3;
       result[count] = -7;  // nobody's
-      finish(group, elastic_allreduce(group, source, result, count, kInt32, kSum, 1.0));
+      finish(group, elastic_allreduce(group, source, result, count, kInt32, kSum, 1.0, 1.0));
       for (uint64_t i = 0; i < count; ++i) {
         CHECK(result[i] == sum_of(world, i, call));
         CHECK(source[i] == element(rank, i, call));
@@ -156,7 +156,7 @@ void trees(World& world, uint64_t count) {
     for (int place = 0; place < std::max(1, rank % 3); ++place) {
       for (uint64_t i = 0; i < count; ++i) at(place)[i] = value(rank, place, i);
     }
-    finish(group, elastic_reduce_tree(group, data, count, stride, kFloat32, program.data(), program.size(), 0.2));
+    finish(group, elastic_reduce_tree(group, data, count, stride, kFloat32, program.data(), program.size(), 1.0, 5.0));
     for (uint64_t i = 0; i < count; ++i) {
       float sum = 0;
       for (int owner = 0; owner < world.size; ++owner) {
@@ -164,7 +164,7 @@ void trees(World& world, uint64_t count) {
           sum = owner == 1 && place == 0 ? value(owner, place, i) : value(owner, place, i) + sum;
         }
       }
-      CHECK(at(0)[i] == sum * 0.2f);
+      CHECK(at(0)[i] == sum / 5.0f);
     }
     for (uint64_t i = 0; rank % 3 == 2 && i < count; ++i) CHECK(at(1)[i] == value(rank, 1, i));
   });
@@ -180,7 +180,7 @@ void many_at_once(World& world) {
     for (int call = 0; call < kCalls; ++call) {
       float* data = call % 3 == 2 ? outside.data() + call * kCount : arena + call * kCount;
       for (uint64_t i = 0; i < kCount; ++i) data[i] = static_cast<float>(rank + call);
-      tickets.push_back(elastic_allreduce(group, data, data, kCount, kFloat32, kSum, 0.5));
+      tickets.push_back(elastic_allreduce(group, data, data, kCount, kFloat32, kSum, 0.5, 1.0));
     }
     for (int call = kCalls - 1; call >= 0; --call) finish(group, tickets[call]);
     const float ranks = static_cast<float>(world.size);
@@ -196,7 +196,7 @@ void halves(World& world, uint64_t count) {
   world.each([&](int rank, elastic_group* group) {
     auto* data = reinterpret_cast<int32_t*>(world.arenas[rank]);
     for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, 1);
-    finish(group, elastic_reduce_shares(group, data, count, kInt32, kSum, 1.0));
+    finish(group, elastic_reduce_shares(group, data, count, kInt32, kSum, 1.0, 1.0));
     uint64_t begin, end, covered = 0;
     elastic_share(count, kInt32, world.size, rank, &begin, &end);
     for (uint64_t i = 0; i < count; ++i) {
@@ -217,7 +217,7 @@ void halves(World& world, uint64_t count) {
       for (int other = 0; other < world.size; ++other) sum += static_cast<uint32_t>(element(other, i, 1));
       CHECK(data[i] == static_cast<int32_t>(sum));
     }
-    CHECK(elastic_reduce_shares(group, &covered, 1, kInt32, kSum, 1.0) == 0);  // not in the arena
+    CHECK(elastic_reduce_shares(group, &covered, 1, kInt32, kSum, 1.0, 1.0) == 0);  // not in the arena
   });
 }
 
@@ -261,7 +261,7 @@ void an_abort_ends_all_waits() {
   World world(3);
   world.each([&](int rank, elastic_group* group) {
     std::vector<float> data(1 << 20);
-    const uint64_t ticket = elastic_allreduce(group, data.data(), data.data(), data.size(), kFloat32, kSum, 1.0);
+    const uint64_t ticket = elastic_allreduce(group, data.data(), data.data(), data.size(), kFloat32, kSum, 1.0, 1.0);
     if (rank == 2) {
       elastic_abort(group);
       elastic_abort(group);
@@ -293,7 +293,7 @@ void what_does_not_fit_is_noticed(bool sizes_of_alltoall) {
       const uint64_t sent[] = {16, 16}, received[] = {16, rank == 0 ? 32u : 16u};
       ticket = elastic_alltoall(group, output.data(), data.data(), received, sent);
     } else {
-      ticket = elastic_allreduce(group, data.data(), data.data(), 10 + rank, kInt32, kSum, 1.0);
+      ticket = elastic_allreduce(group, data.data(), data.data(), 10 + rank, kInt32, kSum, 1.0, 1.0);
     }
     const int32_t verdict = elastic_wait(group, ticket, 60.0);
     CHECK(verdict == -1 || (sizes_of_alltoall && rank == 1));
@@ -305,7 +305,7 @@ void the_odd_one_is_named(int odd) {
   World world(3);
   world.each([&](int rank, elastic_group* group) {
     std::vector<uint8_t> data(4096);
-    const uint64_t ticket = elastic_allreduce(group, data.data(), data.data(), rank == odd ? 11 : 10, kInt32, kSum, 1.0);
+    const uint64_t ticket = elastic_allreduce(group, data.data(), data.data(), rank == odd ? 11 : 10, kInt32, kSum, 1.0, 1.0);
     CHECK(elastic_wait(group, ticket, 60.0) == -1);
     CHECK(elastic_status(group) == (elastic::kOther << 8 | static_cast<uint64_t>(odd)));
   });
@@ -315,7 +315,7 @@ void the_odd_one_is_named(int odd) {
 void what_lies_outside_of_an_arena_is_refused(uint64_t offset, uint64_t result) {
   World world(2);
   auto* data = reinterpret_cast<int32_t*>(world.arenas[0]);
-  const uint64_t ticket = elastic_allreduce(world.ranks[0], data, data, 1024, kInt32, kSum, 1.0);
+  const uint64_t ticket = elastic_allreduce(world.ranks[0], data, data, 1024, kInt32, kSum, 1.0, 1.0);
   elastic::Seat* const seats = world.control()->seats;
   seats[1].offers[0] = {seats[0].offers[0].signature, offset, result};
   seats[1].ready.store(1);
@@ -339,7 +339,7 @@ void what_was_complete_outlives_an_abort(uint64_t count, bool inside) {
     std::vector<int32_t> outside(count + 1);
     int32_t* data = inside ? reinterpret_cast<int32_t*>(world.arenas[rank]) : outside.data();
     for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, 1);
-    const uint64_t ticket = elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0);
+    const uint64_t ticket = elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0, 1.0);
     finish(group, ticket);
     elastic_abort(group);
     for (uint64_t i = 0; i < count; ++i) {
@@ -377,7 +377,7 @@ void nothing_is_written_after_a_drain(int size, int seed) {
     finish(group, elastic_barrier(group));  // all have filled theirs
     for (int call = 0; call < kCalls; ++call) {
       const int32_t* from = (call + seed) % 2 == 0 ? source.data() : buffers[call];
-      tickets[call] = elastic_allreduce(group, from, buffers[call], kCount, kInt32, kSum, 1.0);
+      tickets[call] = elastic_allreduce(group, from, buffers[call], kCount, kInt32, kSum, 1.0, 1.0);
     }
     const auto everywhere = [&](int call, int32_t expected) {
       for (uint64_t i = 0; i < kCount; ++i) CHECK(buffers[call][i] == expected);
@@ -431,7 +431,7 @@ void any_thread_may_start_and_wait(World& world) {
       int32_t* data = thread == 0 ? reinterpret_cast<int32_t*>(world.arenas[rank]) : outside[rank].data();
       for (int call = 0; call < kCalls; ++call) {
         for (uint64_t i = 0; i < kCount; ++i) data[i] = 1;
-        const uint64_t ticket = elastic_allreduce(group, data, data, kCount, kInt32, kSum, 1.0);
+        const uint64_t ticket = elastic_allreduce(group, data, data, kCount, kInt32, kSum, 1.0, 1.0);
         newest[rank] = ticket;
         finish(group, ticket);
         for (uint64_t i = 0; i < kCount; ++i) CHECK(data[i] == world.size);
@@ -472,7 +472,7 @@ void ranks_run_far_apart(World& world, int seed) {
       for (uint64_t i = 0; i < count; ++i) buffer[i] = element(rank, i, n);
       if (own() % 40 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 2000));
       if (kind < 3) {
-        tickets.push_back(elastic_allreduce(group, buffer, buffer, count, kInt32, kSum, 1.0));
+        tickets.push_back(elastic_allreduce(group, buffer, buffer, count, kInt32, kSum, 1.0, 1.0));
       } else if (kind == 3) {
         tickets.push_back(elastic_broadcast(group, buffer, count * 4, root));
       } else {
@@ -633,7 +633,7 @@ void who_is_detached_touches_nothing_that_is_shared(int seed) {
       std::vector<int32_t> data(20'000);
       while (!over.load()) {
         const uint64_t ticket =
-            i < 2 ? elastic_allreduce(group, data.data(), data.data(), data.size(), kInt32, kSum, 1.0) : elastic_barrier(group);
+            i < 2 ? elastic_allreduce(group, data.data(), data.data(), data.size(), kInt32, kSum, 1.0, 1.0) : elastic_barrier(group);
         CHECK(ticket != 0);
         elastic_wait(group, ticket, 0.001);
         elastic_done(group, ticket);
@@ -679,19 +679,19 @@ void a_call_under_way_is_waited_for() {
 void nonsense_is_refused() {
   World world(2);
   uint8_t byte = 0;
-  CHECK(elastic_allreduce(world.ranks[0], &byte, &byte, 1, 77, kSum, 1.0) == 0);
-  CHECK(elastic_allreduce(world.ranks[0], &byte, &byte, 1, kInt32, 2, 1.0) == 0);
-  CHECK(elastic_reduce_shares(world.ranks[0], world.arenas[0], 1, kInt32, 0, 1.0) == 0);
+  CHECK(elastic_allreduce(world.ranks[0], &byte, &byte, 1, 77, kSum, 1.0, 1.0) == 0);
+  CHECK(elastic_allreduce(world.ranks[0], &byte, &byte, 1, kInt32, 2, 1.0, 1.0) == 0);
+  CHECK(elastic_reduce_shares(world.ranks[0], world.arenas[0], 1, kInt32, 0, 1.0, 1.0) == 0);
   CHECK(elastic_spread_shares(world.ranks[0], world.arenas[0], 1, -1) == 0);
   CHECK(elastic_broadcast(world.ranks[0], &byte, 1, 2) == 0);
   for (const std::vector<int32_t>& program : std::vector<std::vector<int32_t>>{
            {}, {-1}, {0, 0}, {0, -1}, {2 << 16}, {-2}, {0xffff}, std::vector<int32_t>(17, 0)}) {
     CHECK(elastic_reduce_tree(world.ranks[0], world.arenas[0], 4096, 16384, kFloat32, program.data(), program.size(),
-                              1.0) == 0);
+                              1.0, 1.0) == 0);
   }
   const int32_t own = 0;
-  CHECK(elastic_reduce_tree(world.ranks[0], world.arenas[0], 4096, 16000, kFloat32, &own, 1, 1.0) == 0);
-  CHECK(elastic_reduce_tree(world.ranks[0], &byte, 1, 4, kFloat32, &own, 1, 1.0) == 0);
+  CHECK(elastic_reduce_tree(world.ranks[0], world.arenas[0], 4096, 16000, kFloat32, &own, 1, 1.0, 1.0) == 0);
+  CHECK(elastic_reduce_tree(world.ranks[0], &byte, 1, 4, kFloat32, &own, 1, 1.0, 1.0) == 0);
   world.each([&](int, elastic_group* group) { finish(group, elastic_barrier(group)); });
 }
 

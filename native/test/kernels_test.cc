@@ -24,7 +24,7 @@ void require(bool holds, const char* what) {
 
 bool runs(const char* set) {
   const void* nothing[] = {nullptr};
-  return elastic_reduce(set, 0, 1, nullptr, 0, nothing, 1, 0, 1.0) != -2;
+  return elastic_reduce(set, 0, 1, nullptr, 0, nothing, 1, 0, 1.0, 1.0) != -2;
 }
 
 // Memory of exactly so many bytes, so that one more is the sanitizer's; those before `data` are not used.
@@ -56,7 +56,7 @@ void stay_within(const char* set) {
           std::vector<void*> destinations = in_place;
           if (length % 2 == 1) destinations.push_back(more.data);
           require(elastic_reduce(set, dtype, op, destinations.data(), static_cast<int>(destinations.size()),
-                                 sources.data(), n, length, n == 2 ? 1.0 : 0.25) == 0,
+                                 sources.data(), n, length, n == 2 ? 1.0 : 0.25, n == 2 ? 1.0 : 3.0) == 0,
                   "a reduction of known numbers");
           for (void* place : destinations) {
             require(length == 0 || std::memcmp(place, destinations[0], length * width) == 0,
@@ -75,11 +75,11 @@ void sum_as_a_loop_does(const char* set) {
     for (size_t i = 0; i < length; ++i) {
       a[i] = static_cast<float>(i) * 0.37f;
       b[i] = 1.0f / static_cast<float>(i + 1);
-      wanted[i] = (a[i] + b[i]) * 0.3f;
+      wanted[i] = (a[i] + b[i]) * 0.3f / 7.0f;
     }
     void* destinations[] = {a.data(), b.data()};
     const void* sources[] = {a.data(), b.data()};
-    require(elastic_reduce(set, 7, 1, destinations, 2, sources, 2, length, static_cast<double>(0.3f)) == 0, "a sum");
+    require(elastic_reduce(set, 7, 1, destinations, 2, sources, 2, length, static_cast<double>(0.3f), 7.0) == 0, "a sum");
     require(a == wanted && b == wanted, "the sum of a plain loop");
   }
 }
@@ -94,8 +94,8 @@ void add_up_elsewhere(const char* set) {
       const void* sources[] = {first.data, second.data, second.data, second.data};
       void* elsewhere[] = {apart.data};
       void* in_place[] = {first.data};
-      require(elastic_reduce(set, dtype, 1, elsewhere, 1, sources, n, length, 0.25) == 0, "a long sum");
-      require(elastic_reduce(set, dtype, 1, in_place, 1, sources, n, length, 0.25) == 0, "the same in place");
+      require(elastic_reduce(set, dtype, 1, elsewhere, 1, sources, n, length, 0.25, 3.0) == 0, "a long sum");
+      require(elastic_reduce(set, dtype, 1, in_place, 1, sources, n, length, 0.25, 3.0) == 0, "the same in place");
       require(std::memcmp(apart.data, first.data, length * width) == 0, "the same bits elsewhere");
     }
   }
@@ -113,7 +113,7 @@ void share_buffers(const char* set) {
       threads.emplace_back([&, chunk] {
         void* places[] = {one.data + chunk * kChunk * width, other.data + chunk * kChunk * width};
         const void* sources[] = {places[0], places[1]};
-        require(elastic_reduce(set, dtype, 3, places, 2, sources, 2, kChunk, 1.0) == 0, "a chunk");
+        require(elastic_reduce(set, dtype, 3, places, 2, sources, 2, kChunk, 1.0, 1.0) == 0, "a chunk");
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -134,7 +134,7 @@ int main() {
     ++sets;
   }
   require(sets > 0 && runs(elastic_kernels_name()), "a set that runs here");
-  require(elastic_reduce(nullptr, 99, 1, nullptr, 0, nullptr, 1, 0, 1.0) == -1, "an unknown dtype is refused");
+  require(elastic_reduce(nullptr, 99, 1, nullptr, 0, nullptr, 1, 0, 1.0, 1.0) == -1, "an unknown dtype is refused");
   std::printf("%d sets, %s in use\n", sets, elastic_kernels_name());
   return 0;
 }

@@ -148,6 +148,24 @@ class CollectivesContract:
                 assert result.dtype == dtype
                 assert torch.equal(result.double(), expected), (dtype, op)
 
+    def test_an_average_is_the_sum_divided_to_the_last_bit(self, world):
+        """Times 1/3 is another number for one in three of these."""
+
+        def divided(group):
+            results = []
+            for dtype, length in itertools.product((torch.float32, torch.float64), (7, 100_000)):
+                numbers = torch.arange(length, dtype=dtype) % 4099  # their sums are exact
+                for divisor in (3, 4, 7):
+                    tensor = numbers * (1 + group.rank)
+                    group.allreduce(tensor, Op.SUM, divisor=divisor).wait()
+                    results.append((numbers, divisor, tensor))
+            return results
+
+        ranks = len(world) * (len(world) + 1) // 2
+        for results in self.on_all(world, divided):
+            for numbers, divisor, result in results:
+                assert torch.equal(result, numbers * ranks / divisor), (result.dtype, divisor)
+
     def test_a_scaled_result_is_scaled_once_however_often_it_is_waited_for(self, world):
         def reduced(group):
             tensor = torch.ones(5)

@@ -287,8 +287,9 @@ class DrawnGroup:
         self._job, self._group = job, group
         self.rank, self.size = group.rank, group.size
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
-        return DrawnWork(self._job, self._group.allreduce(tensor, op, scale), [tensor])
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
+        work = self._group.allreduce(tensor, op, scale, divisor)
+        return DrawnWork(self._job, work, [tensor])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return DrawnWork(self._job, self._group.broadcast(tensor, root), [])

@@ -31,12 +31,14 @@ class Twins:
         self.failure: str | None = None
         self.holding = False  # works under way don't end
 
-    def allreduce(self, tensor, op, scale=1.0):
+    def allreduce(self, tensor, op, scale=1.0, divisor=1):
         if self.failure:
             raise CollectiveFailed(self.failure)
         self.calls.append((op.name, tensor.numel()))
         factor = self.size if op is Op.SUM else 1
-        return TwinWork(self, tensor, factor * scale if tensor.is_floating_point() else factor)
+        if tensor.is_floating_point():
+            factor *= scale / divisor
+        return TwinWork(self, tensor, factor)
 
     def broadcast(self, tensor, root):
         assert root == self.rank

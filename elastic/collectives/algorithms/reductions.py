@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic.collectives.algorithms import adasum
-from elastic.collectives.dtypes_and_ops import DTYPES
+from elastic.collectives.dtypes_and_ops import DTYPES, rescale_
 from elastic.collectives.interface import ALONE_BYTES, Collectives, Op, ReducesInto, Work
 from elastic.errors import UnsupportedType
 
@@ -76,7 +76,7 @@ def allreduce(
             scale_(flat, prescale)
             begin = functools.partial(group.allreduce, flat)
         if group.scales_inside and flat.is_floating_point():
-            works.append(begin(sent, postscale / divisor))
+            works.append(begin(sent, *_scale(postscale, divisor)))
             buffers.append((flat, 1, 1.0))
         else:
             works.append(begin(sent))
@@ -176,14 +176,20 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor.copy_(tensor.to(torch.float64).mul_(factor))
 
 
+def _scale(postscale: float, size: int) -> tuple[float, int]:
+    """What a sum is multiplied and divided by: Horovod divides by the size, but multiplies by a scale over it."""
+    return (1.0, size) if postscale == 1.0 else (postscale / size, 1)
+
+
 def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
     """In place: ``tensor * postscale / size``. Without a scale, integers are divided exactly and truncated."""
-    if postscale != 1.0:
-        return scale_(tensor, postscale / size)
-    if size == 1:
+    scale, divisor = _scale(postscale, size)
+    if scale != 1.0:
+        return scale_(tensor, scale)
+    if divisor == 1:
         return tensor
     if tensor.is_floating_point():
-        return tensor.div_(size)
+        return rescale_(tensor, 1.0, divisor)
     return tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives
 
 
 def total(
-    group: Collectives, gradients: Sequence[torch.Tensor], scale: float
+    group: Collectives, gradients: Sequence[torch.Tensor], scale: float = 1.0, divisor: int = 1
 ) -> list[torch.Tensor]:
-    """Coalesced COO tensors: the sums over all ranks, times ``scale``. Raises CollectiveFailed.
+    """Coalesced COO tensors: the sums over all ranks, scaled as by `Collectives.allreduce`. Raises CollectiveFailed.
 
     Gradient i has the same shape, dtype and number of sparse dimensions on every rank; the number of its entries may
     differ, and may be 0. Summands are added in rank order.
@@ -27,10 +28,13 @@ def total(
         [gradient._nnz() for gradient in gradients], dtype=torch.int64, device=device
     )
     counts = [list(map(int, counted)) for counted in _gathered(group, entries)]
-    return [
-        _total_of(group, gradient, [count[number] for count in counts], scale)
+    totals = [
+        _total_of(group, gradient, [count[number] for count in counts])
         for number, gradient in enumerate(gradients)
     ]
+    for each in totals:
+        rescale_(each._values(), scale, divisor)
+    return totals
 
 
 def empty(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
@@ -44,9 +48,7 @@ def empty(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
     )
 
 
-def _total_of(
-    group: Collectives, gradient: torch.Tensor, counts: list[int], scale: float
-) -> torch.Tensor:
+def _total_of(group: Collectives, gradient: torch.Tensor, counts: list[int]) -> torch.Tensor:
     longest = max(counts)
     if longest == 0:
         return gradient
@@ -55,7 +57,7 @@ def _total_of(
     values = _gathered(group, _padded(gradient.values(), longest))
     return torch.sparse_coo_tensor(
         torch.cat([rows[:count] for rows, count in zip(indices, counts, strict=True)]).t(),
-        torch.cat([rows[:count] for rows, count in zip(values, counts, strict=True)]).mul_(scale),
+        torch.cat([rows[:count] for rows, count in zip(values, counts, strict=True)]),
         gradient.shape,
         check_invariants=False,
     ).coalesce()

@@ -168,9 +168,9 @@ class GlooCollectives(MovesBytes):
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         dtypes_and_ops.check(tensor, op)
-        carried, then = dtypes_and_ops.carried(tensor, op, scale)
+        carried, then = dtypes_and_ops.carried(tensor, op, scale, divisor)
         if dtypes_and_ops.goes_directly(carried, self.size):
             return self._allreduce_directly(carried, op, then)
         options = c10d.AllreduceOptions()

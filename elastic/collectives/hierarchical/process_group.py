@@ -12,7 +12,8 @@ of its host and by its inter-node group. Each of them ends both its parts, and s
 rank hears of it.
 
 All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own type
-for the wire, and summed by Gloo in that type. A sum is scaled before it crosses the wire, so that it does not overflow.
+for the wire, and summed by Gloo in that type. A sum of halves is scaled before it crosses the wire, so that it does not
+overflow; others afterwards, so that an average is the sum divided by the number of ranks, as it is within a host.
 
 Here is the seam: collectives are carried out by `steps`, in a thread, in order.
 """
@@ -28,7 +29,7 @@ from elastic.collectives.dtypes_and_ops import check
 from elastic.collectives.hierarchical.ordered_executor import InOrder
 from elastic.collectives.hierarchical.part import GroupPart
 from elastic.collectives.hierarchical.plan import Topology
-from elastic.collectives.hierarchical.steps import Halves, Steps
+from elastic.collectives.hierarchical.steps import Halves, Scale, Steps
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import arena
@@ -100,10 +101,10 @@ class HierarchicalCollectives:
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         check(tensor, op)
         flat = tensor.detach().view(-1)
-        return self._order.submit(lambda: self._steps.allreduce(flat, op, scale))
+        return self._order.submit(lambda: self._steps.allreduce(flat, op, Scale(scale, divisor)))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         flat = as_bytes(tensor)

@@ -7,7 +7,7 @@ of an inter-node group. See `plan` for who carries what.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,12 +28,21 @@ _COPIES = plan.AHEAD + 2  # of chunks that are under way at once
 _HALF = (torch.float16, torch.bfloat16)
 
 
+class Scale(NamedTuple):
+    """See `Collectives.allreduce`."""
+
+    scale: float = 1.0
+    divisor: int = 1
+
+
 class Halves(Collectives, Protocol):
     """Ranks of one host that can do an allreduce in two halves. Each owns a share of the tensor, which is flat and lies
     in the arena.
     """
 
-    def reduce_shares(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def reduce_shares(
+        self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
+    ) -> Work:
         """Every rank's own share becomes the reduction."""
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
@@ -59,7 +68,7 @@ class Steps:
 
     # ---- allreduce -------------------------------------------------------------------------------------------------
 
-    def allreduce(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+    def allreduce(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
         if flat.numel() == 0:
             return
         if not self._topology.even:
@@ -69,20 +78,20 @@ class Steps:
         else:
             self._reduce_by_shares(flat, op, scale)
 
-    def _reduce_small(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+    def _reduce_small(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
         """Among hosts, then on every host: two short steps."""
         adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, and may overflow
         wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
         self._wire.run(self._wire.group.allreduce, wide, op)
-        self._host.run(self._host.group.allreduce, wide, op, scale)
+        self._host.run(self._host.group.allreduce, wide, op, *scale)
         if wide is not flat:
             flat.copy_(wide)
 
-    def _reduce_by_shares(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+    def _reduce_by_shares(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
         host, wire, halves = self._host, self._wire, self._halves
         assert wire is not None and halves is not None
-        before, after = _scales(op, scale)
+        before, after = _scales(flat.dtype, op, scale)
         chunk_bytes = SHARE_BYTES * len(self._topology.local_ranks)
         spans = plan.chunks(flat.numel(), flat.element_size(), chunk_bytes)
         pieces = [flat[begin:end] for begin, end in spans]
@@ -103,13 +112,13 @@ class Steps:
                         conclude(number - _COPIES)
                     if shared is not pieces:
                         shared[number].copy_(pieces[number])
-                    reducing[number] = host.begin(halves.reduce_shares, shared[number], op, before)
+                    reducing[number] = host.begin(halves.reduce_shares, shared[number], op, *before)
                 case Turn.CROSS:
                     host.finish(reducing.pop(number))
                     chunk = shared[number]
                     share = chunk[halves.share(chunk.numel(), chunk.dtype)]
                     if share.numel() > 0:
-                        crossing[number] = wire.begin(wire.group.allreduce, share, op, after)
+                        crossing[number] = wire.begin(wire.group.allreduce, share, op, *after)
                 case Turn.SPREAD:
                     if number in crossing:
                         wire.finish(crossing.pop(number))
@@ -117,9 +126,9 @@ class Steps:
         for number in list(spreading):
             conclude(number)
 
-    def _reduce_by_leaders(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+    def _reduce_by_leaders(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
         host, wire = self._host, self._wire
-        before, after = _scales(op, scale)
+        before, after = _scales(flat.dtype, op, scale)
         spans = plan.chunks(flat.numel(), flat.element_size(), LEADER_BYTES)
         pieces = [flat[begin:end] for begin, end in spans]
         reducing: dict[int, Work] = {}
@@ -129,10 +138,10 @@ class Steps:
             piece = pieces[number]
             match turn:
                 case Turn.REDUCE:
-                    reducing[number] = host.begin(host.group.allreduce, piece, op, before)
+                    reducing[number] = host.begin(host.group.allreduce, piece, op, *before)
                 case Turn.CROSS if wire is not None:
                     host.finish(reducing.pop(number))
-                    crossing[number] = wire.begin(wire.group.allreduce, piece, op, after)
+                    crossing[number] = wire.begin(wire.group.allreduce, piece, op, *after)
                 case Turn.SPREAD:
                     if wire is not None:
                         wire.finish(crossing.pop(number))
@@ -261,9 +270,9 @@ def _exchanged(
     return dict(zip(coming, torch.split(output, lengths), strict=True))
 
 
-def _scales(op: Op, scale: float) -> tuple[float, float]:
-    """Before and after the wire: a sum may be scaled at once, which costs nothing there and keeps it small."""
-    return (scale, 1.0) if op is Op.SUM else (1.0, scale)
+def _scales(dtype: torch.dtype, op: Op, scale: Scale) -> tuple[Scale, Scale]:
+    """Before and after the wire: a sum of halves is scaled at once, which keeps it small."""
+    return (scale, Scale()) if op is Op.SUM and dtype in _HALF else (Scale(), scale)
 
 
 def _in_arena(tensor: torch.Tensor) -> bool:

@@ -24,8 +24,8 @@ def may(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in _DTYPES and native_library.load() is not None
 
 
-def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor, scale: float) -> bool:
-    """``into`` becomes ``((sources[0] + sources[1]) + sources[2] + ...) * scale``; it may be one of them.
+def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor, divisor: int) -> bool:
+    """``into`` becomes ``((sources[0] + sources[1]) + sources[2] + ...) / divisor``; it may be one of them.
 
     Tensors of one shape, of a kind that `may` has. Nothing is done, and False returned, where their bytes are not in
     one order, or where torch computes in several threads, which have more memory bandwidth together.
@@ -39,6 +39,6 @@ def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor, scale: float) ->
     pointers = (ctypes.c_void_p * count)(*[each.data_ptr() for each in sources])
     target = (ctypes.c_void_p * 1)(into.data_ptr())
     done: int = library.elastic_reduce(
-        None, _DTYPES[into.dtype], _SUM, target, 1, pointers, count, into.numel(), scale
+        None, _DTYPES[into.dtype], _SUM, target, 1, pointers, count, into.numel(), 1.0, divisor
     )
     return done == 0

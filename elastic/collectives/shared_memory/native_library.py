@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 8  # as in native/abi.cc; changes with every function and struct
+ABI = 9  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -65,13 +65,16 @@ FUNCTIONS = {
     "elastic_kernels_name": (_text, ()),
     "elastic_copy": (None, (_at, _at, _at, _i32)),
     "elastic_file_write": (_i32, (_at, _at, _u64, _at, _at)),
-    "elastic_reduce": (ctypes.c_int, (_text, _i32, _i32, _at, _i32, _at, _i32, _size, _double)),
+    "elastic_reduce": (
+        ctypes.c_int,
+        (_text, _i32, _i32, _at, _i32, _at, _i32, _size, _double, _double),
+    ),
     "elastic_control_bytes": (_size, (_i32,)),
     "elastic_staging_bytes": (_size, ()),
     "elastic_open": (_at, (ctypes.POINTER(NativeOptions),)),
-    "elastic_allreduce": (_u64, (_at, _at, _at, _u64, _i32, _i32, _double)),
-    "elastic_reduce_shares": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
-    "elastic_reduce_tree": (_u64, (_at, _at, _u64, _u64, _i32, _at, _u64, _double)),
+    "elastic_allreduce": (_u64, (_at, _at, _at, _u64, _i32, _i32, _double, _double)),
+    "elastic_reduce_shares": (_u64, (_at, _at, _u64, _i32, _i32, _double, _double)),
+    "elastic_reduce_tree": (_u64, (_at, _at, _u64, _u64, _i32, _at, _u64, _double, _double)),
     "elastic_spread_shares": (_u64, (_at, _at, _u64, _i32)),
     "elastic_share": (None, (_u64, _i32, _i32, _i32, _at, _at)),
     "elastic_broadcast": (_u64, (_at, _at, _u64, _i32)),

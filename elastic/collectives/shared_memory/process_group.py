@@ -93,19 +93,24 @@ class SharedCollectives:
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         check(tensor, op)
-        return self._reduce(tensor, tensor.data_ptr(), tensor, op, scale)
+        return self._reduce(tensor, tensor.data_ptr(), tensor, op, scale, divisor)
 
     def allreduce_into(
-        self, result: torch.Tensor, tensor: torch.Tensor, op: Op, scale: float = 1.0
+        self,
+        result: torch.Tensor,
+        tensor: torch.Tensor,
+        op: Op,
+        scale: float = 1.0,
+        divisor: int = 1,
     ) -> Work:
         """See `ReducesInto`."""
         check(tensor, op)
-        return self._reduce((result, tensor), result.data_ptr(), tensor, op, scale)
+        return self._reduce((result, tensor), result.data_ptr(), tensor, op, scale, divisor)
 
     def _reduce(
-        self, held: object, result: int, tensor: torch.Tensor, op: Op, scale: float
+        self, held: object, result: int, tensor: torch.Tensor, op: Op, scale: float, divisor: int
     ) -> Work:
         return self._submit(
             self._library.elastic_allreduce,
@@ -116,9 +121,12 @@ class SharedCollectives:
             DTYPES[tensor.dtype],
             int(op),
             scale,
+            divisor,
         )
 
-    def reduce_shares(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def reduce_shares(
+        self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
+    ) -> Work:
         """The first half of an allreduce: afterwards this rank's `share` holds the result, the rest is as it was.
 
         ``tensor`` lies in the arena on every rank. Raises ValueError where it doesn't.
@@ -132,6 +140,7 @@ class SharedCollectives:
             DTYPES[tensor.dtype],
             int(op),
             scale,
+            divisor,
         )
 
     def reduce_tree(
@@ -139,12 +148,12 @@ class SharedCollectives:
         places: torch.Tensor,
         elements: int,
         program: Sequence[tuple[int, int] | None],
-        scale: float = 1.0,
+        divisor: int = 1,
     ) -> Work:
         """A sum in an order of its own, of rows of ``places`` of any ranks; the first ``elements`` of a row count.
 
         ``program``, in postfix: ``(rank, row)`` pushes a value, None replaces the two on top by their sum. The result,
-        rounded and then multiplied by ``scale``, replaces row 0 on every rank. ``places`` lies in the arena on every
+        rounded and then divided by ``divisor``, replaces row 0 on every rank. ``places`` lies in the arena on every
         rank, its rows equally far apart; it has as many as this rank needs. Raises ValueError where it doesn't.
         """
         check(places, Op.SUM)
@@ -158,7 +167,8 @@ class SharedCollectives:
             DTYPES[places.dtype],
             (ctypes.c_int32 * len(words))(*words),
             len(words),
-            scale,
+            1.0,
+            divisor,
         )
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:

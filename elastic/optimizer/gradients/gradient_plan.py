@@ -115,11 +115,13 @@ class GradientPlan:
             sparse.append(
                 plan_agreement.Sparse(number, tuple(parameter.shape), dims, dtype, device)
             )
+        scales = self._options.scales(size, inside=True, wire=torch.float32)
         return plan_agreement.StepPlan(
             digest,
             self.trained,
             int(self._options.wire_op),
-            self._options.scales(size, inside=True).reducing,
+            scales.reducing,
+            scales.reducing_over,
             self.order,
             tuple(bucket.wire() for bucket in self.buckets),
             tuple(sparse),
@@ -193,14 +195,14 @@ class GradientPlan:
 
     # ---- gradients that are sparse ---------------------------------------------------------------------------------
 
-    def reduce_sparse(self, group_of: Callable[[torch.device], Collectives], scale: float) -> None:
-        """Make those the sum over all ranks, times ``scale``. Raises CollectiveFailed."""
+    def reduce_sparse(self, group_of: Callable[[torch.device], Collectives], divisor: int) -> None:
+        """Make those the sum over all ranks, divided by ``divisor``. Raises CollectiveFailed."""
         by_device: dict[torch.device, list[int]] = {}
         for number in sorted(self.sparse):
             by_device.setdefault(self.slots[number].parameter.device, []).append(number)
         for device, numbers in by_device.items():
             gradients = [self._sparse_gradient(number) for number in numbers]
-            totals = sparse_gradients.total(group_of(device), gradients, scale)
+            totals = sparse_gradients.total(group_of(device), gradients, divisor=divisor)
             for number, gradient in zip(numbers, totals, strict=True):
                 self.slots[number].parameter.grad = gradient
 

@@ -428,8 +428,8 @@ class GradientReducer:
         changed: tuple[GradientBucket, int] | None = None
         malloc_tuning.of_process().filled()
         if plan.sparse:
-            scale = 1.0 / self._size if self._options.op is Op.AVERAGE else 1.0
-            plan.reduce_sparse(lambda device: self._group(world, device), scale)
+            divisor = self._size if self._options.op is Op.AVERAGE else 1
+            plan.reduce_sparse(lambda device: self._group(world, device), divisor)
         for number, bucket in enumerate(plan.buckets):
             if timeline.on:
                 began_ns = timeline.now_ns()
@@ -496,7 +496,8 @@ class GradientReducer:
         self._number, self._version = agreed, agreed.version
         for bucket in self._plan.buckets:
             inside = self._group(world, bucket.device).scales_inside
-            bucket.scales = self._options.scales(self._size, inside)
+            wire = getattr(torch, bucket.wire().dtype)
+            bucket.scales = self._options.scales(self._size, inside, wire)
         self._agreed = world.generation
         self._usual = 0  # the same on all ranks
         return last

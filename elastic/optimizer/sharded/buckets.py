@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Work
 from elastic.collectives.shared_memory import arena, host_copy, host_sum
 from elastic.errors import Invalid
@@ -50,7 +51,7 @@ class ShardBucket:
         self._merge = tree.Merge(0, 0, 0)
         self._completes = False
         self._last = False
-        self._scale = 1.0
+        self._divisor = 1
         self._adds = host_sum.may(dtype, self.device)
         # What parameters have as gradients after the last shard.
         self._given: list[torch.Tensor] = []
@@ -111,14 +112,14 @@ class ShardBucket:
             held.clear()
 
     def shard_begins(
-        self, merge: tree.Merge, completes: bool, last: bool, scale: float = 1.0
+        self, merge: tree.Merge, completes: bool, last: bool, divisor: int = 1
     ) -> None:
-        """``completes``: with it a partial is complete, which is multiplied by ``scale``. ``last``: of this rank's
+        """``completes``: with it a partial is complete, which is divided by ``divisor``. ``last``: of this rank's
         shards.
         """
         self.missing = len(self.parameters)
         self._merge, self._completes, self._last = merge, completes, last
-        self._scale = scale if completes else 1.0
+        self._divisor = divisor if completes else 1
         self._waiting.clear()
 
     def take(self, position: int) -> None:
@@ -172,7 +173,7 @@ class ShardBucket:
             return False
         (value,), (stack,) = values, held
         into = stack[-merges] if views is None else views[0]
-        if not host_sum.add_up([value, *stack[: -merges - 1 : -1]], into, self._scale):
+        if not host_sum.add_up([value, *stack[: -merges - 1 : -1]], into, self._divisor):
             return False
         del stack[-merges:]
         if views is None:
@@ -189,7 +190,7 @@ class ShardBucket:
     def _write(
         self, positions: list[int], value: list[torch.Tensor], views: list[torch.Tensor]
     ) -> None:
-        """A partial, to its place, times what it is to be scaled by."""
+        """A partial, to its place, divided by what it is to be."""
         copy = None
         if len(positions) == 1 and host_copy.bytewise(value[0], views[0]):
             copy = self._copies[self._merge.place - self._merge.merges].get(positions[0])
@@ -199,22 +200,20 @@ class ShardBucket:
             copy.run(value, [value[0].data_ptr()])
         else:
             torch._foreach_copy_(views, value)
-        if self._scale != 1.0:
-            for view in views:  # torch._foreach_mul_ would round the factor to half precision first
-                view.mul_(self._scale)
+        for view in views:  # torch._foreach_div_ would round the divisor to half precision first
+            rescale_(view, 1.0, self._divisor)
 
     def values(self, position: int) -> list[torch.Tensor]:
         """Of a parameter, the partials that there is room for."""
         return [views[position] for views in self._views]
 
-    def give(self, scale: float) -> None:
+    def give(self, divisor: int) -> None:
         """The sum is there: the parameters' gradients are views of it, also on a spare. One that was compressed is
-        multiplied by ``scale`` now; others have been.
+        divided by ``divisor`` now; others have been.
         """
         if self.compressed:
             self._result.copy_(self.flat[0][: self.elements])
-            if scale != 1.0:
-                self._result.mul_(scale)
+            rescale_(self._result, 1.0, divisor)
         for parameter, given in zip(self.parameters, self._given, strict=True):
             if parameter.grad is not given:
                 parameter.grad = given

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Work
 from elastic.exact.tree import Program
 
@@ -20,9 +21,9 @@ PIECE = 16  # elements: pieces are multiples of this
 
 
 def evaluate(
-    program: Program, values: Sequence[Sequence[torch.Tensor]], scale: float
+    program: Program, values: Sequence[Sequence[torch.Tensor]], divisor: int
 ) -> torch.Tensor:
-    """The root times ``scale``. ``values``: by rank and place; they are spoiled."""
+    """The root divided by ``divisor``. ``values``: by rank and place; they are spoiled."""
     stack: list[torch.Tensor] = []
     for each in program:
         if each is None:
@@ -31,7 +32,7 @@ def evaluate(
         else:
             stack.append(values[each.rank][each.place])
     (root,) = stack
-    return root if scale == 1.0 else root.mul_(scale)
+    return rescale_(root, 1.0, divisor)
 
 
 class PartialsExchange:
@@ -48,9 +49,9 @@ class PartialsExchange:
         elements: int,
         program: Program,
         counts: Sequence[int],
-        scale: float,
+        divisor: int,
     ) -> None:
-        self._group, self._program, self._scale = group, program, scale
+        self._group, self._program, self._divisor = group, program, divisor
         self._target = places[0]
         size = group.size
         self._length = math.ceil(elements / size / PIECE) * PIECE
@@ -72,7 +73,7 @@ class PartialsExchange:
         yield group.alltoall(self._received, self._sent, received, sent)
         parts = iter(self._received.split(mine) if mine else ())
         values = [[next(parts, self._received) for _ in range(count)] for count in self._counts]
-        result = evaluate(self._program, values, self._scale)
+        result = evaluate(self._program, values, self._divisor)
         piece = result
         if mine < self._length:
             piece = self._target.new_zeros(self._length)

@@ -59,7 +59,7 @@ class ShardReducer:
     ) -> None:
         self._parameters = OptimizerParameters(optimizer, names)
         self.shards = shards
-        self._scale = 1.0 / shards.count if op is Op.AVERAGE else 1.0
+        self._divisor = shards.count if op is Op.AVERAGE else 1
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
@@ -178,12 +178,12 @@ class ShardReducer:
         for slot in self._plan.slots.values():
             slot.passes_left = self._passes
         for bucket in self._plan.buckets:
-            bucket.shard_begins(merge, complete, last, self._scale_of_root(bucket))
+            bucket.shard_begins(merge, complete, last, self._divisor_of_root(bucket))
 
-    def _scale_of_root(self, bucket: ShardBucket) -> float:
-        """By which the partial is multiplied where it is made: on the only rank of a world it is the root."""
+    def _divisor_of_root(self, bucket: ShardBucket) -> int:
+        """By which the partial is divided where it is made: on the only rank of a world it is the root."""
         alone = self._step is not None and len(self._step.held) == 1
-        return self._scale if alone and self.shards.exact and not bucket.compressed else 1.0
+        return self._divisor if alone and self.shards.exact and not bucket.compressed else 1
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -268,7 +268,7 @@ class ShardReducer:
                     assert bucket.work is not None
                     bucket.work.wait()
                     bucket.work = None
-                    bucket.give(self._scale)
+                    bucket.give(self._divisor)
             malloc_tuning.of_process().filled()
         self._shard = None
 
@@ -317,17 +317,17 @@ class ShardReducer:
         assert step is not None
         group = world.group(PURPOSE, bucket.device)
         target = bucket.flat[0]
-        scale = 1.0 if bucket.compressed else self._scale
+        divisor = 1 if bucket.compressed else self._divisor
         if not self.shards.exact:
             if not step.merges:
                 target.zero_()
-            return group.allreduce(target, Op.SUM, scale)
+            return group.allreduce(target, Op.SUM, divisor=divisor)
         if len(step.held) == 1:
-            return group.barrier()  # the root is there; see `_scale_of_root`
+            return group.barrier()  # the root is there; see `_divisor_of_root`
         if self._in_memory and isinstance(group, SharedCollectives):
-            return group.reduce_tree(bucket.places, bucket.elements, self._program, scale)
+            return group.reduce_tree(bucket.places, bucket.elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]
-        return PartialsExchange(group, bucket.flat, bucket.elements, self._program, counts, scale)
+        return PartialsExchange(group, bucket.flat, bucket.elements, self._program, counts, divisor)
 
     def _agree(self, world: Context) -> None:
         """Compare plans, and where they lie. Collective. Raises StateMismatch."""
@@ -350,7 +350,7 @@ class ShardReducer:
 
     def _lines(self) -> list[str]:
         names = {id(each): self._parameters.name(each) for each in self._parameters.all()}
-        return [*self.shards.layout, f"scale {self._scale}", *self._plan.lines(names)]
+        return [*self.shards.layout, f"divisor {self._divisor}", *self._plan.lines(names)]
 
     def _of_all(self, group: Collectives, *own: int) -> list[list[int]]:
         """These numbers of every rank."""

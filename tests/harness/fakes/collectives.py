@@ -65,10 +65,10 @@ class FakeCollectives:
         self._shared = shared
         self._calls = 0
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         dtypes_and_ops.check(tensor, op)
-        kind = f"allreduce {op.name} {tensor.numel()} {tensor.dtype} times {scale}"
-        return self._join(kind, tensor, op, scale)
+        kind = f"allreduce {op.name} {tensor.numel()} {tensor.dtype} times {scale} over {divisor}"
+        return self._join(kind, tensor, op, scale, divisor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return self._join(f"broadcast {root} {tensor.numel()} {tensor.dtype}", tensor, root)
@@ -144,12 +144,12 @@ def _compute(joined: _Round) -> None:
         case "allreduce":
             total = calls[0][0].clone()
             carried, then = dtypes_and_ops.carried(total, *calls[0][1:])
-            for tensor, op, _ in calls[1:]:
+            for tensor, op, *_ in calls[1:]:
                 other, _ = dtypes_and_ops.carried(tensor.view_as(total), op)
                 carried.copy_(_FOLD[op](carried, other))
             if then is not None:
                 then()
-            for tensor, _, _ in calls:
+            for tensor, *_ in calls:
                 tensor.copy_(total.view_as(tensor))
         case "broadcast":
             source = calls[calls[0][1]][0].clone()

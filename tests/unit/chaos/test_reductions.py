@@ -32,7 +32,9 @@ FREEZE = replace(PEACE, fault=ReductionFault.FREEZE, victim=1)
 
 
 def call(kind: Kind = Kind.REDUCE, **others) -> Call:
-    made = Call(kind, "float32", "SUM", elements=6, scale=1.0, root=1, at=5, inside=(True,) * 3)
+    made = Call(
+        kind, "float32", "SUM", elements=6, scale=1.0, divisor=1, root=1, at=5, inside=(True,) * 3
+    )
     return replace(made, **others)
 
 
@@ -84,10 +86,10 @@ def test_a_reduction_is_close_to_that_in_double_precision(numbers, dtype, op):
     assert not torch.equal(inputs[0], inputs[1])
     assert result.dtype == inputs[0].dtype
     if dtype.startswith("int") or dtype == "uint8":
-        wide = reduced([each.long() for each in inputs], Op[op], 1.0)
+        wide = reduced([each.long() for each in inputs], Op[op], 1.0, 1)
         assert torch.equal(result, wide.to(result.dtype))  # it wraps around, and is never scaled
     else:
-        exact = reduced([each.double() for each in inputs], Op[op], 0.5)
+        exact = reduced([each.double() for each in inputs], Op[op], 0.5, 1)
         error = 4 * torch.finfo(result.dtype).eps
         assert torch.allclose(result.double(), exact, rtol=error, atol=4 * error)
 

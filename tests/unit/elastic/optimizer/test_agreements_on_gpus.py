@@ -16,7 +16,7 @@ def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
     gpu = torch.device("cuda", 1)
     assert joined_rank.channel_device(known, gpu) == gpu  # the first goes where its gradients will
     wire = plan_agreement.BucketSpec(4, "float32", "cuda")
-    layout = plan_agreement.StepPlan(1, (0,), 1, 1.0, (0,), (wire,), ())
+    layout = plan_agreement.StepPlan(1, (0,), 1, 1.0, 1, (0,), (wire,), ())
     known.record(0, layout, None)
     assert joined_rank.channel_device(known, gpu) == torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeyp
     known.record(
         0,
         plan_agreement.StepPlan(
-            1, (0,), 1, 1.0, (0,), (plan_agreement.BucketSpec(4, "float32", "cuda"),), ()
+            1, (0,), 1, 1.0, 1, (0,), (plan_agreement.BucketSpec(4, "float32", "cuda"),), ()
         ),
         None,
     )

@@ -92,10 +92,10 @@ def test_a_group_that_scales_inside_saves_every_other_pass(world):
     optimizer = sgd(model := net(3, 2), lr=0.0)
     train_once(model, optimizer)
     (bucket,) = optimizer._reducer._plan.buckets
-    assert bucket.scales == Scales(filling=1.0, reducing=0.25, finishing=1.0)
+    assert bucket.scales == Scales(reducing_over=4)
     world.become(2)
     train_once(model, optimizer)
-    assert bucket.scales == Scales(filling=0.5, reducing=1.0, finishing=1.0)
+    assert bucket.scales == Scales(finishing_over=2)
 
 
 def test_halves_are_made_small_before_they_are_added_up_where_nobody_scales_inside(world):
@@ -148,7 +148,7 @@ def test_what_travels_lies_where_the_host_s_other_ranks_reach_it(monkeypatch):
 def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
     parameter: Any = torch.nn.Parameter(torch.zeros(20_000))
     bucket = FlatBucket([parameter], [0], 20_000, torch.float32)
-    bucket.scales = Scales(reducing=0.25)
+    bucket.scales = Scales(reducing_over=4)
     group: Any = Twins(4, scales_inside=True)
     parameter.grad = torch.ones(20_000)
     bucket.fill(0, watch=False)

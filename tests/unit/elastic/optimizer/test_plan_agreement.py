@@ -34,7 +34,9 @@ class Optimizer:
 
 
 def layout(digest: int) -> StepPlan:
-    return StepPlan(digest, (1,), int(Op.SUM), 0.5, (0,), (BucketSpec(17, "float32", "cpu"),), ())
+    return StepPlan(
+        digest, (1,), int(Op.SUM), 0.5, 1, (0,), (BucketSpec(17, "float32", "cpu"),), ()
+    )
 
 
 def reduced(*proposals: list[int]) -> plan_agreement.PlanVerdict:
@@ -135,7 +137,8 @@ def test_a_layout_survives_the_wire():
         1 << 61,
         (1, 0, 1),
         int(Op.SUM),
-        1 / 3,
+        1.0,
+        3,
         (2, 0, 1),
         (BucketSpec(3, "bfloat16", "cuda"), BucketSpec(1, "float32", "cpu")),
         (Sparse(4, (50, 8), 1, "float32", "cpu"),),

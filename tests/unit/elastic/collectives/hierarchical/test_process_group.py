@@ -53,21 +53,24 @@ class FakeHost(FakeCollectives):
 
     scales_inside = True
 
-    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         if tensor.dtype not in (torch.float16, torch.bfloat16):
-            return super().allreduce(tensor, op, scale)
+            return super().allreduce(tensor, op, scale, divisor)
         wide = tensor.float()
-        return Afterwards(super().allreduce(wide, op, scale), lambda: tensor.copy_(wide))
+        return Afterwards(super().allreduce(wide, op, scale, divisor), lambda: tensor.copy_(wide))
 
     def share(self, elements: int, dtype: torch.dtype, rank: int | None = None) -> slice:
         owner = self.rank if rank is None else rank
         return slice(elements * owner // self.size, elements * (owner + 1) // self.size)
 
-    def reduce_shares(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+    def reduce_shares(
+        self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
+    ) -> Work:
         assert shareable(tensor)
         total = tensor.clone()
         own = self.share(tensor.numel(), tensor.dtype)
-        return Afterwards(self.allreduce(total, op, scale), lambda: tensor[own].copy_(total[own]))
+        work = self.allreduce(total, op, scale, divisor)
+        return Afterwards(work, lambda: tensor[own].copy_(total[own]))
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
         assert shareable(tensor)

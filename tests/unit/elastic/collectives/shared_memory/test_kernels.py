@@ -51,7 +51,7 @@ def call(kind: str | None, dtype: int, op: int, to: Sequence[int], of: Sequence[
 
 
 def runs(kind: str) -> bool:
-    return LIBRARY is not None and call(kind, DType.UINT8, Op.SUM, [0], [0], 0, 1.0) == 0
+    return LIBRARY is not None and call(kind, DType.UINT8, Op.SUM, [0], [0], 0, 1.0, 1.0) == 0
 
 
 KINDS = [kind for kind in ("baseline", "neon", "avx2", "avx512") if runs(kind)]
@@ -91,14 +91,22 @@ def rounded(values: Bits, dtype: DType) -> Bits:
     return bits
 
 
-def expected(dtype: DType, op: Op, sources: list[Bits], scale: float) -> Bits:
+Scale = tuple[float, float]  # a factor and a divisor
+
+
+def expected(dtype: DType, op: Op, sources: list[Bits], scale: Scale) -> Bits:
     with np.errstate(all="ignore"):
         if dtype in HALVES:
             total = functools.reduce(FOLD[op], [widened(each, dtype) for each in sources])
-            return rounded(total * np.float32(scale), dtype)
+            return rounded(rescaled(total, scale), dtype)
         total = functools.reduce(FOLD[op], sources)
-        scaled: Bits = total * FLOATS[dtype](scale) if dtype in FLOATS else total
-        return scaled
+        return rescaled(total, scale) if dtype in FLOATS else total
+
+
+def rescaled(values: Bits, scale: Scale) -> Bits:
+    factor, divisor = (values.dtype.type(each) for each in scale)
+    result: Bits = values * factor / divisor
+    return result
 
 
 def same(found: Bits, wanted: Bits, dtype: DType) -> bool:
@@ -151,7 +159,7 @@ def check(kind, dtype, op, count, n_sources, scale, overwritten, added, seed=0):
     more = [Place(np.zeros(count, STORED[dtype]), shift=5) for _ in range(added)]
     destinations = [sources[rank] for rank in overwritten] + more
     to, of = [each.address for each in destinations], [each.address for each in sources]
-    assert call(kind, dtype, op, to, of, count, scale) == 0
+    assert call(kind, dtype, op, to, of, count, *scale) == 0
     wanted = expected(dtype, op, inputs, scale)
     for place in destinations:
         assert same(place.content, wanted, dtype)
@@ -170,9 +178,10 @@ def into(n_sources: int) -> tuple[list[int], int]:
 def test_every_length_and_number_of_sources_gives_the_bits_of_the_reference(kind):
     for dtype, op, n_sources in itertools.product(DType, sorted(OPS), (1, 2, 3, 4, 5, 8)):
         for count in SIZES:
-            check(kind, dtype, op, count, n_sources, 1.0, *into(n_sources), seed=count)
+            check(kind, dtype, op, count, n_sources, (1.0, 1.0), *into(n_sources), seed=count)
         for count in (1, 9, 65, 1000):  # scaled once, and integers not at all
-            check(kind, dtype, op, count, n_sources, 1 / 3, *into(n_sources), seed=count)
+            for scale in ((1 / 3, 1.0), (1.0, 3.0)):
+                check(kind, dtype, op, count, n_sources, scale, *into(n_sources), seed=count)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +196,10 @@ def test_any_destinations_in_any_order(kind, data):
         data.draw(st.sampled_from(sorted(OPS))),
         data.draw(st.integers(0, 300)),
         n_sources,
-        data.draw(st.sampled_from([1.0, 0.5, 1 / 3, -7.0])),
+        (
+            data.draw(st.sampled_from([1.0, 0.5, 1 / 3, -7.0])),
+            data.draw(st.sampled_from([1.0, 2.0, 3.0, 64.0])),
+        ),
         overwritten,
         data.draw(st.integers(0, 3)),
         seed=data.draw(st.integers(0, 1000)),
@@ -198,25 +210,26 @@ def test_any_destinations_in_any_order(kind, data):
 @pytest.mark.parametrize("dtype", list(HALVES))
 def test_every_half_is_read_and_rounded_as_torch_does(kind, dtype):
     every = np.arange(65536, dtype=np.uint16)
-    for scale in (1.0, 1 / 3, 2.0**-9, 2.0**-20, 3.0, 65536.0):
+    factors = [(factor, 1.0) for factor in (1.0, 1 / 3, 2.0**-9, 2.0**-20, 3.0, 65536.0)]
+    for scale in (*factors, (1.0, 3.0), (1.0, 7.0), (1.0, 1024.0)):
         result = np.zeros_like(every)
         to, of = [result.ctypes.data], [every.ctypes.data]
-        assert call(kind, dtype, Op.SUM, to, of, 65536, scale) == 0
+        assert call(kind, dtype, Op.SUM, to, of, 65536, *scale) == 0
         wanted = expected(dtype, Op.SUM, [every], scale)
         assert same(result, wanted, dtype)
-        if scale == 1.0:
+        if scale == (1.0, 1.0):
             nan = np.isnan(widened(every, dtype))
             assert np.array_equal(result[~nan], every[~nan])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale", [1.0, 1 / 8])
-def test_a_sum_of_float16_may_exceed_them_before_it_is_scaled(kind, scale):
+@pytest.mark.parametrize("divisor", [1.0, 8.0])
+def test_a_sum_of_float16_may_exceed_them_before_it_is_divided(kind, divisor):
     sources = [np.full(40, 60_000, np.float16) for _ in range(8)]
     addresses = [each.ctypes.data for each in sources]
-    assert call(kind, DType.FLOAT16, Op.SUM, addresses, addresses, 40, scale) == 0
+    assert call(kind, DType.FLOAT16, Op.SUM, addresses, addresses, 40, 1.0, divisor) == 0
     for each in sources:
-        assert (each == (np.inf if scale == 1.0 else 60_000)).all()
+        assert (each == (np.inf if divisor == 1.0 else 60_000)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,7 +244,7 @@ def test_one_nan_anywhere_is_the_result(kind, dtype, op):
         else:
             sources = [each.astype(STORED[dtype]) for each in values]
         addresses = [each.ctypes.data for each in sources]
-        assert call(kind, dtype, op, addresses, addresses, 37, 1.0) == 0
+        assert call(kind, dtype, op, addresses, addresses, 37, 1.0, 1.0) == 0
         for each in sources:
             assert np.isnan(widened(each, dtype) if dtype in HALVES else each).all()
 
@@ -242,9 +255,11 @@ def test_a_megabyte_that_is_added_up_elsewhere_has_the_same_bits(kind):
     """It is written past the caches, from the first register on that begins at a multiple of its width."""
     for dtype in (DType.FLOAT32, DType.FLOAT64, DType.INT16, DType.BFLOAT16):
         megabyte = (1 << 20) // np.dtype(STORED[dtype]).itemsize
-        for n_sources, more, scale in itertools.product((1, 2, 3, 5), (0, 21), (1.0, 1 / 3)):
+        for n_sources, more, scale in itertools.product(
+            (1, 2, 3, 5), (0, 21), ((1.0, 1.0), (1.0, 3.0))
+        ):
             check(kind, dtype, Op.SUM, megabyte + more, n_sources, scale, [], 1, seed=more)
-        check(kind, dtype, Op.SUM, megabyte, 2, 1.0, [1], 0)
+        check(kind, dtype, Op.SUM, megabyte, 2, (1.0, 1.0), [1], 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,7 +270,7 @@ def test_as_many_ranks_as_a_group_may_have(kind):
         Op.SUM,
         77,
         native_library.MAX_RANKS,
-        0.25,
+        (1.0, 3.0),
         range(native_library.MAX_RANKS),
         0,
     )
@@ -263,10 +278,12 @@ def test_as_many_ranks_as_a_group_may_have(kind):
 
 def test_what_is_no_dtype_no_operation_and_no_set_is_refused():
     for dtype, op in [(-1, Op.SUM), (9, Op.SUM), (DType.INT8, Op.AVERAGE), (DType.INT8, 6)]:
-        assert call(None, dtype, op, [0], [0], 1, 1.0) == -1
-    assert call(None, DType.INT8, Op.SUM, [0], [], 1, 1.0) == -1
-    assert call(None, DType.INT8, Op.SUM, [0], [0] * (native_library.MAX_RANKS + 1), 1, 1.0) == -1
-    assert call("abacus", DType.INT8, Op.SUM, [0], [0], 0, 1.0) == -2
+        assert call(None, dtype, op, [0], [0], 1, 1.0, 1.0) == -1
+    assert call(None, DType.INT8, Op.SUM, [0], [], 1, 1.0, 1.0) == -1
+    assert (
+        call(None, DType.INT8, Op.SUM, [0], [0] * (native_library.MAX_RANKS + 1), 1, 1.0, 1.0) == -1
+    )
+    assert call("abacus", DType.INT8, Op.SUM, [0], [0], 0, 1.0, 1.0) == -2
 
 
 @pytest.mark.slow
