@@ -40,7 +40,7 @@ _MODULES = {
     "elastic.monitoring.reporting": "report Report",
     "elastic.monitoring.goodput": "goodput Goodput",
     "elastic.errors": (
-        "ElasticError Interrupted JobFailed NotInitialized PeerLost RequestRefused StaleValueWarning"
+        "ElasticError Interrupted JobFailed NotElastic NotInitialized PeerLost RequestRefused StaleValueWarning"
         " StateMismatch TensorMismatch WorldChanging"
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 # For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
@@ -137,6 +138,30 @@ class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
     Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is never recovered: the
     same lines would ask for the same again.
     """
+
+
+class Fixed(enum.Enum):
+    """What keeps its layout for one world, and so can't follow an elastic job's; see `NotElastic`."""
+
+    PROCESS_GROUP = "process group of some ranks"
+    PARAMETERS = "sharded parameters"
+    MODULE = "fully sharded module"
+    OPTIMIZER = "sharded optimizer"
+
+
+class NotElastic(Invalid, NotImplementedError):
+    """A script has something that can't follow a change of the world. ``kind``: what that is.
+
+    Raised before it trains, or before the next update after a change. It ends the worker: the same script would have
+    the same again.
+    """
+
+    def __init__(self, message: str, kind: Fixed) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[NotElastic], tuple[str, Fixed]]:
+        return type(self), (str(self), self.kind)
 
 
 class UnsupportedType(Invalid, TypeError):

@@ -275,9 +275,10 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     if rt.session.recovery.newcomer:
         step_input = rt.session.recovery.step_input
         newcomer.prepare(state, native=rt.env.native, step_input=step_input)
+    joined = rt.provisional
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
-    following_group.follow(rt.place.size)
+    following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)

@@ -17,10 +17,11 @@ from torch import distributed
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import CollectiveFailed, Invalid
+from elastic.errors import CollectiveFailed, Fixed, Invalid, NotElastic
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
 from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.group_names import names
 from elastic.torch_backend.mirror import MirrorCollectives
 from elastic.torch_backend.point_to_point import AT_ONCE, Messages
 from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
@@ -56,6 +57,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._together: list[ElasticWork] | None = None
         self._count = 0
         self._of = place.size
+        self._born = names.generation  # under elastic.run; 0 before it
         if rt.elastic:
             self.messages.expect(rt)
         elif 1 < len(members) <= AT_ONCE:
@@ -127,7 +129,9 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return lifecycle.current().guard(name)
 
     def fits(self, size: int) -> bool:
-        """Whether it has a meaning in a world of this size."""
+        """Whether it has a meaning in the present world, of this size."""
+        if self._born != names.generation and self._born:
+            return False
         return self.ranks is None or size == self._of
 
     def generation(self) -> int:
@@ -187,10 +191,11 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if known is not None and known[0] == generation and not rt.broken:
             return known[1]
         if not self.fits(rt.place.size):
-            raise Invalid(
-                f"a process group was made of ranks {list(self.ranks or ())} of {self._of} workers, and there are"
-                f" {rt.place.size} now: make it anew with new_group() at the beginning of the function under"
-                " elastic.run, or of all ranks"
+            raise NotElastic(
+                f"a process group of ranks {list(self.ranks or range(self._of))} was made in an earlier world, of"
+                f" {self._of} workers: make it anew with new_group() at the beginning of the function under"
+                " elastic.run",
+                Fixed.PROCESS_GROUP,
             )
         if rt.provisional:
             return MirrorCollectives(self.getRank(), self.getSize())
@@ -199,16 +204,32 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return group
 
 
-def follow(size: int) -> None:
-    """A world of this size has come: what torch.distributed keeps of the ranks of groups that are all of it."""
+def follow(rt: Runtime, *, first: bool) -> None:
+    """A world has come: brings what torch.distributed keeps of its groups up to it. ``first``: this worker enters
+    elastic.run with all others, in the world in which it has made its groups.
+
+    Those that were made under elastic.run in an earlier world are gone. Raises NotElastic, on every rank, where some
+    of the ranks had a group before elastic.run, of which a rank that has moved knows nothing.
+    """
+    size = rt.place.size
+    names.enter(rt.generation)
+    if names.before and not first:
+        raise NotElastic(
+            f"a process group of ranks {list(names.before[0])} was made before elastic.run, and the world has changed:"
+            " ranks have moved, and such a group cannot follow them; make it with new_group() or init_device_mesh() at"
+            " the beginning of the function under elastic.run, which every world calls anew",
+            Fixed.PROCESS_GROUP,
+        )
     known: Any = torchs_groups
     for group in list(known.pg_map):
         if not isinstance(group, FollowingGroup):
             continue
+        if not group.fits(size):
+            distributed.destroy_process_group(group)
+            continue
         if group.ranks is None:
             known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-        if group.fits(size):
-            group.messages.expect(lifecycle.current())
+        group.messages.expect(rt)
 
 
 # Names by which torch's own code calls the same.

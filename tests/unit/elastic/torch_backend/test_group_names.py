@@ -1,0 +1,65 @@
+"""Names of process groups that a worker and one that has just joined agree on."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from elastic.runtime import lifecycle
+from elastic.torch_backend import group_names
+from elastic.torch_backend.group_names import GroupNames
+
+
+def test_a_newcomer_gives_the_names_that_the_others_give():
+    survivor, newcomer = GroupNames(), GroupNames()
+    survivor.enter(2)
+    earlier = [survivor.next(), survivor.next(), survivor.next("of some")]
+    for each in (survivor, newcomer):
+        each.enter(3)
+    now = [[each.next(), each.next("of some"), each.next()] for each in (survivor, newcomer)]
+    assert now[0] == now[1]
+    assert len({*earlier, *now[0]}) == 6
+
+
+def test_groups_that_only_members_make_do_not_move_the_numbers_of_others():
+    member, other = GroupNames(), GroupNames()
+    for each in (member, other):
+        each.enter(1)
+    assert member.next("pair") != member.next("pair")
+    assert member.next() == other.next()
+
+
+@pytest.fixture
+def names(monkeypatch):
+    found = GroupNames()
+    monkeypatch.setattr(group_names, "names", found)
+    monkeypatch.setattr(group_names, "_theirs", lambda ranks, use_hashed_name: "torch's own")
+    return found
+
+
+def in_a_job(monkeypatch, elastic: bool) -> None:
+    place = types.SimpleNamespace(size=4)
+    rt = types.SimpleNamespace(elastic=elastic, place=place)
+    monkeypatch.setattr(lifecycle, "active", lambda: rt)
+
+
+def test_torch_names_what_is_made_before_elastic_run_and_in_jobs_of_a_fixed_size(
+    monkeypatch, names
+):
+    in_a_job(monkeypatch, elastic=True)
+    for ranks in ([], [0, 1, 2, 3], [0, 1]):
+        assert group_names.name(ranks, False) == "torch's own"
+    assert names.before == [(0, 1)]
+    names.enter(2)
+    assert group_names.name([0, 1], False) != "torch's own"
+    in_a_job(monkeypatch, elastic=False)
+    assert group_names.name([0, 1], True) == "torch's own"
+    assert names.before == [(0, 1)]
+
+
+def test_ranks_tell_groups_of_members_alone_from_each_other(monkeypatch, names):
+    in_a_job(monkeypatch, elastic=True)
+    names.enter(2)
+    found = [group_names.name(ranks, True) for ranks in ([0, 1], [2, 3], [0, 1])]
+    assert len(set(found)) == 3
