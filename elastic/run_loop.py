@@ -51,7 +51,7 @@ from elastic.script_checks.observer import ScriptObserver, observing
 from elastic.state import bit_flips, exchange, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
-from elastic.torch_backend import following_group
+from elastic.torch_backend import following_group, sharding_guard
 
 Value = TypeVar("Value")
 AGAIN = (
@@ -153,6 +153,8 @@ def _train(
     kwargs: Any,
     observer: ScriptObserver | None,
 ) -> Value:
+    if rt.elastic:
+        sharding_guard.begin()
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
     departure = Departure(rt.session)

@@ -7,7 +7,6 @@ buckets again and agree on their order after the first step, as when a job start
 
 from __future__ import annotations
 
-import sys
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.errors import Invalid
 from elastic.state.handlers.model_state import ModelStateHandler
 
 _torch: Any = distributed  # its stubs lack what DDP itself calls
@@ -98,13 +96,3 @@ def _forget(state: Any) -> None:
         for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             kept.clear()
         state.rng = type(state.rng)(0)
-
-
-def refuse_sharded(value: object) -> None:
-    """Raises Invalid for a ``ZeroRedundancyOptimizer``."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is not None and isinstance(value, module.ZeroRedundancyOptimizer):
-        raise Invalid(
-            "ZeroRedundancyOptimizer keeps a different part of the optimizer's state on each rank, and with a lost rank"
-            " its part would be lost: give the state a plain optimizer, such as the one that it was made of"
-        )

@@ -13,12 +13,12 @@ from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
+from elastic.state import sharding
 from elastic.state.handlers.data_parallel import (
     DataParallelHandler,
     HolderHandler,
     as_written,
     held_in,
-    refuse_sharded,
 )
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
@@ -61,7 +61,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
     """A handler that has saved ``value``, or None if it is a Python value like any other."""
-    refuse_sharded(value)
+    sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
             if handler is ModelStateHandler and held_in(value):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.errors import Invalid
+from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.state import TorchState
 from elastic.state.handlers.data_parallel import rebuild_reducer
@@ -119,5 +119,6 @@ def test_an_optimizer_whose_state_is_spread_over_the_ranks_is_refused():
 
     model = torch.nn.Linear(2, 1)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(Invalid, match="give the state a plain optimizer"):
+    with pytest.raises(NotElastic) as refused:
         TorchState(model=model, optimizer=optimizer)
+    assert refused.value.kind is Fixed.OPTIMIZER

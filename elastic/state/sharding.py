@@ -1,0 +1,91 @@
+"""What is split among the ranks of one world, and so can't be committed, nor follow a world that changes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from elastic.errors import Fixed, NotElastic
+
+_ADVICE = (
+    "use DistributedDataParallel or elastic.DistributedOptimizer with a plain optimizer, or, in a job of a fixed size"
+    " (without --min-np), leave it out of the state and save it with torch.distributed.checkpoint"
+)
+_WHY = {
+    Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
+    Fixed.PARAMETERS: "has DTensor parameters: each rank has a part of them, and a lost rank's would be lost",
+    Fixed.OPTIMIZER: "is a ZeroRedundancyOptimizer: each rank has a part of its state, and a lost rank's would be lost",
+}
+
+
+def of_module(module: torch.nn.Module) -> Fixed | None:
+    """How a module is sharded, if it is."""
+    fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+    if fully and any(isinstance(each, fully) for each in module.modules()):
+        return Fixed.MODULE
+    return of_parameters(module.parameters())
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
+    """How an optimizer, or what it trains, is sharded, if it is."""
+    zero = _classes("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+    if zero and isinstance(optimizer, zero):
+        return Fixed.OPTIMIZER
+    return of_parameters(each for group in optimizer.param_groups for each in group["params"])
+
+
+def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
+    """How parameters are sharded, if one of them is."""
+    tensors = _classes("torch.distributed.tensor", "DTensor")
+    found = None
+    for each in parameters:
+        # FSDP1's own names for a flat parameter, and for one that is a view of it.
+        if hasattr(each, "_is_flat_param") or getattr(each, "_fsdp_flattened", False):
+            return Fixed.MODULE
+        if tensors and isinstance(each, tensors):
+            found = Fixed.PARAMETERS
+    return found
+
+
+def any_fully_sharded() -> bool:
+    """Whether this process has a module that ``fully_shard`` was applied to."""
+    states = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    known: Any = sys.modules.get("torch.distributed._composable_state")
+    if not states or known is None:
+        return False
+
+    def there() -> bool:
+        return any(isinstance(each(), states) for each in known._module_state_mapping.values())
+
+    if not there():
+        return False
+    gc.collect()  # one that the script has dropped may still be in a cycle
+    return there()
+
+
+def refuse(what: str, kind: Fixed) -> NotElastic:
+    """The error for ``what``, such as ``state.model``, of this kind."""
+    return NotElastic(f"{what} {_WHY[kind]}; {_ADVICE}", kind)
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raises NotElastic for a value of a state that is sharded."""
+    kind = None
+    if isinstance(value, torch.nn.Module):
+        kind = of_module(value)
+    elif isinstance(value, torch.optim.Optimizer):
+        kind = of_optimizer(value)
+    elif isinstance(value, torch.Tensor):
+        kind = of_parameters([value])
+    if kind is not None:
+        raise refuse(f"state.{name}", kind)
+
+
+def _classes(module: str, *names: str) -> tuple[type, ...]:
+    """Those that there are, without importing what the script has not."""
+    found = sys.modules.get(module)
+    return tuple(each for name in names if isinstance(each := getattr(found, name, None), type))

@@ -1,0 +1,65 @@
+"""Sees to it that nothing which is split among the ranks of one world is trained on in another. Acts.
+
+Looks once per world and optimizer, before its first update.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elastic.errors import Fixed
+from elastic.runtime import lifecycle
+from elastic.state import sharding
+
+_installed: list[Any] = []
+# The generation in which each optimizer was last looked at; and, of DTensors, in which it was first.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def begin() -> None:
+    """An elastic training begins. Raises NotElastic for a fully sharded module, in the state or not."""
+    if sharding.any_fully_sharded():
+        raise sharding.refuse("a module of this script", Fixed.MODULE)
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    rt = lifecycle.active()
+    if rt is None or not rt.elastic or rt.provisional or _seen.get(optimizer) == rt.generation:
+        return
+    check(optimizer, rt.generation, rt.place.size)
+    _seen[optimizer] = rt.generation
+
+
+def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
+    """Raises NotElastic, before the first update in this world of ``size`` workers."""
+    kind = sharding.of_optimizer(optimizer)
+    what = f"the model that {type(optimizer).__name__} trains"
+    if kind is Fixed.OPTIMIZER:
+        what = "an optimizer of this script"
+    elif kind is Fixed.PARAMETERS:
+        if sharding.any_fully_sharded():
+            kind = Fixed.MODULE
+        elif _since.setdefault(optimizer, generation) == generation and _spans(optimizer, size):
+            return  # tensor parallel layers, made for this world
+        else:
+            what += ", which was made for an earlier world,"
+    if kind is not None:
+        raise sharding.refuse(what, kind)
+
+
+def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:
+    """Whether the meshes of all DTensors are of so many workers."""
+    meshes = {
+        id(mesh): mesh
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if (mesh := getattr(each, "device_mesh", None)) is not None
+    }
+    return all(mesh._get_root_mesh().size() == size for mesh in meshes.values())

@@ -1,0 +1,53 @@
+"""Process groups of some ranks, and what is split among ranks, in elastic jobs that lose workers and get others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from elastic.errors import Fixed
+from harness.history import SCRIPTS
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.nightly)])
+def test_groups_made_in_each_world_have_names_that_newcomers_agree_on(job: Any, kills: int):
+    flags = "-np 4 --min-np 2 --blacklist-cooldown-range 0.01 0.02 --slot-attempts 10"
+    training = job(flags, ["python", SCRIPTS / "subgroups.py"], env={"KILLS": str(kills)})
+    found = re.findall(r"rounds (\d+)$", training.succeed(120), re.MULTILINE)
+    assert found == [str(kills + 1)] * 4
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("how", "held", "kind"),
+    [
+        ("group", False, Fixed.PROCESS_GROUP),
+        ("tensor_parallel", False, Fixed.PARAMETERS),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("tensor_parallel", True, Fixed.PARAMETERS),
+                ("fully_shard", False, Fixed.MODULE),
+                ("fully_shard", True, Fixed.MODULE),
+                ("hybrid", False, Fixed.MODULE),
+                ("zero", False, Fixed.OPTIMIZER),
+                ("zero", True, Fixed.OPTIMIZER),
+            ]
+        ),
+    ],
+)
+def test_what_belongs_to_one_world_is_refused_before_an_update_in_another(
+    job: Any, how: str, held: bool, kind: Fixed
+):
+    training = job(
+        "-np 4 --min-np 2 --blacklist-cooldown-range 100 100",
+        ["python", SCRIPTS / "not_elastic.py"],
+        env={"SHARDS": how, "IN_STATE": str(int(held))},
+    )
+    assert training.wait(120) != 0
+    refused = re.findall(r"refused: (\w+) after (\d+) updates", training.output)
+    assert len(refused) >= 2, training.output
+    assert set(refused) == {(kind.name, "0")}

@@ -1,0 +1,100 @@
+"""What is split among ranks is found in modules, optimizers and states, and refused in another world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from elastic.errors import Fixed, NotElastic
+from elastic.state import TorchState, sharding
+from elastic.torch_backend import sharding_guard
+
+pytestmark = [
+    pytest.mark.slow,  # imports of torch's
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def four():
+    """A mesh of four ranks, of which three are made up."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield distributed.device_mesh.init_device_mesh("cpu", (4,))
+    distributed.destroy_process_group()
+
+
+def network() -> Any:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def tensor_parallel(mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(network(), mesh, {"0": ColwiseParallel()})
+
+
+def fully_sharded(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(network(), mesh=mesh)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [(tensor_parallel, Fixed.PARAMETERS), (fully_sharded, Fixed.MODULE)]
+)
+def test_a_state_takes_nothing_that_is_sharded(four, made, kind):
+    model = made(four)
+    assert sharding.of_module(model) is kind
+    for values in ({"model": model}, {"net": model}, {"optimizer": sgd(model)}):
+        with pytest.raises(NotElastic) as refused:
+            TorchState(**values)
+        assert refused.value.kind in (kind, Fixed.PARAMETERS)
+
+
+def test_parameters_that_every_rank_has_are_not_sharded(four):
+    plain = network()
+    assert sharding.of_module(plain) is None
+    assert sharding.of_optimizer(sgd(plain)) is None
+    assert not sharding.any_fully_sharded()
+    sharding_guard.check(sgd(plain), 7, 3)
+
+
+def test_tensor_parallel_layers_are_trained_in_the_world_for_which_they_were_made(four):
+    optimizer = sgd(tensor_parallel(four))
+    sharding_guard.check(optimizer, 2, 4)
+    sharding_guard.check(optimizer, 2, 4)
+    for generation, size in ((3, 3), (3, 4)):  # one is lost; another one has come in its place
+        with pytest.raises(NotElastic) as refused:
+            sharding_guard.check(optimizer, generation, size)
+        assert refused.value.kind is Fixed.PARAMETERS
+    with pytest.raises(NotElastic):
+        sharding_guard.check(sgd(tensor_parallel(four)), 3, 3)  # before its first step
+    sharding_guard.check(sgd(tensor_parallel(four)), 3, 4)  # made anew
+
+
+def test_a_fully_sharded_module_is_refused_before_training_and_at_its_first_step(four):
+    optimizer = sgd(model := fully_sharded(four))
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.begin()
+    assert refused.value.kind is Fixed.MODULE
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 2, 4)
+    assert refused.value.kind is Fixed.MODULE
+    assert sharding.of_module(model) is Fixed.MODULE
+
+
+def test_parameters_of_fsdp1_are_known_by_its_marks():
+    flat, view = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    flat._is_flat_param = True  # type: ignore[attr-defined]
+    view._fsdp_flattened = True  # type: ignore[attr-defined]
+    for each in (flat, view):
+        assert sharding.of_optimizer(torch.optim.SGD([each], lr=0.1)) is Fixed.MODULE
