@@ -164,6 +164,20 @@ class NotElastic(Invalid, NotImplementedError):
         return type(self), (str(self), self.kind)
 
 
+class NotReduced(Invalid):
+    """A model in DistributedDataParallel trains a parameter that this was not built with: ranks would differ in it.
+
+    ``parameter``: its name, as in ``model.layer.weight``.
+    """
+
+    def __init__(self, message: str, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+    def __reduce__(self) -> tuple[type[NotReduced], tuple[str, str]]:
+        return type(self), (str(self), self.parameter)
+
+
 class UnsupportedType(Invalid, TypeError):
     """A collective can't carry tensors of this dtype; a ValueError in Horovod."""
 

@@ -3,10 +3,15 @@
 DDP's reducer, in C++, has counted gradients and filled buckets for a world that is over, in an order that a newcomer
 does not know. So every member makes another one, as the constructor does, without a collective. They begin with equal
 buckets again and agree on their order after the first step, as when a job starts. Hooks and a static graph are told.
+
+It reduces the parameters that the first one did, also those that are frozen for a while. What a module trains besides
+them is reduced by no reducer, and differs between ranks from the first step on: the next commit says so.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -14,15 +19,74 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.errors import NotReduced
 from elastic.state.handlers.model_state import ModelStateHandler
 
 _torch: Any = distributed  # its stubs lack what DDP itself calls
+# What each one's reducer was built with.
+_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class DataParallelHandler(ModelStateHandler):
+class ReplicasHandler(ModelStateHandler):
+    """A model with a DistributedDataParallel, or several."""
+
+    def replicas(self) -> Iterable[DistributedDataParallel]:
+        """All of them."""
+        raise NotImplementedError
+
+    def _adopt_value(self) -> None:
+        super()._adopt_value()
+        for each in self.replicas():
+            if each not in _reduced:
+                _reduced[each] = _parameters(each)
+                self._check(each, built_with=_number_reduced(each))
+        self._looked_at: tuple[Any, Any] | None = None
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        structure, tensors = super().live()
+        names, frozen = structure["names"], structure["frozen"]
+        if (
+            self._looked_at is None
+            or self._looked_at[0] is not names
+            or self._looked_at[1] != frozen
+        ):
+            self._check_all()
+            self._looked_at = names, frozen
+        return structure, tensors
+
+    def reset(self) -> None:
+        self._check_all()
+        for each in self.replicas():
+            rebuild_reducer(each)
+
+    def _check_all(self) -> None:
+        for each in self.replicas():
+            self._check(each)
+
+    def _check(self, model: DistributedDataParallel, built_with: int | None = None) -> None:
+        """Raises NotReduced. ``built_with``: how many parameters its reducer has, which may be fewer than are known."""
+        known = {id(each) for each in _reduced[model][:built_with]}
+        late = next((each for each in _parameters(model) if id(each) not in known), None)
+        if late is None:
+            return
+        name = next(name for name, each in self.model.named_parameters() if each is late)
+        raise NotReduced(
+            f"{self._full(name)} is trained, but was not when DistributedDataParallel was built, which does not reduce"
+            " its gradient: ranks would differ in it; register, replace or unfreeze parameters before you build"
+            " DistributedDataParallel, or build another one and give it to the state",
+            self._full(name),
+        )
+
+
+class DataParallelHandler(ReplicasHandler):
     """Its tensors have the names that they have in ``ddp.module``."""
 
     value: DistributedDataParallel
+
+    def replicas(self) -> Iterable[DistributedDataParallel]:
+        return [as_written(self.value)]
 
     @property
     def model(self) -> torch.nn.Module:
@@ -37,16 +101,12 @@ class DataParallelHandler(ModelStateHandler):
         for each in takewhile(lambda each: each is not self.model, self.value.modules()):
             each.training = self.model.training
 
-    def reset(self) -> None:
-        rebuild_reducer(as_written(self.value))
 
-
-class HolderHandler(ModelStateHandler):
+class HolderHandler(ReplicasHandler):
     """A module of the script's own that has models in ``DistributedDataParallel``."""
 
-    def reset(self) -> None:
-        for each in held_in(self.value):
-            rebuild_reducer(each)
+    def replicas(self) -> Iterable[DistributedDataParallel]:
+        return held_in(self.value)
 
 
 def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
@@ -69,9 +129,19 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     hook_name = ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")
     # Its hooks on the parameters go with it.
     ddp.reducer = ddp.logger = None
+    there = {id(each) for each in ddp.module.parameters()}
+    frozen = [
+        each for each in _reduced.get(model, ()) if not each.requires_grad and id(each) in there
+    ]
+    for (
+        each
+    ) in frozen:  # what was frozen since is in the reducer all the same, as it was in the first one
+        each.requires_grad_(True)
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    for each in frozen:
+        each.requires_grad_(False)
     ddp._has_rebuilt_buckets = False
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False
@@ -87,6 +157,20 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         ddp.register_comm_hook(None, fp16_compress_hook)
+
+
+def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """Those that a reducer would have if it were built now."""
+    ddp: Any = model
+    found: list[torch.Tensor] = ddp._build_params_for_reducer()[0]
+    return found
+
+
+def _number_reduced(model: DistributedDataParallel) -> int | None:
+    """How many parameters its reducer has; None where torch does not say."""
+    ddp: Any = model
+    found: int | None = ddp.logger._get_ddp_logging_data().ints_map.get("num_parameter_tensors")
+    return found
 
 
 def _forget(state: Any) -> None:

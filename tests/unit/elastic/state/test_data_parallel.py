@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.errors import Fixed, Invalid, NotElastic, NotReduced
 from elastic.exact.shards import Shards
 from elastic.state import TorchState
 from elastic.state.handlers.data_parallel import rebuild_reducer
@@ -122,3 +122,96 @@ def test_an_optimizer_whose_state_is_spread_over_the_ranks_is_refused():
     with pytest.raises(NotElastic) as refused:
         TorchState(model=model, optimizer=optimizer)
     assert refused.value.kind is Fixed.OPTIMIZER
+
+
+def register(net: Any) -> None:
+    net.register_parameter("late", torch.nn.Parameter(torch.zeros(4)))
+
+
+def replace(net: Any) -> None:
+    net[0].weight = torch.nn.Parameter(torch.zeros(1, 2))
+
+
+def unfreeze(net: Any) -> None:
+    net[1].weight.requires_grad_(True)
+
+
+LATE = [(register, "model.late"), (replace, "model.0.weight"), (unfreeze, "model.1.weight")]
+
+
+def two_layers() -> Any:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    net[1].weight.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(("change", "name"), LATE)
+@pytest.mark.parametrize("held", [False, True])
+def test_a_parameter_that_is_trained_since_ddp_was_built_is_named_by_the_next_commit(
+    change, name, held
+):
+    model = DistributedDataParallel(two_layers())
+    state = TorchState(model=torch.nn.ModuleDict({"inner": model}) if held else model)
+    state.save()
+    change(model.module)
+    with pytest.raises(NotReduced) as refused:
+        state.save()
+    parts = refused.value.parameter.split(".")
+    assert [each for each in parts if each not in ("inner", "module")] == name.split(".")
+
+
+@pytest.mark.parametrize(("change", "name"), LATE)
+def test_one_that_was_trained_before_the_state_was_made_or_the_world_changed_is_named_too(
+    change, name
+):
+    model = DistributedDataParallel(two_layers())
+    state = TorchState(model=model)
+    change(model.module)
+    with pytest.raises(NotReduced):
+        state.on_reset()
+    if change is replace:
+        return  # as many parameters as there were
+    model = DistributedDataParallel(two_layers())
+    change(model.module)
+    with pytest.raises(NotReduced):
+        TorchState(model=model)
+
+
+def test_what_another_ddp_is_built_with_is_reduced():
+    net = two_layers()
+    state = TorchState(model=DistributedDataParallel(net))
+    register(net)
+    unfreeze(net)
+    state.model = DistributedDataParallel(net)
+    state.save()
+
+
+def test_parameters_and_buffers_may_go_freeze_and_thaw():
+    model: Any = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    state = TorchState(model=model)
+    net = model.module
+    net.register_buffer("late", torch.zeros(3))
+    net[0].weight.requires_grad_(False)
+    state.save()
+    state.on_reset()
+    assert not net[0].weight.requires_grad
+    net[0].weight.requires_grad_(True)
+    state.save()
+    model(torch.ones(3, 2)).sum().backward()
+    assert net[0].weight in reduced(model)
+    net[0].bias = None
+    state.save()
+    state.on_reset()
+
+
+def reduced(model: Any) -> list[torch.Tensor]:
+    """What the reducer in C++ has."""
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return Held([each for bucket in buckets for each in bucket.parameters()])
+
+
+class Held(list[torch.Tensor]):
+    """Knows tensors by what they are, not by their elements."""
+
+    def __contains__(self, tensor: object) -> bool:
+        return any(each is tensor for each in self)
