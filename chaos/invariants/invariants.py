@@ -61,6 +61,7 @@ from elastic.driver.events import (
     KillWorker,
     LetGo,
     PrepareChange,
+    ProbeWorkers,
     PublishWorld,
     RejectWorker,
     RemoveRequested,
@@ -185,6 +186,9 @@ class Invariants:
                 self._sequence.publishes(action, let_go)
             case TellWorld():
                 pass
+            case ProbeWorkers(workers):
+                for each in filter(self.job.workers.__contains__, workers):
+                    self.job.workers[each].silent = True
             case AnswerRequest(done=True):
                 self._answered()
             case (

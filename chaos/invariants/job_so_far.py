@@ -43,6 +43,7 @@ class Known:
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
     noticed: bool = False  # its machine announced its end while it was there
+    silent: bool = False  # it was asked for a sign of life, and has given none since
 
 
 class JobSoFar:

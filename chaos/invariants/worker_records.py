@@ -131,6 +131,8 @@ class WorkerRecords:
         if generation is not None:
             self._speaks_of(worker, known, generation)
         match event:
+            case events.WorkerLocated():
+                known.silent = False
             case events.WorkerConnected():
                 known.connected = True
                 self.job.waits.end(("init", worker))

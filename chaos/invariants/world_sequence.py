@@ -88,7 +88,8 @@ class WorldSequence:
             for worker, known in self.job.workers.items():
                 if known.ready and known.running and not known.going and worker not in here:
                     what = f"{worker} waits, but a world of {len(workers)} has no place for it"
-                    self.job.must(known.asked_to_leave or known.dismissed, "SIZE", what)
+                    excused = known.asked_to_leave or known.dismissed or known.silent
+                    self.job.must(excused, "SIZE", what)
 
     def _leaves_nobody_behind(self, chosen: set[Worker], let_go: set[Worker]) -> None:
         for worker in self.job.members:

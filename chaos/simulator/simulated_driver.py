@@ -155,6 +155,9 @@ class SimulatedDriver:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
                     self._tell_agent(self.pool.agent_of(host), Probe(there))
+                # The answer of any other worker only names a line of its script.
+                asked = self.membership.worlds.signs.asked
+                self._send([each for each in workers if each in asked], messages.Locate())
             case events.GiveUpHost(host, reason):
                 self._meet(pool_events.GiveUpOrdered(host, str(reason)))
             case events.BreakWorld(generation, members, reason):

@@ -175,6 +175,8 @@ class SimulatedWorker:
         """The link thread."""
         if self.frozen:
             self._unread.append((connection, message))
+        elif self.alive and isinstance(message, messages.Locate):
+            self.say(messages.Located(self.recovery.generation, ""))
         elif self.alive:
             self._welcomed |= not isinstance(message, messages.Broken)
             self.perform(self.recovery.receive(message))

@@ -130,6 +130,7 @@ class Failures(Part):
         self.worlds.lose(record, because(Why.LOST_EXITED, worker=worker, exit=ended))
 
     def exited(self, event: WorkerExited) -> None:
+        self.worlds.signs.heard(event.worker)  # nobody waits for its answer
         record = self.roster.remove(event.worker)
         if record is None:
             return

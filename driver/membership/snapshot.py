@@ -44,6 +44,7 @@ from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -73,6 +74,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Change,
         Exceptions,
         RootCauseSearch,
+        SignsOfLife,
     ),
     *(
         Slots,
@@ -383,7 +385,7 @@ class _Making:
 ADDED: dict[str, dict[str, Any]] = {
     "GiveUpRules": {"_restarts": 0},
     "Membership": {"stop": None},
-    "Worlds": {"stopping": False, "all_go": False},
+    "Worlds": {"stopping": False, "all_go": False, "signs": SignsOfLife()},
     "PublishWorld": {"checkpoint": False},
     "TellWorld": {"checkpoint": False},
     "StopRequested": {"checkpoint_s": 0.0},

@@ -26,6 +26,7 @@ from elastic.driver.events import (
     WorkerFailed,
     WorkerFrozen,
     WorkerLeaving,
+    WorkerLocated,
     WorkerPaced,
     WorkerProbed,
     WorkerProgressed,
@@ -175,6 +176,7 @@ class Talk:
         self.now = 0.0
         self.processes: dict[str, tuple[float, float]] = {}
         self.traced: set[str] = set()  # under a debugger
+        self.stopped: set[str] = set()  # standbys that answer nobody, without anybody knowing yet
         self._probed: dict[str, tuple[float, float, float]] = {}
 
     def works(self, name: str, *, cpu: float = 0.0, io: float = 0.0, traced: bool = False) -> None:
@@ -208,6 +210,10 @@ class Talk:
         for probe in [action for action in actions if isinstance(action, ProbeWorkers)]:
             for name in [str(w) for w in probe.workers if str(w) in self.processes]:
                 actions = [*actions, *self._handle(self._answer(name))]
+            for standby in probe.workers:
+                record = self.m.roster.get(standby)
+                if record is not None and record.stands_by and str(standby) not in self.stopped:
+                    actions = [*actions, *self._handle(WorkerLocated(standby, 0, ""))]
         return actions
 
     def _answer(self, name: str) -> Event:

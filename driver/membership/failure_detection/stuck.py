@@ -101,6 +101,7 @@ class Stuck(Part):
             self._got_on(record)
 
     def located(self, event: events.WorkerLocated) -> None:
+        self.worlds.signs.heard(event.worker)
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return

@@ -28,6 +28,7 @@ class Deadlines(Part):
                 by = [
                     None if late else self.worlds.gathering.late_at,
                     self.worlds.gathering.short_by,
+                    self.worlds.signs.by,
                 ]
                 if not late:
                     by.append(self.worlds.gathering.remind_at)

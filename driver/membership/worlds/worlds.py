@@ -19,6 +19,7 @@ from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.membership.worlds.gathering import Gathering, Kind, candidates
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
@@ -60,6 +61,7 @@ class Worlds:
         self.change = Change(settings)
         self.change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
         self.exceptions = Exceptions()
+        self.signs = SignsOfLife()
         self.trained = False  # somebody has entered elastic.run
         self.stopping = False  # the job is told to stop, and waits for its last checkpoint
         self.all_go = False  # every member's machine has announced its end
@@ -140,7 +142,13 @@ class Worlds:
             return
         if self.gathering.whole and self.staff.some_return():
             return
-        ready = [s for s in self.roster.first_at(WorkerStage.READY) if not s.killed_for]
+        if self.signs.awaited(self.now):
+            return
+        ready = [
+            s
+            for s in self.roster.first_at(WorkerStage.READY)
+            if not s.killed_for and s.worker not in self.signs.silent
+        ]
         old, new, others = candidates(ready, self.members)
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
         for record in composition.leaving:
@@ -257,7 +265,11 @@ class Worlds:
         return [
             s
             for s in self.roster.first_at(WorkerStage.READY)
-            if s.running and not s.leaving and not s.killed_for and s.worker not in places
+            if s.running
+            and not s.leaving
+            and not s.killed_for
+            and s.worker not in places
+            and s.worker not in self.signs.silent
         ]
 
     def _wish(self) -> tuple[Reason | None, bool]:
@@ -367,6 +379,10 @@ class Worlds:
             self._cause_at = self.now
         self.phase = Phase.GATHERING
         self.gathering = Gathering(kind, reason, self.now, self.settings)
+        standbys = [s.worker for s in self.roster.first_at(WorkerStage.READY) if s.stands_by]
+        self.signs.ask(standbys)
+        if standbys:
+            self.actions.add(events.ProbeWorkers(standbys))
 
     def end_if(self, reason: Reason | None) -> None:
         if reason is not None:

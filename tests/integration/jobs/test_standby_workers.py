@@ -48,15 +48,34 @@ def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
     assert training.wait(60) == 0
 
 
-def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
+def test_standby_that_was_stopped_a_moment_ago_is_not_taken(job, tmp_path):
+    """Its agent looks four times a second; a member dies before that."""
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
     training.wait_for("localhost:2#1 stands by")
+    until_all_train(training)
+    member = training.pid(1)
+    os.kill(pid_of(training, "localhost:2#1"), signal.SIGSTOP)
+    os.kill(member, signal.SIGKILL)
+    training.until(lambda: training.worlds()[-1]["generation"] >= 3, "the next world")
+    assert members(training) == ["localhost:0#1"]
+    training.until(lambda: training.fences().get(2), "it is fenced, and not before")
+    (tmp_path / "enough").touch()
+    assert training.wait(60) == 0
+
+
+def pid_of(training: Job, name: str) -> int:
     [pid] = [
         event["pid"]
         for event in training.events("WorkerConnected")
-        if str(Worker(*event["worker"])) == "localhost:2#1"
+        if str(Worker(*event["worker"])) == name
     ]
-    os.kill(pid, signal.SIGKILL)
+    return int(pid)
+
+
+def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
+    training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
+    training.wait_for("localhost:2#1 stands by")
+    os.kill(pid_of(training, "localhost:2#1"), signal.SIGKILL)
     training.wait_for("localhost:2#2 stands by")
     (tmp_path / "enough").touch()
     assert training.wait(60) == 0

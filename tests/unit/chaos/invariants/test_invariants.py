@@ -18,6 +18,7 @@ from elastic.driver.events import (
     LetGo,
     Notice,
     PrepareChange,
+    ProbeWorkers,
     Report,
     StopMembersAt,
     TimePassed,
@@ -287,6 +288,14 @@ def test_who_waits_in_elastic_run_is_given_a_free_place():
     alone = world(3, "h:0", "h:1", holders=2, commit=(2, 5))
     said = told.breaks("SIZE", ready("h:1", 2, (2, 5)), alone)
     assert "h:2#2 waits, but a world of 2 has no place for it" in said
+
+
+def test_world_may_leave_out_who_gave_no_sign_of_life():
+    told = training(workers_min=1)
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"), started("h:2#2"))
+    told.lines_of(connected("h:2#2"), ready("h:2#2", 0))
+    told.line(ready("h:0", 2, (2, 5)), ProbeWorkers([worker("h:2#2")]))
+    told.line(ready("h:1", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
 
 
 def test_a_long_gathering_says_why():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver import events
+from elastic.driver.membership.snapshot import restored, taken
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 from harness.conversation import (
@@ -17,6 +18,7 @@ from harness.conversation import (
     frozen,
     has,
     hosts,
+    leaving,
     names,
     order,
     ready,
@@ -153,3 +155,63 @@ def test_a_static_world_has_none():
 def test_settings_that_leave_nothing_to_stand_by_for(settings, said):
     with pytest.raises(Invalid, match=said):
         Settings(**{"np": 2, "workers_min": 2, "workers_max": 2, "elastic": True, **settings})
+
+
+def test_stopped_one_that_nobody_has_seen_yet_is_not_counted():
+    """Its agent looks four times a second."""
+    talk = with_standby()
+    talk.stopped.add("h:2#1")
+    asked = the(events.ProbeWorkers, talk.tell(exited("h:1")))
+    assert asked.workers == [worker("h:2")]
+    assert not has(events.PublishWorld, talk.ready("h:0", commit=(2, 5)))
+    assert not has(events.PublishWorld, talk.wait(0.045))
+    world = the(events.PublishWorld, talk.wait(0.01))
+    assert order(world) == ["h:0#1"]
+    assert not has(events.PrepareChange, talk.resume() + talk.wait(1)), "nor taken in afterwards"
+
+
+def test_answer_that_comes_late_lets_it_join_at_the_next_change():
+    talk = with_standby()
+    talk.stopped.add("h:2#1")
+    talk.tell(exited("h:1"))
+    talk.ready("h:0", commit=(2, 5))
+    talk.wait(0.1)
+    talk.resume()
+    actions = talk.tell(events.WorkerLocated(worker("h:2"), 0, ""))
+    assert has(events.PrepareChange, actions + talk.wait(1))
+    talk.stopped.clear()
+    assert order(the(events.PublishWorld, talk.stop_all())) == ["h:0#1", "h:2#1"]
+
+
+def test_answer_while_others_are_not_ready_costs_no_time():
+    talk = with_standby()
+    talk.tell(exited("h:1"))
+    world = the(events.PublishWorld, talk.ready("h:0", commit=(2, 5)))
+    assert order(world) == ["h:0#1", "h:2#1"]
+
+
+def test_standby_that_dies_before_it_answers_is_not_waited_for():
+    talk = with_standby()
+    talk.stopped.add("h:2#1")
+    talk.tell(exited("h:1"))
+    talk.ready("h:0", commit=(2, 5))
+    world = the(events.PublishWorld, talk.tell(exited("h:2")))
+    assert order(world) == ["h:0#1"]
+
+
+def test_stopped_one_does_not_take_the_place_of_a_worker_that_leaves():
+    talk = with_standby(workers=2)
+    talk.stopped.add("h:2#1")
+    talk.tell(leaving("h:1"))
+    talk.stop_all()
+    assert order(the(events.PublishWorld, talk.wait(0.06))) == ["h:0#1"]
+
+
+def test_driver_that_follows_knows_who_was_silent():
+    talk = with_standby()
+    talk.stopped.add("h:2#1")
+    talk.tell(exited("h:1"))
+    talk.ready("h:0", commit=(2, 5))
+    talk.wait(0.1)
+    talk.m = restored(taken(talk.m), talk.m.settings)
+    assert talk.m.worlds.signs.silent == {worker("h:2")}
