@@ -102,7 +102,9 @@ def test_all_hosts_leave_the_list_and_come_back(job, tmp_path):
     folder, listed = tmp_path / "checkpoints", tmp_path / "hosts"
     listed.write_text("localhost:2\n")
     script = ["--host-discovery-script", f"cat {listed}", "--checkpoint-dir", str(folder)]
-    training = job([*"-np 2 --min-np 2 --checkpoint-every 10commits".split(), *script], TRAINING)
+    training = job(
+        [*["-np", "2", "--min-np", "2", "--checkpoint-every", "10commits"], *script], TRAINING
+    )
     training.until(lambda: training.events("CheckpointMade"), "a checkpoint")
     listed.write_text("")
     training.until(lambda: training.events("HostsChanged")[-1]["hosts"] == {}, "no hosts")
