@@ -225,7 +225,7 @@ def grouped_allgather(
 
 
 def _gather(name: str | None, members: Members, tensors: Tensors) -> list[tf.Tensor]:
-    """The gradient is this rank's rows of the summed gradient, as in Horovod for TensorFlow."""
+    """The gradient is this rank's rows of the averaged gradient, as in Horovod."""
     name = bridge.named("allgather", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -243,12 +243,12 @@ def _gather(name: str | None, members: Members, tensors: Tensors) -> list[tf.Ten
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
             def rows(floating: Tensors) -> list[tf.Tensor]:
-                summed = _reduce(_backward(name), members, Op.SUM, (1.0, 1.0), floating)
+                averages = _average(_backward(name), members, floating)
                 places = [number for number, each in enumerate(given) if _differentiable(each)]
                 lengths = [tf.shape(given[place], tf.int64)[0] for place in places]
                 return [
                     each[starts[place] : starts[place] + length]
-                    for each, place, length in zip(summed, places, lengths, strict=True)
+                    for each, place, length in zip(averages, places, lengths, strict=True)
                 ]
 
             return _of_floating(rows, gradients, given)
@@ -284,7 +284,7 @@ def broadcast_(
 
 
 def _broadcast(name: str | None, members: Members, root: int, tensor: tf.Tensor) -> tf.Tensor:
-    """The gradient is the summed gradient on the root, zeros elsewhere."""
+    """The gradient is the averaged gradient on the root, zeros elsewhere, as in Horovod."""
     name = bridge.named("broadcast", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -298,9 +298,9 @@ def _broadcast(name: str | None, members: Members, root: int, tensor: tf.Tensor)
         (made,) = bridge.call(compute, [given], [given.shape], name="broadcast")
 
         def backward(gradient: tf.Tensor) -> tf.Tensor:
-            (summed,) = _reduce(_backward(name), members, Op.SUM, (1.0, 1.0), [gradient])
+            (average,) = _average(_backward(name), members, [gradient])
             mine = bridge.asked(lambda: submission.is_root(root, _CPU, members()), "is_root")
-            return tf.where(mine > 0, summed, tf.zeros_like(summed))
+            return tf.where(mine > 0, average, tf.zeros_like(average))
 
         return made, backward
 
@@ -509,6 +509,19 @@ def _compressed(
 
 def _backward(name: str | None) -> str | None:
     return None if name is None else f"{name}.grad"
+
+
+def _average(name: str | None, members: Members, gradients: Tensors) -> list[tf.Tensor]:
+    """Complex gradients are averaged by their parts."""
+    parts = [
+        tf.stack([tf.math.real(each), tf.math.imag(each)]) if each.dtype.is_complex else each
+        for each in gradients
+    ]
+    averages = _reduce(name, members, Op.AVERAGE, (1.0, 1.0), parts)
+    return [
+        tf.complex(average[0], average[1]) if each.dtype.is_complex else average
+        for average, each in zip(averages, gradients, strict=True)
+    ]
 
 
 def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:
