@@ -162,9 +162,7 @@ def _train(
     while True:
         try:
             train = functools.partial(func, state, *args, **kwargs)
-            return _train_in_worlds(
-                rt, train, state, others, departure, observer, first=first
-            )
+            return _train_in_worlds(rt, train, state, others, departure, observer, first=first)
         except (ElasticError, HorovodInternalError):
             raise
         except Exception as error:
