@@ -72,23 +72,26 @@ if TYPE_CHECKING:
     from elastic.optimizer.join import join as join
     from elastic.run_loop import run as run
     from elastic.runtime.basics import *  # noqa: F403
+    from elastic.runtime.basics import long_phase as long_phase
     from elastic.state import ElasticSampler as ElasticSampler
     from elastic.state import ObjectState as ObjectState
     from elastic.state import State as State
     from elastic.state import TorchState as TorchState
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'elastic' has no attribute {name!r}")
-    home = _HOME[name]
-    value = (
-        importlib.import_module(f"{home}.{name}")
-        if home == __name__
-        else getattr(importlib.import_module(home), name)
-    )
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker is to find names that do not exist
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+        home = _HOME[name]
+        value = (
+            importlib.import_module(f"{home}.{name}")
+            if home == __name__
+            else getattr(importlib.import_module(home), name)
+        )
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -53,6 +53,7 @@ from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
 from elastic.torch_backend import following_group, sharding_guard
 
+Parameters = ParamSpec("Parameters")
 Value = TypeVar("Value")
 AGAIN = (
     "this script has trained before, and only a job's first training is elastic: in this one a lost worker ends the"
@@ -61,7 +62,7 @@ AGAIN = (
 )
 
 
-def run(func: Callable[..., Value]) -> Callable[..., Value]:
+def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """Decorates a training function whose first argument is a State; returns what the function returns.
 
     A script may train again, by another such function or another fit() of a trainer, once the first has returned on
@@ -89,7 +90,9 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         raise Invalid(f"elastic.run decorates a function, not a {type(func).__name__}")
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Value:
+    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
+        state = args[0] if args else kwargs.get("state")
+        train = functools.partial(func, *args, **kwargs)
         if not isinstance(state, State):
             raise Invalid(
                 f"the first argument of a function under elastic.run is a State, not a"
@@ -97,7 +100,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             )
         rt = lifecycle.current()
         if rt.training.over:
-            return _train_again(rt, func, state, args, kwargs)
+            return _train_again(rt, train, state)
         rt.training.enter()
         if failpoints.in_use():
             bit_flips.offer(state)
@@ -107,7 +110,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
                 durable.commits(rt, state),
                 observing(rt, state, func) as observer,
             ):
-                return _train(rt, func, state, args, kwargs, observer)
+                return _train(rt, train, state, observer)
         except LeaveRequested as end:
             if rt.session.unheard:
                 print(f"elastic: {end}", file=sys.stderr)
@@ -146,12 +149,7 @@ def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
 
 
 def _train(
-    rt: Runtime,
-    func: Callable[..., Value],
-    state: State,
-    args: Any,
-    kwargs: Any,
-    observer: ScriptObserver | None,
+    rt: Runtime, train: Callable[[], Value], state: State, observer: ScriptObserver | None
 ) -> Value:
     if rt.elastic:
         sharding_guard.begin()
@@ -161,7 +159,6 @@ def _train(
     first = True
     while True:
         try:
-            train = functools.partial(func, state, *args, **kwargs)
             return _train_in_worlds(rt, train, state, others, departure, observer, first=first)
         except (ElasticError, HorovodInternalError):
             raise
@@ -225,9 +222,7 @@ def _return_to_commit(rt: Runtime, state: State, *, alone: bool = False) -> None
     rt.commits.step_back(state)
 
 
-def _train_again(
-    rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwargs: Any
-) -> Value:
+def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value:
     """A second training of one job, and each that follows: in the last world, which nobody can leave or join."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
@@ -237,7 +232,7 @@ def _train_again(
             _same_layout(rt.place.rank, allgather_object(state.layout(), name="elastic.layout"))
             state.reset()
             _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
-            return unwrapped(rt.session, lambda: func(state, *args, **kwargs))
+            return unwrapped(rt.session, train)
     except PeerLost as lost:
         raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None
 

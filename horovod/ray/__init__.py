@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'horovod.ray' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"horovod.ray.{_HOME[name]}"), name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'horovod.ray' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"horovod.ray.{_HOME[name]}"), name)
