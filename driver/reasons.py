@@ -15,6 +15,8 @@ from typing import Any, List, Union  # noqa: UP035
 
 import msgspec
 
+from elastic.driver.tracebacks import exception_line
+
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
 GONE = (
     "Commits were in the workers' memory: begin anew, with --fresh where there is a journal, from a checkpoint that"
@@ -174,14 +176,23 @@ def brief(reason: Reason | None) -> str:
 
 
 def in_one_line(reason: Reason) -> str:
-    """Its first line, and the last of what a worker wrote, which says most; empty where it is one line anyway."""
+    """Its first line, and what says most of what a worker wrote; empty where it is one line anyway.
+
+    That is its exception, or the last line where it wrote of none, or ended by itself after one that it caught.
+    """
     lines = str(reason).rstrip().splitlines()
     if len(lines) < 2:
         return ""
-    if reason.facts.get("wrote"):
+    wrote, trace = reason.facts.get("wrote"), reason.facts.get("trace")
+    said = lines[-1].strip()
+    if wrote:
         silent = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(silent).splitlines()[0]
-    return f"{lines[0].rstrip(':')}: {lines[-1].strip()}"
+    if reason.kind is Why.SCRIPT_RAISED:
+        return lines[0].rstrip(":")  # its summary is there already
+    if not reason.facts.get("caught"):
+        said = exception_line(str(wrote or trace or "")) or said
+    return f"{lines[0].rstrip(':')}: {said}"
 
 
 def counted(number: int, noun: str) -> str:

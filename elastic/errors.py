@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from typing import Any
 
 # For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
@@ -186,3 +187,9 @@ class StaleValueWarning(UserWarning):
     """Something of the script was made for a world that has changed, and does not follow: a schedule of the learning
     rate, a variable of the environment. The message says what to do.
     """
+
+
+def summary_of(error: BaseException) -> str:
+    """``OSError: the first line of its message``; the class alone where that is empty. Notes are left out."""
+    lines = filter(None, map(str.strip, str(error).splitlines()))
+    return ": ".join([type(error).__name__, *itertools.islice(lines, 1)])

@@ -37,6 +37,7 @@ from elastic.errors import (
     TensorMismatch,
     Unsupported,
     WorldChanging,
+    summary_of,
 )
 from elastic.monitoring import timeline
 from elastic.negotiation import process_sets
@@ -130,7 +131,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except Exception as error:
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
-            summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            summary, trace = summary_of(error), traceback.format_exc()
             rt.training.raised(summary, trace, hardware_errors.at_fault(error))
             raise
         finally:
@@ -142,7 +143,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
 def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
     """Every other way out of the process would wait for the device."""
     trace = traceback.format_exc()
-    rt.training.raised(f"{type(lost).__name__}: {lost}", trace, True)
+    rt.training.raised(summary_of(lost), trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
@@ -165,7 +166,7 @@ def _train(
         except Exception as error:
             if not departure.excuses_error():
                 raise
-            rt.training.gave_up(f"{type(error).__name__}: {error}")
+            rt.training.gave_up(summary_of(error))
             _return_to_commit(rt, state)
             first = False
 
@@ -203,7 +204,7 @@ def _train_in_worlds(
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
                 # Raised by user code, at a place that the driver knows nothing of: as any failure.
-                rt.training.gave_up(f"{type(error).__name__}: {error}")
+                rt.training.gave_up(summary_of(error))
             if rt.alone and rt.broken:
                 raise  # of a fixed size, without a driver: nobody could form another world
             _return_to_commit(rt, state, alone=kept)

@@ -25,6 +25,9 @@ from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.tracebacks import exception_line
+
+UNCAUGHT = 1  # Python's exit code after an exception that nobody caught
 
 
 class Failures(Part):
@@ -229,7 +232,10 @@ class Failures(Part):
         says = "\n" in event.output.strip() and event.code != -signal.SIGKILL
         wrote = event.output.rstrip() if says else ""
         outside = self.settings.elastic
-        ended = self._ended(record, exit_text, early=early, outside=outside, wrote=wrote)
+        facts: dict[str, bool | str] = {"early": early, "outside": outside, "wrote": wrote}
+        if event.code != UNCAUGHT and exception_line(wrote):
+            facts["caught"] = True
+        ended = self._ended(record, exit_text, **facts)
         self.worlds.end(exit_code(event.code), ended)
 
     def _ended(self, record: WorkerRecord, exit_text: str, **facts: bool | str) -> Reason:

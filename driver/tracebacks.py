@@ -1,0 +1,53 @@
+"""Finds the exception in what a worker wrote: its class and the first line of its message. Pure.
+
+What Python prints of an exception that nobody caught, the last of several that are chained:
+
+    Traceback (most recent call last):
+      File "train.py", line 3, in <module>
+    OSError: the first line of its message
+    more of its message, and its notes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_HEADER = "Traceback (most recent call last):"
+_GROUP_HEADER = f"  + Exception Group {_HEADER}"
+_GROUP_EDGE = "  | "
+_RANK = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch.distributed puts it before each line
+_FRAME = '  File "'
+# Of a script that can't be compiled, which has no header.
+_NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
+
+
+def exception_line(text: str) -> str:
+    """``OSError: the first line``, of the last traceback in ``text``; empty if there is none.
+
+    A traceback that was printed earlier, of an exception that was caught, is passed over where another follows.
+    """
+    lines = [_RANK.sub("", line) for line in text.splitlines()]
+    for number in range(len(lines) - 1, -1, -1):
+        line = lines[number]
+        if line == _HEADER:
+            found = _exception(lines[number + 1 :])
+        elif line == _GROUP_HEADER:
+            found = _exception([each.removeprefix(_GROUP_EDGE) for each in lines[number + 1 :]])
+        elif line.startswith(_FRAME):
+            found = _exception(lines[number:])
+            found = found if found.startswith(_NOT_COMPILED) else ""
+        else:
+            continue
+        if found:
+            return found
+    return ""
+
+
+def _exception(lines: Sequence[str]) -> str:
+    """The first line that is no frame, with the next one where it has only the class."""
+    for number, line in enumerate(lines):
+        if line and not line[0].isspace():
+            rest = (each.strip() for each in lines[number + 1 :] if line.endswith(": "))
+            return f"{line.rstrip()} {next(filter(None, rest), '')}".rstrip(" :")
+    return ""

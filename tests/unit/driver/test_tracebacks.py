@@ -1,0 +1,120 @@
+"""Which line of what a worker wrote is quoted: real tracebacks, as Python prints them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from elastic.driver.reasons import Why, because, in_one_line
+from elastic.driver.tracebacks import exception_line
+from elastic.errors import summary_of
+
+LINES = "can't connect\nIn addition, you can set the variable X\n\nCheck your internet connection"
+SCRIPTS = {
+    "several lines": (f"raise OSError({LINES!r})", "OSError: can't connect"),
+    "indented": ("raise RuntimeError('first\\n  second\\nthird')", "RuntimeError: first"),
+    "begins with an empty line": ("raise ValueError('\\n  first\\nsecond')", "ValueError: first"),
+    "no message": ("raise ValueError", "ValueError"),
+    "an empty message": ("raise ValueError('')", "ValueError"),
+    "does not compile": ("x = 1\ndef f(:\n    pass", "SyntaxError: "),
+    "is indented wrongly": ("def f():\npass", "IndentationError: "),
+    "compiles no other": ("compile('def f(:', 'other.py', 'exec')", "SyntaxError: "),
+    "a group": (
+        "raise ExceptionGroup('all failed\\nboth', [ValueError('a'), TypeError('b\\nc')])",
+        "ExceptionGroup: all failed",
+    ),
+    "a group with tracebacks": (
+        "def f():\n    raise KeyError('x')\ntry:\n    f()\nexcept KeyError as e:\n"
+        "    raise ExceptionGroup('g', [e]) from None",
+        "ExceptionGroup: g (1 sub-exception)",
+    ),
+    "during the handling of another": (
+        "try:\n    {}['a']\nexcept KeyError:\n    raise OSError('second\\nmore')",
+        "OSError: second",
+    ),
+    "with a cause": (
+        "try:\n    {}['a']\nexcept KeyError as e:\n    raise OSError('second\\nmore') from e",
+        "OSError: second",
+    ),
+    "with notes": (
+        "e = ValueError('bad value')\ne.add_note('look at the data\\nand again')\nraise e",
+        "ValueError: bad value",
+    ),
+    "interrupted": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "of a module": ("import json; json.loads('x')", "json.decoder.JSONDecodeError: Expecting"),
+    "one was caught before": (
+        "import traceback\ntry:\n    {}['a']\nexcept KeyError:\n    traceback.print_exc()\n"
+        "print('going on')\nraise OSError('second\\nmore')",
+        "OSError: second",
+    ),
+    "a traceback in its message": (
+        "import traceback\ntry:\n    {}['a']\nexcept KeyError:\n"
+        "    raise RuntimeError('Caught in worker 0.\\nOriginal ' + traceback.format_exc()) from None",
+        "RuntimeError: Caught in worker 0.",
+    ),
+}
+
+
+def wrote(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return done.stderr
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_exception_is_quoted_by_its_class_and_the_first_line_of_its_message(case):
+    script, expected = SCRIPTS[case]
+    if "Group" in script and sys.version_info < (3, 11):
+        pytest.skip("no groups of exceptions")
+    if "add_note" in script and sys.version_info < (3, 11):
+        pytest.skip("no notes")
+    assert exception_line(wrote(script)).startswith(expected)
+    assert "\n" not in exception_line(wrote(script))
+
+
+def test_lines_with_the_rank_before_them_are_those_of_torch():
+    text = textwrap.indent(wrote(SCRIPTS["several lines"][0]), "[rank3]: ", lambda line: True)
+    assert exception_line(f"a warning\n{text}[W socket.cpp] closing\n") == "OSError: can't connect"
+
+
+def test_error_of_tensorflow_is_its_first_line():
+    text = (
+        'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n'
+        "tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:\n\n"
+        "Detected at node Reshape defined at (most recent call last):\n"
+        '  File "t.py", line 9, in call\nInput has 2 values\n\t [[{{node Reshape}}]]\n'
+    )
+    kind = "tensorflow.python.framework.errors_impl.InvalidArgumentError"
+    assert exception_line(text) == f"{kind}: Graph execution error"
+
+
+@pytest.mark.parametrize("text", ["", "fatal: no data\n", 'see File "x"\n', "ValueError: not one"])
+def test_text_without_a_traceback_has_no_exception(text):
+    assert exception_line(text) == ""
+
+
+def test_reason_in_one_line_quotes_the_exception():
+    text = wrote(SCRIPTS["several lines"][0])
+    facts = {"who": "rank 1", "exit": "exit code 1", "killed_for": None}
+    ended = in_one_line(because(Why.ENDED, **facts, wrote=text))
+    assert ended.endswith(": OSError: can't connect")
+    both = {"first": "a", "worker": "b", "commit": "2.7"}
+    same = in_one_line(because(Why.SAME_EXCEPTION, **both, trace=text))
+    assert same.endswith(": OSError: can't connect")
+    raised = because(Why.SCRIPT_RAISED, who="rank 1", summary="OSError: x", trace=text)
+    assert in_one_line(raised) == "rank 1 raised OSError: x"
+
+
+def test_exception_that_was_caught_before_the_script_ended_by_itself_is_not_its_reason():
+    text = f"{wrote(SCRIPTS['several lines'][0])}fatal: no data\n"
+    facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
+    ended = in_one_line(because(Why.ENDED, **facts, wrote=text, caught=True))
+    assert ended.endswith(": fatal: no data")
+
+
+def test_summary_of_an_error_has_one_line():
+    assert summary_of(OSError(LINES)) == "OSError: can't connect"
+    assert summary_of(ValueError("\n  first\nsecond")) == "ValueError: first"
+    assert summary_of(ValueError()) == "ValueError"
