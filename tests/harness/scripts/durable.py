@@ -33,8 +33,9 @@ def train(state):
         if state.step:
             print("the same bits" if state.seen == digest() else "other bits", flush=True)
     loaders = int(os.environ.get("LOADERS", "0"))
-    numbers = torch.utils.data.DataLoader(range(10**6), num_workers=loaders) if loaders else []
-    batches = iter(numbers)
+    numbers = torch.utils.data.TensorDataset(torch.arange(10**5))
+    loader = torch.utils.data.DataLoader(numbers, num_workers=loaders)
+    batches = iter(loader if loaders else ())
     while True:
         if loaders:
             next(batches)

@@ -10,6 +10,7 @@ import pytest
 from elastic.driver.events import (
     CheckpointMade,
     EndJob,
+    Event,
     HastenCheckpoint,
     HostLeaving,
     HostReported,
@@ -99,7 +100,7 @@ def test_workers_that_got_sigterm_with_their_agents_stay_for_the_checkpoint(agen
     """As where srun forwards a signal to every process of a job."""
     talk = on_two_hosts(workers_min=2, restarts=3, durable=True)
     signals = [leaving(name) for name in ("h:0", "h:1", "g:0", "g:1")]
-    notices = [goes("h", 25.0), goes("g", 25.0)]
+    notices: list[Event] = [goes("h", 25.0), goes("g", 25.0)]
     actions = talk.tell(*(notices + signals if agent_first else signals + notices))
     assert not has(LetGo, actions) and has(HastenCheckpoint, actions)
     talk.tell(failed("h:0", 2))  # its loader workers got it too
