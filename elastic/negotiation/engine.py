@@ -164,7 +164,15 @@ class Engine:
 
     def complete(self, pending: Pending) -> None:
         """Until it is decided. Raises CollectiveFailed."""
-        self._drive(lambda: pending.decided)
+        self.drive(lambda: pending.decided)
+
+    def offer(self) -> None:
+        """Sends what was submitted, while another thread drives, and has that look whether it is done."""
+        self._send_fresh()
+        line = self._line
+        if line is not None and self._driving.locked():
+            line.wake()
+        self._tell()
 
     def drain(self, pending: Pending) -> None:
         """The world is over; what was decided before may be in the hands of the thread that drives: milliseconds."""
@@ -172,14 +180,19 @@ class Engine:
         while not pending.decided and self._driving.locked() and time.monotonic() < until:
             time.sleep(0.0005)
 
-    def _drive(self, done: Callable[[], bool]) -> None:
-        while not done():
+    def drive(self, done: Callable[[], bool], until: float | None = None) -> None:
+        """Until ``done``, or this time of `time.monotonic`. Raises CollectiveFailed."""
+
+        def over() -> bool:
+            return done() or (until is not None and time.monotonic() >= until)
+
+        while not over():
             if self._failure:
                 raise self._failure.again()
             if self._driving.acquire(blocking=False):
                 try:
-                    while not done():
-                        self._turn()
+                    while not over():
+                        self._turn(until)
                 except CollectiveFailed as error:
                     self.fail(error)
                     raise
@@ -193,8 +206,8 @@ class Engine:
             else:
                 self._send_fresh()
                 with self._changed:
-                    if not done() and self._driving.locked():
-                        self._changed.wait(_SLICE_S)
+                    if not over() and self._driving.locked():
+                        self._changed.wait(_left_of(until, _SLICE_S))
 
     def _work(self) -> None:
         """The engine's thread: drives while nobody else does."""
@@ -232,7 +245,7 @@ class Engine:
         if timeline.on:
             timeline.cycle()
 
-    def _turn(self) -> bool:
+    def _turn(self, until: float | None = None) -> bool:
         """Sends what is new, then waits for decisions and carries them out. Whether there were any."""
         line = self._line
         if line is None:
@@ -241,7 +254,7 @@ class Engine:
         self._midway = True
         self._send_fresh()
         self._midway = False
-        decisions = line.receive()
+        decisions = line.receive(_left_of(until))
         self._midway = True
         with self._carrying:
             if self._resting:
@@ -386,3 +399,11 @@ class Engine:
         """In a forked child."""
         if self._line is not None:
             self._line.close_sockets()
+
+
+def _left_of(until: float | None, most_s: float | None = None) -> float | None:
+    """Seconds until then; None for ever."""
+    if until is None:
+        return most_s
+    left_s = max(0.0, until - time.monotonic())
+    return left_s if most_s is None else min(left_s, most_s)

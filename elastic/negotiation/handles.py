@@ -100,6 +100,10 @@ class Handles:
             raise PeerLost(f"the world in which handle {handle} was submitted is gone")
         return claimed
 
+    def peek(self, handle: int) -> Claimed | None:
+        """As `find`, but of whatever world; releases nothing."""
+        return self._claimed.get(handle)
+
     def _drop_stale(self, rt: Context) -> None:
         for handle, claimed in list(self._claimed.items()):
             if claimed.stale(rt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -89,11 +90,14 @@ class LocalController:
         for sentence in said:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
 
-    def receive(self) -> list[ResponseList]:
-        """Blocks until there is one, or a wake. Raises CollectiveFailed on `abort`, but first gives what was decided
-        before: the others have been told of it too, and may be why this world is over.
+    def receive(self, within_s: float | None = None) -> list[ResponseList]:
+        """Blocks until there is one, or a wake, for so long at most. Raises CollectiveFailed on `abort`, but first
+        gives what was decided before: the others have been told of it too, and may be why this world is over.
         """
-        heard = [self._server.own.get(), *self._waiting()]
+        try:
+            heard = [self._server.own.get(timeout=within_s), *self._waiting()]
+        except queue.Empty:
+            return []
         decisions = [each for each in heard if isinstance(each, ResponseList)]
         if None in heard:
             # What the others are being told at this moment is meant for this rank too.

@@ -6,7 +6,7 @@ What is started, and when, is decided by `engine`; here is what a thread that wa
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,10 @@ class Driver(Protocol):
     def complete(self, pending: Pending) -> None: ...
 
     def drain(self, pending: Pending) -> None: ...
+
+    def offer(self) -> None: ...
+
+    def drive(self, done: Callable[[], bool], until: float | None) -> None: ...
 
 
 class FusedBatch:
@@ -207,6 +211,16 @@ class Pending:
             raise self.error
         if self._batch is not None:
             self._batch.wait()
+
+    def offer(self) -> None:
+        """Sends it at once. Not if its submitter waits for it soon: that does so, too."""
+        if self._engine is not None:
+            self._engine.offer()
+
+    def drive(self, done: Callable[[], bool], until: float | None) -> None:
+        """See `Engine.drive`."""
+        if self._engine is not None:
+            self._engine.drive(done, until)
 
     def result(self) -> Any:
         """Call `wait` before."""

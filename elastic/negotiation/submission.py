@@ -17,7 +17,14 @@ from elastic import context
 from elastic.collectives import construct, own_gpu
 from elastic.collectives.algorithms import adasum, reductions
 from elastic.collectives.interface import Op
-from elastic.errors import Invalid, TensorMismatch, Unsupported
+from elastic.errors import (
+    CollectiveFailed,
+    Interrupted,
+    Invalid,
+    NotInitialized,
+    TensorMismatch,
+    Unsupported,
+)
 from elastic.negotiation.handles import Handles
 from elastic.negotiation.messages import (
     AGREE,
@@ -311,6 +318,53 @@ def synchronize(handle: int) -> Any:
         raise
     _handles.release(handle)
     return result
+
+
+def over(handle: int) -> bool:
+    """Whether `synchronize` would return, or raise, at once. For a handle that is not in flight, too."""
+    found = _handles.peek(handle)
+    if found is None or found.pending.done():
+        return True
+    try:
+        rt = context.current()
+    except NotInitialized:
+        return True
+    return found.stale(rt) or rt.broken
+
+
+def offer(handle: int) -> None:
+    """Tells the other ranks of a collective that was submitted with ``soon``, while another thread waits for others.
+
+    What fails here fails again in `synchronize`.
+    """
+    found = _handles.peek(handle)
+    if found is not None:
+        with contextlib.suppress(CollectiveFailed):
+            found.pending.offer()
+
+
+def wait_for_any(
+    handles: Sequence[int], enough: Callable[[], bool], until: float | None = None
+) -> list[int]:
+    """Waits until some of these are over, and returns them; none where ``enough`` says so before, or it is that time of
+    `time.monotonic`. What fails here fails again in `synchronize`.
+
+    Where none is over, but one was decided, it is that: all its ranks are about to move its data.
+    """
+    found = {handle: each for handle in handles if (each := _handles.peek(handle)) is not None}
+    claimed = list(found.values())
+
+    def decided() -> bool:
+        return any(each.pending.decided for each in claimed)
+
+    if claimed and not decided():
+        with (
+            contextlib.suppress(NotInitialized, Interrupted, CollectiveFailed),
+            context.current().guard(claimed[0].shown),
+        ):
+            claimed[0].pending.drive(lambda: enough() or decided(), until)
+    ready = [handle for handle in handles if over(handle)]
+    return ready or [handle for handle, each in found.items() if each.pending.decided][:1]
 
 
 def group_size(device: torch.device, members: Members = None) -> int:

@@ -130,8 +130,8 @@ class ControllerClient:
         except OSError as error:
             raise self._failure(error) from error
 
-    def receive(self) -> list[ResponseList]:
-        """Blocks until there is one, or a wake: then the list is empty.
+    def receive(self, within_s: float | None = None) -> list[ResponseList]:
+        """Blocks until there is one, or a wake, or for so long: then the list is empty.
 
         Raises CollectiveFailed when rank 0 is gone, or on `abort`.
         """
@@ -142,7 +142,12 @@ class ControllerClient:
                 raise self._failure(error) from error
             if decisions:
                 return decisions
-            ready = self._poll.poll(1000 * self._silence_s / _LISTENS or None)
+            listen_s = self._silence_s / _LISTENS or None
+            short = within_s is not None and (listen_s is None or within_s < listen_s)
+            wait_s = within_s if short else listen_s
+            ready = self._poll.poll(None if wait_s is None else 1000 * wait_s)
+            if not ready and short:
+                return []
             if not ready:
                 # Counted, not timed: where all were stopped together, and go on, nobody was silent.
                 self._in_vain += 1

@@ -2,13 +2,16 @@
 collective.
 
 On the CPU inputs are views of TensorFlow's memory, and it takes large results over as they are; where it runs eagerly
-small tensors are copied. On a GPU all are copied over the host.
+small tensors are copied. In a graph no thread of TensorFlow's waits for other ranks, but for a moment: see
+`graphs.async_op`. On a GPU all are copied over the host.
 XLA can't call Python: what comes through here can't be compiled with ``jit_compile=True``.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,50 +22,124 @@ import torch
 import torch.utils.dlpack
 
 from elastic.api.arrays import to_numpy, to_torch, value_of
+from elastic.negotiation import submission
+from elastic.negotiation.completions import Completions
 from elastic.rendezvous import environment
+from elastic.tensorflow.graphs import async_op, error_classes
 
-Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
+
+# Functions inside it run whenever a graph comes by: AutoGraph's form of them takes milliseconds.
+as_written: Any = tf.autograph.experimental.do_not_convert
 
 LARGE = 1 << 20  # bytes, from which a view is worth its price
 KEPT = 64  # errors on their way through TensorFlow; each is taken once, or never
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
 _numbers = itertools.count(1)
+_completions = Completions()
 
 environment.keep_tensors()
+async_op.available()  # from here on saved graphs that have it can be loaded
 
 
+class InFlight:
+    """A collective that was submitted: ``results`` makes the call's results of what it gives."""
+
+    def __init__(
+        self, handle: int, results: Callable[[Any], Sequence[torch.Tensor]] = list
+    ) -> None:
+        self.handle = handle
+        self._results = results
+
+    def finish(self) -> Sequence[torch.Tensor]:
+        """Waits for it."""
+        return self._results(submission.synchronize(self.handle))
+
+
+@as_written
 def call(
     compute: Compute,
     tensors: Sequence[tf.Tensor],
     shapes: Sequence[tf.TensorShape],
     dtypes: Sequence[tf.DType] | None = None,
     name: str = "elastic",
+    *,
+    blocks: bool = False,
 ) -> list[tf.Tensor]:
     """``compute`` of these tensors: now, or each time that the graph comes by. It takes and returns torch's on the CPU.
 
-    ``shapes`` are those of the results, as far as they are known; ``dtypes`` are those of ``tensors`` by default.
-    What ``compute`` raises is raised here, or, out of a graph, an error of TensorFlow's from which `original` finds it.
+    Args:
+        compute: returns results, or an `InFlight` that has them later: no thread of TensorFlow's waits for that.
+        shapes: of the results, as far as they are known.
+        dtypes: of the results; those of ``tensors`` by default.
+        blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a thread of its own.
+
+    Raises what ``compute`` raises, as `error_classes.for_eager` makes it; out of a graph an error of TensorFlow's from
+    which `original` finds it.
     """
     if not tensors and dtypes is None:
         return []
     if tf.executing_eagerly():
-        return [_given(result) for result in compute([_view(tensor) for tensor in tensors])]
-
-    def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        try:
-            found = compute([to_torch(np.asarray(array)) for array in arrays])
-            return [to_numpy(each) for each in found]
-        except BaseException as error:
-            # TensorFlow logs it, with its causes, each time; `original` has the whole of it.
-            raise RuntimeError(f"{type(error).__name__}: {error} {_keep(error)}") from None
-
+        with error_classes.for_eager():
+            return [_given(each) for each in _finished(compute([_view(t) for t in tensors]))]
     wanted = list(dtypes or [tensor.dtype for tensor in tensors])
-    made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)
-    results: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+    if async_op.available():
+        results = async_op.add(functools.partial(_start, compute, blocks), tensors, wanted, name)
+    else:
+        results = _waiting(compute, tensors, wanted, name)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results
+
+
+def _finished(made: Sequence[torch.Tensor] | InFlight) -> Sequence[torch.Tensor]:
+    return made.finish() if isinstance(made, InFlight) else made
+
+
+def _start(compute: Compute, blocks: bool, running: async_op.AsyncCall) -> None:
+    """In a graph: from a thread of TensorFlow's."""
+
+    def end(results: Callable[[], Sequence[torch.Tensor]]) -> None:
+        try:
+            found = list(results())
+        except BaseException as error:
+            running.fail(error_classes.code_of(error), _kept(error))
+        else:
+            running.succeed(found)
+
+    def finish() -> Sequence[torch.Tensor]:
+        return _finished(compute(running.inputs()))
+
+    if blocks:
+        threading.Thread(target=end, args=(finish,), name="elastic-call", daemon=True).start()
+        return
+    try:
+        made = compute(running.inputs())
+    except BaseException as error:
+        running.fail(error_classes.code_of(error), _kept(error))
+        return
+    if isinstance(made, InFlight):
+        _completions.when_over(made.handle, functools.partial(end, made.finish))
+    else:
+        running.succeed(list(made))
+
+
+def _waiting(
+    compute: Compute, tensors: Sequence[tf.Tensor], wanted: list[tf.DType], name: str
+) -> list[tf.Tensor]:
+    """Where TensorFlow can't be given `async_op`: a thread of its pool waits until all ranks have come."""
+
+    def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        try:
+            found = _finished(compute([to_torch(np.asarray(array)) for array in arrays]))
+            return [to_numpy(each) for each in found]
+        except BaseException as error:
+            # TensorFlow logs it, with its causes, each time; `original` has the whole of it.
+            raise error_classes.for_numpy_function(error)(_kept(error)) from None
+
+    made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)
+    return list(made) if isinstance(made, list | tuple) else [made]
 
 
 def _view(tensor: tf.Tensor) -> torch.Tensor:
@@ -78,20 +155,20 @@ def _given(result: torch.Tensor) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(result.contiguous().__dlpack__())
 
 
-def asked(answer: Callable[[], int], name: str) -> tf.Tensor:
-    """An int32 that is asked for when it runs: a graph outlives a world."""
+@as_written
+def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.Tensor:
+    """An int32 that is asked for when it runs: a graph outlives a world. ``blocks``: see `call`."""
 
     def compute(_: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.tensor(int(answer()), dtype=torch.int32, device="cpu")]
 
-    return call(compute, [], [tf.TensorShape([])], [tf.int32], name)[0]
+    return call(compute, [], [tf.TensorShape([])], [tf.int32], name, blocks=blocks)[0]
 
 
 def named(kind: str, name: str | None) -> str | None:
     """What a collective is matched by. Without a name of its own it is matched by its order: a ``tf.function`` runs
     what has side effects in the order in which it was written. A graph of TensorFlow 1 runs whatever is ready, so there
-    it is named after its place in the graph, which all ranks build alike. Each that runs occupies a thread until all
-    ranks have come: as many as a session has (``inter_op_parallelism_threads``) may be under way at once.
+    it is named after its place in the graph, which all ranks build alike.
     """
     if name is not None or tf.executing_eagerly():
         return name
@@ -106,6 +183,11 @@ def original(error: tf.errors.OpError) -> BaseException | None:
         if _mark(number) in message:
             return _raised.pop(number)
     return None
+
+
+def _kept(error: BaseException) -> str:
+    """What TensorFlow's error says, in which `original` finds this one."""
+    return f"{type(error).__name__}: {error} {_keep(error)}"
 
 
 def _keep(error: BaseException) -> str:

@@ -17,8 +17,10 @@ These arguments mean the same everywhere:
     process_set: only its ranks call, and only they take part. All ranks by default.
     device_dense, device_sparse, ignore_name_scope: accepted, and without a meaning here.
 
-All raise what torch's collectives raise (see `elastic.api.ops`). Out of a ``tf.function`` comes an error of
-TensorFlow's in its place, with the same sentence; ``hvd.elastic.run`` recovers from both.
+All raise what torch's collectives raise (see `elastic.api.ops`), as instances of TensorFlow's class too: mismatched
+tensors as ``tf.errors.FailedPreconditionError``, bad arguments as ``tf.errors.InvalidArgumentError``. Out of a
+``tf.function`` or a session comes that class alone, with the same sentence, ``tf.errors.UnknownError`` for a lost rank;
+``hvd.elastic.run`` recovers from both.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from elastic.optimizer import join as joining
 from elastic.runtime import basics
 from elastic.tensorflow import bridge, result_memory
 from elastic.tensorflow.compression import Compression
-from elastic.tensorflow.packing import pack
+from elastic.tensorflow.graphs.packing import pack
 from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
@@ -132,13 +134,14 @@ def reduce_dense(
     )
 
 
+@bridge.as_written
 def _reduce(
     name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
     """The gradient is the same reduction of the gradients."""
     name = bridge.named("allreduce", name)
 
-    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def compute(found: list[torch.Tensor]) -> bridge.InFlight:
         into, places = None, list(range(len(found)))
         if op is not Op.ADASUM and result_memory.pays(found):
             places, into = result_memory.made(found)
@@ -151,8 +154,12 @@ def _reduce(
             into=into,
             soon=True,
         )
-        made = dict(zip(places, submission.synchronize(handle), strict=True))
-        return [made[place] for place in range(len(found))]
+
+        def in_place(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            made = dict(zip(places, results, strict=True))
+            return [made[place] for place in range(len(places))]
+
+        return bridge.InFlight(handle, in_place)
 
     @tf.custom_gradient
     def reduction(*given: tf.Tensor) -> Any:
@@ -224,14 +231,16 @@ def grouped_allgather(
     return _gather(name, _members(process_set), [tf.convert_to_tensor(each) for each in tensors])
 
 
+@bridge.as_written
 def _gather(name: str | None, members: Members, tensors: Tensors) -> list[tf.Tensor]:
     """The gradient is this rank's rows of the averaged gradient, as in Horovod."""
     name = bridge.named("allgather", name)
 
-    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        handle = submission.start_allgather(found, name, members=members(), soon=True)
-        results, starts = submission.synchronize(handle)
-        return [*results, torch.tensor(starts, dtype=torch.int64, device="cpu")]
+    def compute(found: list[torch.Tensor]) -> bridge.InFlight:
+        return bridge.InFlight(
+            submission.start_allgather(found, name, members=members(), soon=True),
+            lambda made: [*made[0], torch.tensor(made[1], dtype=torch.int64, device="cpu")],
+        )
 
     @tf.custom_gradient
     def gathering(*given: tf.Tensor) -> Any:
@@ -283,15 +292,16 @@ def broadcast_(
     return list(variables)
 
 
+@bridge.as_written
 def _broadcast(name: str | None, members: Members, root: int, tensor: tf.Tensor) -> tf.Tensor:
     """The gradient is the averaged gradient on the root, zeros elsewhere, as in Horovod."""
     name = bridge.named("broadcast", name)
 
-    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def compute(found: list[torch.Tensor]) -> bridge.InFlight:
         handle = submission.start_broadcast(
             found[0], root, name, members=members(), in_place=False, soon=True
         )
-        return [submission.synchronize(handle)]
+        return bridge.InFlight(handle, lambda made: [made])
 
     @tf.custom_gradient
     def casting(given: tf.Tensor) -> Any:
@@ -333,17 +343,17 @@ def alltoall(
     return _exchange(name, _members(process_set), tensor, given)
 
 
+@bridge.as_written
 def _exchange(
     name: str | None, members: Members, tensor: tf.Tensor, splits: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The gradient of a row goes back to where the row came from."""
     name = bridge.named("alltoall", name)
 
-    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def compute(found: list[torch.Tensor]) -> bridge.InFlight:
         rows = found[1] if len(found) > 1 else None
         handle = submission.start_alltoall(found[0], rows, name, members=members(), soon=True)
-        output, received = submission.synchronize(handle)
-        return [output, received.to(torch.int32)]
+        return bridge.InFlight(handle, lambda made: [made[0], made[1].to(torch.int32)])
 
     @tf.custom_gradient
     def exchange(given: tf.Tensor) -> Any:
@@ -414,25 +424,24 @@ def grouped_reducescatter(
     )
 
 
+@bridge.as_written
 def _scatter(
     name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
     """The gradient: all ranks' gradients, gathered; times the number of ranks for Sum, as in Horovod."""
     name = bridge.named("reducescatter", name)
 
-    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def compute(found: list[torch.Tensor]) -> bridge.InFlight:
         handle = submission.start_reducescatter(
             found, name, op, *factors, members=members(), soon=True
         )
-        result: Sequence[torch.Tensor] = submission.synchronize(handle)
-        return result
+        return bridge.InFlight(handle)
 
-    def gathered(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def gathered(found: list[torch.Tensor]) -> bridge.InFlight:
         size = submission.group_size(_CPU, members()) if op is Op.SUM else 1
         scaled = [each * (factors[0] * factors[1] * size) for each in found]
         handle = submission.start_allgather(scaled, _backward(name), members=members(), soon=True)
-        results, _ = submission.synchronize(handle)
-        return list(results)
+        return bridge.InFlight(handle, lambda made: list(made[0]))
 
     @tf.custom_gradient
     def scattering(*given: tf.Tensor) -> Any:
@@ -461,7 +470,7 @@ def join() -> tf.Tensor:
 
     See `elastic.optimizer.join.join`.
     """
-    return bridge.asked(joining.join, "join")
+    return bridge.asked(joining.join, "join", blocks=True)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:

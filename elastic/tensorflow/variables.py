@@ -13,6 +13,7 @@ from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.tensorflow import bridge
 
 
+@bridge.as_written
 def broadcast_variables(
     variables: Sequence[tf.Variable],
     root_rank: int,
@@ -39,7 +40,8 @@ def broadcast_variables(
     values = [tf.convert_to_tensor(value) for value in variables]
     if not values:
         return None
-    made = bridge.call(compute, values, [value.shape for value in values], name="broadcast")
+    shapes = [value.shape for value in values]
+    made = bridge.call(compute, values, shapes, name="broadcast", blocks=True)
     assigned = [variable.assign(value) for variable, value in zip(variables, made, strict=True)]
     return None if tf.executing_eagerly() else tf.group(*assigned)
 

@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 
 WIDTH = 2
-_FOLDS = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max, "Product": np.prod}
+_FOLDS: dict[str, Any] = {
+    "Average": np.mean,
+    "Sum": np.sum,
+    "Min": np.min,
+    "Max": np.max,
+    "Product": np.prod,
+}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 9  # as in native/abi.cc; changes with every function and struct
+ABI = 10  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -59,12 +59,13 @@ _i32, _i64, _u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _size = ctypes.c_size_t
 _double, _text, _at = ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p
 
-# What each returns, then what it takes: as in native/abi.cc, copy.h, file.h, kernels.h and group.h.
+# What each returns, then what it takes: as in native/abi.cc, copy.h, file.h, kernels.h, lent.h and group.h.
 FUNCTIONS = {
     "elastic_abi": (_i32, ()),
     "elastic_kernels_name": (_text, ()),
     "elastic_copy": (None, (_at, _at, _at, _i32)),
     "elastic_file_write": (_i32, (_at, _at, _u64, _at, _at)),
+    "elastic_let_go": (None, (_at, _size, _at)),
     "elastic_reduce": (
         ctypes.c_int,
         (_text, _i32, _i32, _at, _i32, _at, _i32, _size, _double, _double),

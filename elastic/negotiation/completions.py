@@ -1,0 +1,77 @@
+"""Calls back when a collective is over, for callers that must not wait for long: one thread waits for theirs. Acts.
+
+A caller that finds nothing else in flight waits a moment itself: where the other ranks are about to come, too, changing
+to another thread and back would cost more than the collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from elastic.negotiation import submission
+
+BRIEF_S = 0.003  # for which a caller waits itself
+
+Finish = Callable[[], None]
+
+
+class Completions:
+    """Thread-safe. Its thread starts with the first collective that is not over at once."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Finish] = {}
+        self._added = False  # since the thread looked
+        self._idle = True
+        self._brief = threading.Lock()  # of the caller that waits itself
+        self._thread: threading.Thread | None = None
+
+    def when_over(self, handle: int, finish: Finish) -> None:
+        """Calls ``finish`` once ``synchronize(handle)`` would return or raise soon: here, or in the thread.
+
+        ``finish`` calls `submission.synchronize`, and raises nothing. Ends are noticed in whatever order they come, so
+        that a collective whose turn is late on another rank holds up none that came after it.
+        """
+        if submission.over(handle) or self._comes_soon(handle):
+            finish()
+            return
+        with self._changed:
+            self._waiting[handle] = finish
+            self._added = True
+            idle = self._idle
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=self._work, name="elastic-completions", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+        if not idle:
+            submission.offer(handle)
+
+    def _comes_soon(self, handle: int) -> bool:
+        if self._waiting or not self._brief.acquire(blocking=False):
+            return False
+        try:
+            until = time.monotonic() + BRIEF_S
+            return bool(submission.wait_for_any([handle], lambda: False, until))
+        finally:
+            self._brief.release()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle = not self._waiting
+                while not self._waiting:
+                    self._changed.wait()
+                self._idle = self._added = False
+                handles = list(self._waiting)
+            over = [handle for handle in handles if submission.over(handle)]
+            if not over:
+                over = submission.wait_for_any(handles, lambda: self._added)
+            for handle in over:
+                with self._changed:
+                    finish = self._waiting.pop(handle)
+                finish()
+                del finish

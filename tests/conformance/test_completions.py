@@ -1,0 +1,87 @@
+"""Collectives whose callers are called back, in place of waiting: in whatever order they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from conformance.worlds import everywhere, works
+from elastic.collectives.interface import Op
+from elastic.negotiation import submission
+from elastic.negotiation.completions import Completions
+
+WAIT_S = 10.0
+
+
+class Several:
+    """Sums by name, and a callback for each."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.completions = Completions()
+        self.ended: dict[str, BaseException | None] = {}
+        self.all_ended = threading.Event()
+
+    def start(self, name: str, count: int, then: Callable[[], None] = lambda: None) -> None:
+        """``count``: of all that are started; when they have ended, `all_ended` is set."""
+        handle = submission.start_allreduce([torch.ones(2)], name, Op.SUM, soon=True)
+
+        def finish() -> None:
+            error: BaseException | None = None
+            try:
+                (result,) = submission.synchronize(handle)
+                assert result.tolist() == [self.size] * 2
+            except BaseException as raised:
+                error = raised
+            self.ended[name] = error
+            then()
+            if len(self.ended) == count:
+                self.all_ended.set()
+
+        self.completions.when_over(handle, finish)
+
+
+@everywhere()
+def test_one_that_ends_late_holds_up_none_that_came_after_it(rank, size):
+    """The first of each rank waits for what the other ranks start when the second has ended."""
+    several = Several(size)
+    first, last = ("a", "x") if rank == 0 else ("x", "a")
+    several.start(first, 3)
+    several.start("q", 3, lambda: several.start(last, 3))
+    assert several.all_ended.wait(WAIT_S), several.ended
+    assert set(several.ended.values()) == {None}
+    works(size)
+
+
+@everywhere()
+def test_many_in_another_order_on_each_rank(rank, size):
+    several = Several(size)
+    for number in range(50):
+        several.start(f"many {(number * 7 + 13 * rank) % 50}", 50)
+    assert several.all_ended.wait(WAIT_S), several.ended
+    assert set(several.ended.values()) == {None}
+    works(size)
+
+
+@everywhere(3)
+def test_each_is_told_of_its_own_error(rank, size):
+    several = Several(size)
+    handle = submission.start_allreduce([torch.ones(rank + 1)], "differs", Op.SUM, soon=True)
+    raised: list[BaseException] = []
+    over = threading.Event()
+
+    def finish() -> None:
+        try:
+            submission.synchronize(handle)
+        except BaseException as error:
+            raised.append(error)
+        over.set()
+
+    several.completions.when_over(handle, finish)
+    several.start("fits", 1)
+    assert over.wait(WAIT_S) and several.all_ended.wait(WAIT_S)
+    assert [type(each).__name__ for each in raised] == ["TensorMismatch"]
+    assert several.ended == {"fits": None}
+    works(size)
