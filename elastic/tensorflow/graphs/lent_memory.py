@@ -25,7 +25,9 @@ class LentMemory:
     def __init__(self) -> None:
         lib = native_library.load()
         # What TensorFlow is given as the deallocator; None without the C++ library.
-        self.let_go = lib and ctypes.cast(lib.elastic_let_go, ctypes.c_void_p).value
+        self.let_go: int | None = None
+        if lib is not None:
+            self.let_go = ctypes.cast(lib.elastic_let_go, ctypes.c_void_p).value
         self._lock = threading.Lock()
         self._flags = _Flags()
         self._free = list(range(_FLAGS))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from elastic.collectives.shared_memory import native_library
-from elastic.tensorflow.graphs import lent_memory
 from elastic.tensorflow.graphs.lent_memory import ALIGNED, LARGE, LentMemory
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
@@ -65,5 +64,5 @@ def test_flags_are_used_again_and_run_out(monkeypatch):
 
 
 def test_without_the_library_all_is_copied(monkeypatch):
-    monkeypatch.setattr(lent_memory.native_library, "load", lambda: None)
+    monkeypatch.setattr(native_library, "load", lambda: None)
     assert LentMemory().lend(large()) is None
