@@ -60,19 +60,21 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """A collective broke at this worker."""
+    """A collective broke at this worker. ``differs``: its ranks have called different ones."""
 
     worker: Worker
     generation: int
     reason: str
+    differs: bool = False
 
 
 class WorkerStranded(Event):
-    """A collective broke at a worker that cannot recover: it is outside ``elastic.run``."""
+    """A collective broke at a worker that cannot recover: it is outside ``elastic.run``. ``differs`` as above."""
 
     worker: Worker
     generation: int
     reason: str
+    differs: bool = False
 
 
 class WorkerChecked(Event):

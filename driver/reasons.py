@@ -125,6 +125,7 @@ class Why(enum.Enum):
     # ... or somebody is to blame.
     LOST_PEER = "lost peer"
     LOST_PEER_OUTSIDE = "lost peer outside"
+    CALLS_DIFFER = "calls differ"
     ENDED_EARLY = "ended early"
     ENDED = "ended"
     SCRIPT_FAILS = "script fails"
@@ -423,6 +424,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
     Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",
     Why.LOST_PEER: "{who} lost a peer: {text}",
+    Why.CALLS_DIFFER: "{text}",
     Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
     Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     Why.ENDED: _ended,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 # For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
 raised_as: dict[type[Interrupted], type[Interrupted]] = {}
@@ -92,12 +92,21 @@ class DriverLost(ElasticError):
     """The connection to the driver broke, and without it this worker can't go on."""
 
 
+class Differing(NamedTuple):
+    """A group whose ranks have called different collectives. ``key`` names it to all of them, in their world."""
+
+    key: str
+    rank: int
+    size: int
+
+
 class CollectiveFailed(HorovodInternalError):
     """A collective of one group broke or was aborted. The runtime turns it into ``PeerLost`` where a job can recover.
 
     In a world of a fixed size it reaches the script: nobody replaces the lost worker there. ``aborted``: the group was
     aborted, here or by another rank, so that the error does not know why. ``ended``: the rank whose process has ended,
-    where that is seen. ``differs``: its ranks have called different collectives. ``late``: a rank did not come in time.
+    where that is seen. ``differs``: of ranks that have called different collectives, the group. ``late``: a rank did
+    not come in time.
     """
 
     def __init__(
@@ -105,7 +114,7 @@ class CollectiveFailed(HorovodInternalError):
         *args: object,
         aborted: bool = False,
         ended: int | None = None,
-        differs: bool = False,
+        differs: Differing | None = None,
         late: bool = False,
     ) -> None:
         super().__init__(*args)

@@ -55,8 +55,7 @@ class Failures(Part):
         if record is None or event.generation != self.worlds.generation:
             return
         if not self.settings.elastic:
-            who, text = self.worlds.named(record), event.reason
-            self._complain(record, because(Why.LOST_PEER, who=who, text=text))
+            self._complain(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
             # Many workers report one failure; only the first of a generation comes this far.
             worker, text = str(event.worker), event.reason
@@ -66,12 +65,14 @@ class Failures(Part):
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
-        verdict = because(Why.LOST_PEER_OUTSIDE, who=self.worlds.named(record), text=event.reason)
+        who, text = self.worlds.named(record), event.reason
+        verdict = because(Why.LOST_PEER_OUTSIDE, who=who, text=text)
+        if event.differs:
+            verdict = because(Why.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
             return  # it is on its way out
         if not self.settings.elastic:
-            who, text = self.worlds.named(record), event.reason
-            self._complain(record, because(Why.LOST_PEER, who=who, text=text))
+            self._complain(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
             # Others are inside elastic.run: they go on, and it starts anew.
             self.staff.dismiss(record, because(Why.STRANDED), self.settings.disconnect_s)
@@ -83,6 +84,12 @@ class Failures(Part):
             self.worlds.end(1, because(Why.SEVERAL, causes=[self.worlds.gathering.reason, verdict]))
         else:
             self._complain(record, verdict)
+
+    def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
+        """Why a job of a fixed size ends with a collective."""
+        if event.differs:
+            return because(Why.CALLS_DIFFER, text=event.reason)
+        return because(Why.LOST_PEER, who=self.worlds.named(record), text=event.reason)
 
     def raised(self, event: WorkerRaised) -> None:
         record = self.roster.get(event.worker)

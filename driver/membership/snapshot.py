@@ -390,6 +390,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "TellWorld": {"checkpoint": False},
     "StopRequested": {"checkpoint_s": 0.0},
     "Gathering": {"anew": False, "whole": False},
+    "WorkerFailed": {"differs": False},
+    "WorkerStranded": {"differs": False},
     "WorkerRaised": {"final": False, "beginning": False, "code": 1},
     "WorkerSpent": {"commit": None},
     "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},

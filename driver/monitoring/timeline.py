@@ -95,7 +95,7 @@ class Timeline:
             case events.WorkerExited(worker, code, reason):
                 lines = self._instant("workers", f"exit {worker}", code=code, reason=reason)
                 return lines + self._end(str(worker), WORLD)
-            case events.WorkerFailed(worker, generation, reason):
+            case events.WorkerFailed(worker, generation, reason, _):
                 told = f"{worker} reports a failure"
                 return self._instant("workers", told, generation=generation, reason=reason)
             case events.WorkerRaised(worker, generation, _, summary):

@@ -143,7 +143,7 @@ class CpuGroup:
             plan = Plan(Backend.GLOO, plan.hosts, plan.why)
         if plan.backend is Backend.GLOO:
             return plan, None
-        host, why = self._join(offer, rows, plan.local_ranks(self._rank))
+        host, why = self._join(purpose, offer, rows, plan.local_ranks(self._rank))
         try:
             said = self._swap(
                 store, f"{purpose}/shared/{self._size}", why.encode(), self._timeout_s
@@ -159,7 +159,7 @@ class CpuGroup:
         return plan, host
 
     def _join(
-        self, offer: MemoryOffer, rows: Sequence[RankInfo], ranks: Sequence[int]
+        self, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo], ranks: Sequence[int]
     ) -> tuple[SharedCollectives | LocalCollectives | None, str]:
         """The group of this host, or why it can't be."""
         if len(ranks) == 1:
@@ -177,6 +177,7 @@ class CpuGroup:
                 self._collective_timeout_s,
                 oversubscribed=topology.cores(rows, ranks) < len(ranks),
                 ranks=ranks,
+                key=f"{purpose}/host of {ranks[0]}",
             )
         except (Unreachable, CollectiveFailed) as error:
             return None, f"rank {self._rank}: {error}"

@@ -208,17 +208,19 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """A collective of this generation broke here."""
+    """A collective of this generation broke here. ``differs``: its ranks have called different ones."""
 
     generation: int
     reason: str
+    differs: bool = False
 
 
 class Stranded(Message):
-    """A collective broke outside ``elastic.run``: this process can't recover."""
+    """A collective broke outside ``elastic.run``: this process can't recover. ``differs`` as in `Failed`."""
 
     generation: int
     reason: str
+    differs: bool = False
 
 
 class Checked(Message):

@@ -40,7 +40,7 @@ class ServedSession(Session):
 
         self.update(decide)
 
-    def mark_broken(self, generation: int, reason: str) -> None:
+    def mark_broken(self, generation: int, reason: str, *, differs: bool = False) -> None:
         if generation == self.recovery.generation:
             self.give_up(reason)
 

@@ -90,6 +90,7 @@ class Recovery:
     newest: Commit | None = None
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
     _welcomed: bool = False
+    _differs: bool = False  # why it broke: ranks have called different collectives
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last one
     _own_failure: bool = False  # the world broke here first, and the driver was told
@@ -177,6 +178,7 @@ class Recovery:
 
     def _break(self, reason: str) -> None:
         self.phase = Phase.BROKEN
+        self._differs = False
         self.reason = reason
         self._hold_at = self._stop_at = None
 
@@ -203,9 +205,9 @@ class Recovery:
             case Phase.WAITING if self._ready is not None:
                 said.append(self._ready)
             case Phase.BROKEN if self._own_failure:
-                said.append(messages.Failed(self.generation, self.reason))
+                said.append(messages.Failed(self.generation, self.reason, self._differs))
             case Phase.BROKEN if self._stranded:
-                said.append(messages.Stranded(self.generation, self.reason))
+                said.append(messages.Stranded(self.generation, self.reason, self._differs))
             case Phase.RETURNED:
                 said.append(messages.Returned(self.generation))
             case Phase.OVER if self._last_word is not None:
@@ -271,25 +273,28 @@ class Recovery:
         )
         return [Send(self._ready)]
 
-    def fail(self, generation: int, reason: str) -> list[Action]:
-        """A collective broke here. Many threads may report one failure; only the first of a generation counts."""
+    def fail(self, generation: int, reason: str, *, differs: bool = False) -> list[Action]:
+        """A collective broke here. Many threads may report one failure; only the first of a generation counts.
+        ``differs``: its ranks have called different ones.
+        """
         last = self.again and self.phase is Phase.FINISHED
         if generation != self.generation or not (
             last or self.phase in (Phase.TRAINING, Phase.RETURNED)
         ):
             return []
         self._break(reason)
+        self._differs = differs
         if not self.running:
             return [Cut(generation, reason), *self.strand()]
         self._own_failure = True
-        return [Cut(generation, reason), Send(messages.Failed(generation, reason))]
+        return [Cut(generation, reason), Send(messages.Failed(generation, reason, differs))]
 
     def strand(self) -> list[Action]:
         """A collective was called outside ``elastic.run`` in a world that is over: nothing can undo half a program."""
         if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
-        return [Send(messages.Stranded(self.generation, self.reason))]
+        return [Send(messages.Stranded(self.generation, self.reason, self._differs))]
 
     def committed(self) -> Commit | None:
         """Numbers a commit that has just been saved: by the check that comes next, or that all have stopped at.

@@ -168,11 +168,13 @@ class Session:
         """Whether the present generation is over. From any thread."""
         return self.recovery.phase in ENDED
 
-    def mark_broken(self, generation: int, reason: str) -> None:
-        """A collective of this generation failed: cuts the rest, tells the driver. From any thread; never raises."""
+    def mark_broken(self, generation: int, reason: str, *, differs: bool = False) -> None:
+        """A collective of this generation failed: cuts the rest, tells the driver. From any thread; never raises.
+        ``differs``: its ranks have called different ones.
+        """
 
         def decide(recovery: Recovery) -> list[Action]:
-            actions = recovery.fail(generation, reason)
+            actions = recovery.fail(generation, reason, differs=differs)
             if actions:
                 self.phases.mark("broken", time.monotonic())
             return actions

@@ -53,7 +53,9 @@ def test_gradients_are_divided_to_the_last_bit_where_a_rank_has_joined(rank, siz
             optimizer.zero_grad()
             model(numbers.view(1, -1)).sum().backward()
             optimizer.synchronize()
-            assert torch.equal(model.weight.grad[0], numbers * there / size)
+            gradient = model.weight.grad
+            assert gradient is not None
+            assert torch.equal(gradient[0], numbers * there / size)
             with optimizer.skip_synchronize():
                 optimizer.step()
     hvd.join()

@@ -73,12 +73,12 @@ def ready(
     return WorkerReady(worker(name), generation, held, store(name), shape, running)
 
 
-def failed(name: str, generation: int) -> Event:
-    return WorkerFailed(worker(name), generation, "connection closed by peer")
+def failed(name: str, generation: int, *, differs: bool = False) -> Event:
+    return WorkerFailed(worker(name), generation, "connection closed by peer", differs)
 
 
-def stranded(name: str, generation: int) -> Event:
-    return WorkerStranded(worker(name), generation, "connection closed by peer")
+def stranded(name: str, generation: int, *, differs: bool = False) -> Event:
+    return WorkerStranded(worker(name), generation, "connection closed by peer", differs)
 
 
 def checked(name: str, generation: int, check: int, change: int = 1) -> Event:

@@ -24,7 +24,7 @@ from elastic.collectives.interface import Op, Work
 from elastic.collectives.shared_memory import messages
 from elastic.collectives.shared_memory.messages import SharedMessage
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, Differing
 
 # How long native code waits before Python may handle a signal.
 _SLICE_S = 0.05
@@ -61,7 +61,8 @@ class SharedCollectives:
     """One group of one generation, on CPU tensors, connected. `abort` works at any time, from any thread.
 
     ``timeout_s`` bounds each wait for another rank. ``oversubscribed``: there are more ranks on this host than cores.
-    ``ranks``: what errors call its ranks, where it is a part of another group; None: as it does itself.
+    ``ranks``: what errors call its ranks, where it is a part of another group; None: as it does itself. ``key``: the
+    same on all ranks, and of no other group of their world.
     """
 
     scales_inside = True
@@ -76,10 +77,12 @@ class SharedCollectives:
         *,
         oversubscribed: bool,
         ranks: Sequence[int] | None = None,
+        key: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
         self._ranks = range(size) if ranks is None else ranks
+        self._key = key
         self.timeout_s = timeout_s
         self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
         self._library = library
@@ -355,7 +358,7 @@ class SharedCollectives:
             said,
             aborted=reason == _LEFT,
             ended=ended,
-            differs=reason == _OTHER,
+            differs=Differing(self._key, self.rank, self.size) if reason == _OTHER else None,
             late=reason == _LATE,
         )
 

@@ -20,9 +20,10 @@ from elastic.collectives import own_gpu
 from elastic.collectives.construct import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
-from elastic.errors import CollectiveFailed, PeerLost
+from elastic.errors import CollectiveFailed, Differing, PeerLost
 from elastic.negotiation.engine import Engine
-from elastic.runtime.failures import user_line
+from elastic.runtime.failures import differing_calls, user_line
+from elastic.runtime.failures.differing_calls import Called
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 
@@ -138,14 +139,15 @@ class GuardedGroups:
         awaited = self._progress.awaited() if error is not None else {}
         if self._progress.leave(time.monotonic()):
             session.poke()
-        if isinstance(error, CollectiveFailed) and error.differs:
-            self._say_where(error, inside)
+        differs = error.differs if isinstance(error, CollectiveFailed) else None
+        if isinstance(error, CollectiveFailed) and differs is not None:
+            self._say_calls(error, differs, inside)
         if isinstance(error, CollectiveFailed) and error.late:
             self._say_who(error, awaited)
         if error is None:
             session.resumed()
         elif isinstance(error, CollectiveFailed):
-            session.mark_broken(generation, str(error))
+            session.mark_broken(generation, str(error), differs=differs is not None)
             why = session.why(error)
             if not session.recovers:
                 if str(error) != why:
@@ -154,11 +156,13 @@ class GuardedGroups:
             session.told(generation)  # unsaid so far if the driver's word came before the error
             raise PeerLost(why) from error
 
-    def _say_where(self, error: CollectiveFailed, inside: str) -> None:
-        """What this rank has called, and where, in the error and, on each rank, on stderr."""
+    def _say_calls(self, error: CollectiveFailed, group: Differing, inside: str) -> None:
+        """What each rank has called, and where, in the error and, on each rank, on stderr."""
+        session = self._session
         line = user_line.of_thread(get_ident())
-        rank, at = self._session.recovery.place.rank, f" at {line}" if line else ""
-        error.args = (f"{error}; rank {rank} called {inside!r}{at}",)
+        mine = Called(session.recovery.place.rank, inside, line)
+        calls = differing_calls.of_all(session.groups.store, group, mine)
+        error.args = (differing_calls.sentence(calls),)
         print(f"elastic: {error}", file=sys.stderr)
 
     def _say_who(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:

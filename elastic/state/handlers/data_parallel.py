@@ -73,10 +73,10 @@ class ReplicasHandler(ModelStateHandler):
             return
         name = next(name for name, each in self.model.named_parameters() if each is late)
         raise NotReduced(
-            f"{self._full(name)} is trained, but was not when DistributedDataParallel was built, which does not reduce"
-            " its gradient: ranks would differ in it; register, replace or unfreeze parameters before you build"
+            f"{self.full_name(name)} is trained, but was not when DistributedDataParallel was built, which does not"
+            " reduce its gradient: ranks would differ in it; register, replace or unfreeze parameters before you build"
             " DistributedDataParallel, or build another one and give it to the state",
-            self._full(name),
+            self.full_name(name),
         )
 
 

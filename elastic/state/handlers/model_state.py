@@ -41,7 +41,8 @@ class ModelStateHandler(Part):
         for name, tensor in dissect(self.model).tensors():
             if is_lazy(tensor):
                 raise Invalid(
-                    f"{self._full(name)} has no shape yet; run one forward pass before you hand the model to a state"
+                    f"{self.full_name(name)} has no shape yet; run one forward pass before you hand the model to a"
+                    " state"
                 )
         self._gradients: list[tuple[int, int, int]] = []
         self._own_entries = OwnEntries(self.model)
@@ -77,12 +78,13 @@ class ModelStateHandler(Part):
     def layout(self) -> list[str]:
         anatomy = dissect(self.model)
         lines = [
-            f"{self._full(name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            f"{self.full_name(name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             for name, tensor in anatomy.parameters.items()
         ]
-        lines += [f"{self._full(name)} buffer" for name in anatomy.persistent]
+        lines += [f"{self.full_name(name)} buffer" for name in anatomy.persistent]
         lines += [
-            f"{self._full(name)} is {self._full(first)}" for name, first in anatomy.aliases.items()
+            f"{self.full_name(name)} is {self.full_name(first)}"
+            for name, first in anatomy.aliases.items()
         ]
         return lines
 
@@ -125,7 +127,7 @@ class ModelStateHandler(Part):
         ]  # fmt: skip
         if gone:
             raise StateMismatch(
-                f"{self._full(gone[0])} was committed, but the model has no tensor of that name any more;"
+                f"{self.full_name(gone[0])} was committed, but the model has no tensor of that name any more;"
                 " commit() after you change a model, or hand the state a new one"
             )
         shared = self._newly_shared(live) if restoring else set()
@@ -228,12 +230,13 @@ class ModelStateHandler(Part):
     def differing(self) -> list[str]:
         live = dissect(self.model).parameters
         return [
-            self._full(name)
+            self.full_name(name)
             for name, buffer in self.digested().items()
             if name in live and not same_bits(dense(live[name]), buffer)
         ]
 
-    def _full(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
+        """Of one of its tensors, as users see it."""
         return f"{self.name}.{name}" if self.name else name
 
 

@@ -55,7 +55,7 @@ def places_of(held: Any, shards: int, elements: int, dtype: torch.dtype) -> torc
 def alone(shards: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     places = places_of(range(shards), shards, elements, dtype)
     partials = [tree.schedule(range(shards), shards)[1]]
-    evaluate(tree.program(partials, shards), [list(places)], 1.0 / shards)
+    evaluate(tree.program(partials, shards), [list(places)], shards)
     return places[0, :elements].clone()
 
 
@@ -80,11 +80,11 @@ def test_every_way_gives_the_same_bits(world, shards, dtype):
         for elements in ELEMENTS:
             places = places_of(held[rank], shards, elements, dtype)
             copied = places.clone()
-            world.groups[rank].reduce_tree(places, elements, program, 1.0 / shards).wait()
+            world.groups[rank].reduce_tree(places, elements, program, shards).wait()
             found.append(places[0, :elements].clone())
             for group in (world.groups[rank], others[rank]):
                 again = list(copied.clone())
-                PartialsExchange(group, again, elements, program, counts, 1.0 / shards).wait()
+                PartialsExchange(group, again, elements, program, counts, shards).wait()
                 found.append(again[0][:elements].clone())
         return found
 
@@ -116,7 +116,7 @@ def by_exchange(rank: int, size: int, address: Address, hosts: str) -> list[byte
         program, counts = tree.program(partials, shards), [len(each) for each in partials]
         for elements in ELEMENTS:
             places = list(places_of(held[rank], shards, elements, torch.float32))
-            PartialsExchange(group, places, elements, program, counts, 1.0 / shards).wait()
+            PartialsExchange(group, places, elements, program, counts, shards).wait()
             found.append(places[0][:elements].numpy().tobytes())
     end(group)
     return found

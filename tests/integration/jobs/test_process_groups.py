@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.driver.reasons import Why
 from elastic.errors import Fixed
 from harness.history import SCRIPTS
 
@@ -51,3 +53,33 @@ def test_what_belongs_to_one_world_is_refused_before_an_update_in_another(
     refused = re.findall(r"refused: (\w+) after (\d+) updates", training.output)
     assert len(refused) >= 2, training.output
     assert set(refused) == {(kind.name, "0")}
+
+
+DIFFER = """
+import torch, torch.distributed as dist, elastic
+dist.init_process_group()
+try:
+    if dist.get_rank() == 1:
+        dist.broadcast(torch.ones(3), 0)
+    else:
+        dist.all_reduce(torch.ones(3))
+except elastic.PeerLost:
+    print("told to step back")
+except RuntimeError as error:
+    print("told:", error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.forked
+def test_ranks_that_call_different_collectives_are_all_told_of_all(job: Any, tmp_path: Path):
+    script = tmp_path / "differ.py"
+    script.write_text(DIFFER)
+    training = job("-np 3", ["python", script])
+    assert training.wait(60) != 0
+    told = re.findall(r"told: (.*)$", training.output, re.MULTILINE)
+    assert len(told) == 3 and len(set(told)) == 1
+    for call in ("ranks 0, 2: allreduce at differ.py:8", "rank 1: broadcast at differ.py:6"):
+        assert call in told[0]
+    (end,) = training.actions("EndJob")
+    assert end["reason"]["kind"] == Why.CALLS_DIFFER.value

@@ -368,6 +368,18 @@ def test_on_a_new_connection_it_says_where_it_stands():
     assert r.phase is Phase.TRAINING
 
 
+def test_that_calls_differ_is_said_with_the_failure_and_again_to_the_next_driver():
+    for r, failure in (
+        (training(2), Failed(2, "calls", True)),
+        (outside(), Stranded(1, "calls", True)),
+    ):
+        assert r.fail(failure.generation, "calls", differs=True)[-1] == Send(failure)
+        assert said(r)[1:] == [failure]
+    r.wait_for_world(STORE, "")
+    r.receive(world(3))
+    assert r.fail(3, "closed")[-1] != Send(Stranded(3, "closed", True))
+
+
 def test_what_has_no_answer_is_said_again_word_for_word():
     r = training(2)
     r.fail(2, "closed")

@@ -255,6 +255,15 @@ def test_where_nobody_else_exits_the_complaint_is_the_reason():
     assert "lost a peer" in str(the(EndJob, talk.tell(exited("h:1", 1))).reason)
 
 
+def test_ranks_that_called_different_collectives_have_lost_no_peer():
+    for complaint in (failed, stranded):
+        talk = static(2)
+        talk.tell(complaint("h:0", 1, differs=True), complaint("h:1", 1, differs=True))
+        talk.tell(exited("h:0", 1))
+        end = the(EndJob, talk.tell(exited("h:1", 1)))
+        assert (end.code, end.reason.kind) == (1, Why.CALLS_DIFFER)
+
+
 def test_a_suspect_may_be_slow_to_exit():
     talk = static(3, disconnect_s=2)
     talk.tell(failed("h:0", 1), failed("h:2", 1), exited("h:0", 1))
