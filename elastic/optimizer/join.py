@@ -58,7 +58,8 @@ def join(device: int = -1) -> int:
             while True:
                 if last is None and submission.poll(handle):
                     last = submission.synchronize(handle)
-                moved = [plans.turn(time.monotonic()) for plans in shared]
+                all_joined = last is not None
+                moved = [plans.turn(time.monotonic(), all_joined) for plans in shared]
                 if any(moved) or rt.broken:
                     pause_s = SOON_S
                     break
@@ -98,9 +99,9 @@ class _SharedPlans:
         waits = self._proposed is not None and not self._nobody_proposes
         return not waits and all(each.over for each in self._shadows.values())
 
-    def turn(self, now: float) -> bool:
+    def turn(self, now: float, all_joined: bool) -> bool:
         """Does what can be done now; whether there was anything."""
-        moved = self._proposed is None and self._look(now)
+        moved = self._proposed is None and self._look(now, all_joined)
         for each in self._shadows.values():
             if each.done():
                 each.take()
@@ -110,8 +111,10 @@ class _SharedPlans:
             moved = True
         return moved
 
-    def _look(self, now: float) -> bool:
+    def _look(self, now: float, all_joined: bool) -> bool:
         """Comes to where the next plan is agreed, if the others are there or have been."""
+        if all_joined and not self._known.channel_open:
+            return False  # nobody will be there; rank 0, which knows who is, may have ended its process
         types = [joined_rank.CPU.type]
         if not self._known.agreed and torch.cuda.is_available():
             types.append("cuda")  # the first is agreed where its gradients are

@@ -166,9 +166,9 @@ class Store:
                 self._calls.discard(call)
             call.close()
 
-    def awaited(self) -> list[str]:
+    def awaited(self, timeout_s: float | None = None) -> list[str]:
         """The keys of exchanges in which ranks wait for others now. Raises CollectiveFailed."""
-        return [key.decode() for key in self.fetch(_AWAITED, 0)]
+        return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
         """On rank 0: who fetches this key gets what ``make`` returns, called in the store's thread.

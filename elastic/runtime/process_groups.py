@@ -35,6 +35,7 @@ DEVICE_S = 10.0  # for a GPU to end what was aborted on it, which takes millisec
 MOST_UNCONNECTED = 2  # communicators that NCCL still tries to connect: each has a GB of the GPU
 CLOSE_S = 2.0  # at exit, for the groups to end
 _LISTEN_S = 1e6  # for whoever wants a group, or for the end of the world; a socket takes no more than 24 days
+_ASK_S = 1.0  # for rank 0 to say who waits; where its process has ended nobody answers
 _FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
 # What all ranks need in their first step, if they have needed it before.
 NAMED = "named"
@@ -179,7 +180,7 @@ class Groups:
         if store is None or store.generation != generation:
             return False
         try:
-            return _meeting(key, place) in store.awaited()
+            return _meeting(key, place) in store.awaited(_ASK_S)
         except CollectiveFailed:  # whoever notices that the world is broken says so
             return False
 

@@ -29,7 +29,7 @@ def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeyp
     monkeypatch.setattr(plan_agreement, "of", lambda *_: known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plans = join._SharedPlans(rt, None)
-    assert not plans.turn(1.0)
+    assert not plans.turn(1.0, False)
     assert asked == ["cpu", "cuda"]
     known.record(
         0,
@@ -39,5 +39,5 @@ def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeyp
         None,
     )
     asked.clear()
-    assert not plans.turn(9.0)
+    assert not plans.turn(9.0, False)
     assert asked == ["cpu"]

@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
 from elastic.errors import PeerLost, StateMismatch
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer import join
+from elastic.optimizer import join, plan_agreement
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
+from elastic.runtime.worker import Runtime
 from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd, small, take_steps
 
 WAIT_S = 60.0
@@ -452,3 +454,16 @@ def test_a_member_that_joined_follows_its_set(world):
     _, (mine, ours), (nothing, theirs) = world(3, run)
     assert mine.tolist() == [1.0, 1.0] and nothing is None
     assert ours == theirs == 2.0
+
+
+def test_once_all_have_joined_rank_0_is_asked_nothing(monkeypatch):
+    """Its process may have ended: a rank that asked it waited for half a minute, and the job ended."""
+    asked: list[str] = []
+    rt = create_autospec(Runtime, instance=True)
+    rt.wanted.side_effect = lambda purpose, *_: asked.append(purpose)
+    monkeypatch.setattr(plan_agreement, "of", lambda *_: plan_agreement.Plans())
+    plans = join._SharedPlans(rt, None)
+    assert not plans.turn(1.0, all_joined=True)
+    assert plans.over and not asked
+    assert not plans.turn(1.0, all_joined=False)
+    assert asked
