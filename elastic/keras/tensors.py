@@ -40,6 +40,27 @@ def apply(
     return list(compute([tensor.detach() for tensor in tensors]))
 
 
+def is_traced(value: Any) -> bool:
+    """Whether it is a tensor of a step that JAX is compiling."""
+    if backend() != "jax":
+        return False
+    import jax
+
+    return isinstance(value, jax.core.Tracer)
+
+
+def of_backend(value: Any) -> Any:
+    """A number, an array or a tensor as a tensor of torch or JAX; one of torch stays on its device."""
+    if is_traced(value) or isinstance(value, torch.Tensor):
+        return value
+    made = value_of(value)
+    if backend() == "torch":
+        return made
+    import jax
+
+    return jax.numpy.asarray(to_numpy(made))
+
+
 def _in_jax(
     compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tensors: Sequence[Any]
 ) -> list[Any]:

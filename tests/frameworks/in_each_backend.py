@@ -50,6 +50,34 @@ def test_gradients_of_several_passes(rank, size):
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
+def test_values_of_all_ranks_are_tensors_of_the_backend(rank, size):
+    rows = np.full([size, 2], float(rank), "float32")
+    for made, wanted in (
+        (hvd.allreduce(rows), np.full([size, 2], (size - 1) / 2)),
+        (hvd.allreduce(keras.ops.convert_to_tensor(rows)), np.full([size, 2], (size - 1) / 2)),
+        (hvd.allgather(rows)[::size], np.arange(size)[:, None] * np.ones([1, 2])),
+        (hvd.broadcast(rows, 1), np.ones([size, 2])),
+        (hvd.reducescatter(rows), np.full([1, 2], (size - 1) / 2)),
+        (hvd.allreduce(float(rank)), (size - 1) / 2),
+    ):
+        assert keras.ops.is_tensor(made)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(made), wanted)
+
+
+def test_a_value_in_a_step_that_jax_compiles(rank, size):
+    if keras.backend.backend() != "jax":
+        return
+    import jax
+
+    np.testing.assert_allclose(jax.jit(hvd.allreduce)(jax.numpy.float32(rank)), (size - 1) / 2)
+    for reshapes in (hvd.allgather, hvd.reducescatter):
+        try:
+            jax.jit(reshapes)(jax.numpy.ones([size, 2]))
+        except ValueError:
+            continue
+        raise AssertionError("a shape that is not known yet")
+
+
 def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
     x, y, all_x, all_y = data(rank, size, 12)
     wrong = x.copy()

@@ -238,11 +238,51 @@ def test_a_learning_rate_that_warms_up_and_one_with_a_schedule(rank, size):
 
 
 def test_values_of_all_ranks(rank, size):
-    assert hvd.allreduce(float(rank)) == pytest.approx((size - 1) / 2)
+    assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
     np.testing.assert_allclose(hvd.allgather(np.full([1, 2], rank)), [[r, r] for r in range(size)])
     assert hvd.broadcast(rank, 1) == 1
     made = hvd.reducescatter(np.ones([size, 2], "float32"), op=hvd.Sum)
     np.testing.assert_allclose(made, [[size, size]])
+
+
+def test_values_are_tensors_and_symbolic_in_a_function(rank, size):
+    rows, total = tf.fill([size, 2], float(rank)), size * (size - 1) / 2
+    gathered = np.repeat(np.arange(size), size)[:, None] * np.ones([1, 2])
+    for door in (hvd, other_door):
+        calls = {
+            "allreduce": (lambda: door.allreduce(rows, op=door.Sum), np.full([size, 2], total)),  # noqa: B023
+            "allgather": (lambda: door.allgather(rows), gathered),  # noqa: B023
+            "broadcast": (lambda: door.broadcast(rows, 1), np.ones([size, 2])),  # noqa: B023
+            "reducescatter": (
+                lambda: door.reducescatter(rows, op=door.Sum),  # noqa: B023
+                np.full([1, 2], total),
+            ),
+        }
+        for kind, (call, wanted) in calls.items():
+            in_function = _traced(call)
+            for made in (call(), in_function):
+                assert tf.is_tensor(made), kind
+                np.testing.assert_allclose(made.numpy(), wanted, err_msg=kind)
+
+
+def _traced(call):
+    """What ``call`` gives in a ``tf.function``, where it has to be symbolic."""
+    symbolic = []
+
+    @tf.function
+    def traced():
+        made = call()
+        symbolic.append(tf.is_tensor(made) and not hasattr(made, "numpy"))
+        return made
+
+    made = traced()
+    assert symbolic == [True]
+    return made
+
+
+def test_a_number_in_a_graph_of_tensorflow_1_has_its_result_at_once(rank, size):
+    with tf.Graph().as_default():
+        assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
 
 
 def test_a_state_goes_back_to_what_was_committed(rank, size):
