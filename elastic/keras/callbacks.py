@@ -37,26 +37,57 @@ def broadcast_variables(
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Brings rank ``root_rank``'s model and optimizer to all ranks: the model before the first batch, where it has its
     weights by then, and both after it, when they have all their variables.
+
+    ``local_variables``: a variable or several, of the model, that stay each rank's own. Raises Invalid (a ValueError)
+    where one is not a variable.
     """
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
         self.broadcast_done = False
+        self._local: list[Any] = []
+        given = [] if local_variables is None else local_variables
+        for each in [given] if _is_variable(given) else given:
+            self.register_local_var(each)
+
+    def register_local_var(self, var: Any) -> None:
+        """``var`` stays each rank's own. Raises Invalid where it is not a variable."""
+        if not _is_variable(var):
+            raise Invalid(
+                f"local_variables has a {type(var).__name__}, which is not a variable; give variables of the model, as"
+                " layer.trainable_variables has them"
+            )
+        self._local.append(var)
+
+    def _shared(self) -> list[Any]:
+        """The model's variables that are not local. One of Keras stands for the one of its backend that it holds."""
+        local = {id(each) for var in self._local for each in (var, _held(var))}
+        return [each for each in self.model.variables if not {id(each), id(_held(each))} & local]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.broadcast_done = False
         if self.model.built:
-            broadcast_variables(self.model.variables, self.root_rank)
+            broadcast_variables(self._shared(), self.root_rank)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.broadcast_done:
             return
         model = self.model
-        broadcast_variables(model.variables, self.root_rank)
+        broadcast_variables(self._shared(), self.root_rank)
         if getattr(model, "optimizer", None) is not None:
             broadcast_variables(model.optimizer.variables, self.root_rank)
         self.broadcast_done = True
+
+
+def _is_variable(value: Any) -> bool:
+    return callable(getattr(value, "assign", None))
+
+
+def _held(variable: Any) -> Any:
+    """The backend's variable that one of Keras holds; any other is itself."""
+    held = getattr(variable, "value", None)
+    return variable if held is None or callable(held) else held
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -237,6 +237,22 @@ def test_a_learning_rate_that_warms_up_and_one_with_a_schedule(rank, size):
         hvd.callbacks.LearningRateScheduleCallback(None, 1.0)  # type: ignore[arg-type]
 
 
+def test_local_variables_stay_each_ranks_own(rank, size):
+    x, y, *_ = data(rank, size)
+    for one in (False, True):
+        made = model(seed=rank + 1)
+        made.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
+        own = made.layers[0].kernel
+        local = own if one else [own]
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)
+        made.fit(x, y, epochs=1, verbose=0, callbacks=[callback])
+        rows = [np.ravel(each.numpy())[None] for each in made.weights]
+        same = [np.ptp(np.asarray(hvd.allgather(each)), axis=0).max() == 0 for each in rows]
+        assert same == [each is not own for each in made.weights]
+    with pytest.raises(ValueError):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=["kernel"])
+
+
 def test_values_of_all_ranks(rank, size):
     assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
     np.testing.assert_allclose(hvd.allgather(np.full([1, 2], rank)), [[r, r] for r in range(size)])
