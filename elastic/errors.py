@@ -192,6 +192,10 @@ class UnsupportedType(Invalid, TypeError):
     """A collective can't carry tensors of this dtype; a ValueError in Horovod."""
 
 
+class NotPicklable(Invalid, TypeError):
+    """An object belongs to its process, such as a state, and was to be pickled or copied."""
+
+
 class StaleValueWarning(UserWarning):
     """Something of the script was made for a world that has changed, and does not follow: a schedule of the learning
     rate, a variable of the environment. The message says what to do.

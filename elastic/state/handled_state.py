@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import Invalid
+from elastic.errors import Invalid, NotPicklable
 from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.state import exchange, shard_checks
@@ -29,7 +29,19 @@ from elastic.state.state import ObjectState, log, refuse_method_names
 Handler = TypeVar("Handler", bound=StateHandler)
 
 
-class HandledState(ObjectState):
+class _OfThisProcess:
+    """Raises NotPicklable, a TypeError, where it is pickled or copied."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotPicklable(
+            f"a {type(self).__name__} can't be pickled or copied: it holds buffers of this process. It is probably an"
+            " attribute of the object that is pickled, or a variable that its function refers to; keep it out of there"
+            " (__getstate__), or make it in the worker. To save what it holds, save model.state_dict(), or give"
+            " --checkpoint-dir to elasticrun"
+        )
+
+
+class HandledState(_OfThisProcess, ObjectState):
     """Values of which some are handled by a `Part` or a handler of the script's own: `registry` says which."""
 
     def __init__(self, values: dict[str, Any], rng: Any = False) -> None:
