@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from horovod.common.built_with import (
@@ -30,6 +32,22 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name) and check_has_gpu()
 
 
+@contextlib.contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set variables of the environment for the block; those given as None are left as they are."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Whether so many ranks can use Adasum."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
@@ -50,6 +68,7 @@ __all__ = [
     "ccl_built",
     "cuda_built",
     "ddl_built",
+    "env",
     "extension_available",
     "gloo_built",
     "gpu_available",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -64,6 +65,18 @@ def test_names_are_found_under_the_paths_that_scripts_import_from():
         module = importlib.import_module(path)
         missing = [name for name in names.split() if getattr(module, name, None) is None]
         assert not missing, path
+
+
+def test_the_environment_is_another_one_for_a_block(monkeypatch):
+    """As Horovod's tests set it."""
+    monkeypatch.setenv("WAS_SET", "before")
+    monkeypatch.delenv("WAS_NOT", raising=False)
+    with pytest.raises(KeyError), util.env(WAS_SET="in", WAS_NOT="in", LEFT=None):
+        assert (os.environ["WAS_SET"], os.environ["WAS_NOT"]) == ("in", "in")
+        assert "LEFT" not in os.environ
+        raise KeyError
+    assert os.environ["WAS_SET"] == "before"
+    assert "WAS_NOT" not in os.environ
 
 
 def test_reductions_have_horovods_numbers():
