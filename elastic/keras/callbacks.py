@@ -238,22 +238,26 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """``keras.callbacks.ModelCheckpoint`` that keeps the best model, and is given its file later, by ``filepath``."""
+    """``keras.callbacks.ModelCheckpoint`` that keeps the best model, or its weights.
+
+    Its file, best.keras or best.weights.h5, may be set later: ``filepath``.
+    """
 
     def __init__(
         self,
         monitor: str = "val_loss",
         verbose: int = 0,
+        save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: Any = "epoch",
-        filepath: str = "best.keras",
+        filepath: str | None = None,
     ) -> None:
         super().__init__(
-            filepath,
+            filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
             monitor=monitor,
             verbose=verbose,
             save_best_only=True,
-            save_weights_only=False,
+            save_weights_only=save_weights_only,
             mode=mode,
             save_freq=save_freq,
         )

@@ -19,7 +19,7 @@ def DistributedOptimizer(
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = None,
+    compression: Any = TorchCompression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,
@@ -113,7 +113,7 @@ def load_model(
     filepath: Any,
     custom_optimizers: Any = None,
     custom_objects: dict[str, Any] | None = None,
-    compression: Any = None,
+    compression: Any = TorchCompression.none,
 ) -> Any:
     """A saved Keras model, whose optimizer becomes a distributed one, with its state.
 

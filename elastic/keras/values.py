@@ -34,7 +34,10 @@ def allreduce(
     Returns:
         A tensor of the backend, of the same shape; TensorFlow's in a ``tf.function`` is symbolic.
     """
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    factors: dict[str, Any] = {
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+    }
     if _in_tensorflow(value):
         return _tensorflow().allreduce(value, average, op=op, name=name, **factors)
 

@@ -90,8 +90,9 @@ def _script_files(modules: Mapping[str, object]) -> list[str]:
     found = []
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
-        installed = name.partition(".")[0] in ("elastic", "horovod") or not isinstance(file, str)
-        if installed or not file.endswith(".py") or file.startswith(standard):
+        if not isinstance(file, str) or name.partition(".")[0] in ("elastic", "horovod"):
+            continue
+        if not file.endswith(".py") or file.startswith(standard):
             continue
         if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
             found.append(file)

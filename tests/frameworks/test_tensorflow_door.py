@@ -44,3 +44,9 @@ def test_the_data_service(world: World, behaviour: str) -> None:
 @pytest.mark.parametrize("behaviour", behaviours.of("in_keras"))
 def test_keras(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_keras", behaviour, timeout_s=FIRST_S)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
+@pytest.mark.parametrize("behaviour", behaviours.of("in_signatures"))
+def test_signatures(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_signatures", behaviour, timeout_s=FIRST_S)

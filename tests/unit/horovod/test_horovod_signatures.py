@@ -6,13 +6,11 @@ What may come after them is ours, and has a default.
 from __future__ import annotations
 
 import importlib
-import inspect
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 
-import horovod.torch as hvd
+from harness import signatures
 
 # ruff: noqa: E501
 # Horovod's signatures, as its documentation and its users' scripts have them. `none` stands for Compression.none,
@@ -126,44 +124,10 @@ ELSEWHERE = """
 REFERENCE = [f"horovod.torch.{line.strip()}" for line in TORCH.strip().splitlines()]
 REFERENCE += [line.strip() for line in ELSEWHERE.strip().splitlines()]
 
-EMPTY = inspect.Parameter.empty
-STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
 
-
-def shown(name: str, default: Any) -> str:
-    """A default, as in the reference; empty if there is none."""
-    if default is EMPTY:
-        return ""
-    if default is hvd.Compression.none:
-        return "none"
-    if default is hvd.global_process_set:
-        return "everybody"
-    if name == "op" and default == hvd.Average:
-        return "Average"
-    return repr(default)
-
-
-def split(reference: str) -> tuple[str, list[tuple[str, str]]]:
-    """The path, and each argument with its default."""
-    path, _, text = reference.removesuffix(")").partition("(")
-    arguments = [argument.strip().partition("=") for argument in text.split(",")]
-    return path, [(name, default) for name, _, default in arguments if name]
-
-
-def test_every_name_takes_what_horovods_takes():
-    for reference in REFERENCE:
-        path, wanted = split(reference)
-        parameters = [*inspect.signature(resolve_name(path)).parameters.values()]
-        ours = [(STARS.get(p.kind.name, "") + p.name, shown(p.name, p.default)) for p in parameters]
-        last = len([name for name, _ in wanted if not name.startswith("**")])
-        assert [name for name, _ in ours[:last]] == [name for name, _ in wanted[:last]], path
-        assert {name for name, _ in wanted[last:]} <= {name for name, _ in ours}, path
-        for (name, default), (_, its) in zip(ours, wanted[:last], strict=False):
-            # One that was required may have a default.
-            assert default == its or not its, f"{path}: {name} is {default!r}, and was {its}"
-        for parameter in parameters[last:]:
-            optional = parameter.default is not EMPTY or parameter.kind.name in STARS
-            assert optional, f"{path}: {parameter.name} is ours, and has no default"
+@pytest.mark.parametrize("reference", REFERENCE, ids=lambda line: line.partition("(")[0])
+def test_every_name_takes_what_horovods_takes(reference):
+    signatures.compare(reference)
 
 
 @pytest.mark.parametrize(
