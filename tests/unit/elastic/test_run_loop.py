@@ -60,6 +60,7 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
     rt.alone, rt.session, rt.worlds, rt.commits, rt.place = (
         False, MagicMock(), MagicMock(), MagicMock(), place,
     )  # fmt: skip
+    rt.kept_variables = MagicMock()
     rt.session.recovery.newcomer = False
     rt.worlds.next.return_value = world
     state.layout.return_value = ""
