@@ -276,7 +276,7 @@ def _factor(args: TrainingArguments, steps: int) -> schedules.Factor:
     """That of the Trainer's schedule for so many steps."""
     made: Any = get_scheduler(
         args.lr_scheduler_type,
-        optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        optimizer=torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0),
         num_warmup_steps=args.get_warmup_steps(steps),
         num_training_steps=steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,

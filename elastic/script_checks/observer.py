@@ -105,6 +105,7 @@ class ScriptObserver:
         data_waits.listen(None)
         self._latest = None
         self._stepping.clear()
+        self._loaders.clear()
         self._sources.clear()
         self._positions.clear()
 

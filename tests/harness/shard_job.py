@@ -150,7 +150,7 @@ class Reference:
                     if each.dtype == torch.float64:
                         each.sub_(total)
                 for each, total, moment in zip(toy.averaged(), sums, momentum, strict=False):
-                    moment.mul_(0.9).add_(total * (1.0 / schedule.count))
+                    moment.mul_(0.9).add_(total / schedule.count)
                     each.add_(moment, alpha=-0.01)
             over = samples.stop == schedule.length
             at = Position(at.epoch + 1) if over else Position(at.epoch, samples.stop)

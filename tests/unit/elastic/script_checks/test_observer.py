@@ -202,9 +202,11 @@ def test_no_commit_is_reported_at_once_unless_it_may_come_later(job, monkeypatch
 
 
 def test_after_a_loss_the_script_is_checked_once_more_and_no_kind_is_reported_twice(job, capsys):
-    state = job.whole(step=0)
+    sampler = data.ElasticSampler(job.samples)
+    state = job.whole(step=0, sampler=sampler)
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
     watching = job.observes(state, per_epoch)
+    job.batches = iter(torch_data.DataLoader(job.samples, sampler=sampler))
     job.train(state, commit=False)
     assert reported(watching) == {Kind.SCHEDULER_NOT_IN_STATE}
     watching.recovered()
