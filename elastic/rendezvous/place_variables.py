@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
 from elastic.protocol.messages import Place
+from elastic.rendezvous.script_files import script_files
 
 # The slot, which picks the GPU, does not change while a worker lives: LOCAL_RANK and HOROVOD_LOCAL_RANK.
 SLOT = "LOCAL_RANK"
 _RANK = ("RANK", "ROLE_RANK", "HOROVOD_RANK")
 _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
 _READ = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK)["']""")
-_MOST = 200  # files of a script that are looked at
 
 
 class Read(NamedTuple):
@@ -76,24 +75,10 @@ def reads_in(file: str, text: str) -> Iterator[Read]:
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[Read]:
     """In the modules that this process has imported, without installed packages and Python's own."""
     found: list[Read] = []
-    for file in _script_files(sys.modules if modules is None else modules)[:_MOST]:
+    for file in script_files(sys.modules if modules is None else modules):
         try:
             with open(file, encoding="utf-8", errors="replace") as source:
                 found.extend(reads_in(file, source.read()))
         except OSError:
             continue  # deleted since
-    return found
-
-
-def _script_files(modules: Mapping[str, object]) -> list[str]:
-    standard = sysconfig.get_paths()["stdlib"] + os.sep
-    found = []
-    for name, module in list(modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name.partition(".")[0] in ("elastic", "horovod"):
-            continue
-        if not file.endswith(".py") or file.startswith(standard):
-            continue
-        if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
-            found.append(file)
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
+from elastic.rendezvous.script_files import script_files
 from elastic.script_checks.mistakes import When
 
 NAMES = ("commit", "CommitStateCallback")
@@ -44,7 +44,7 @@ def commits(function: Callable[..., Any]) -> list[When]:
         own = [*calls_in(_definition(code))]
         if own:
             return own
-    found = [when for file in _own_files() for when in _of_file(file)]
+    found = [when for file in script_files(sys.modules) for when in _of_file(Path(file))]
     if not found and code is not None and _names(code):
         return [When.SOME_STEPS]  # it was sent without its file
     return found
@@ -150,24 +150,6 @@ def _names(code: CodeType) -> bool:
     return any(name in code.co_names for name in NAMES) or any(
         _names(each) for each in within if isinstance(each, CodeType)
     )
-
-
-def _own_files() -> Iterator[Path]:
-    """Of modules outside the standard library, of installed packages and of this one."""
-    here = Path(__file__).parents[2]
-    paths = sysconfig.get_paths()
-    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed += [f"{here / 'elastic'}/", f"{here / 'horovod'}/"]
-    installed += [str(Path(path).resolve()) for path in installed]  # through links
-    apart = tuple({*installed})
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if not name or not name.endswith(".py") or name.startswith(apart):
-            continue
-        file = Path(name).resolve()
-        packages = {"site-packages", "dist-packages"} & {*file.parts}
-        if not packages and not str(file).startswith(apart):
-            yield file
 
 
 def _of_file(file: Path) -> list[When]:

@@ -193,7 +193,7 @@ def without(state) -> None: ...
 
 
 def test_no_commit_is_reported_at_once_unless_it_may_come_later(job, monkeypatch):
-    monkeypatch.setattr(script_source, "_own_files", lambda: iter(()))
+    monkeypatch.setattr(script_source, "script_files", lambda modules: [])
     state = job.whole(step=0)
     for function, expected in ((per_epoch, set()), (without, {Kind.NO_COMMIT})):
         watching = job.observes(state, function)
