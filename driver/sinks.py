@@ -18,7 +18,7 @@ class Sink(Protocol):
         """Bytes in the order they were written, cut anywhere."""
 
     def finish(self, worker: Worker, stream: Stream) -> None:
-        """No more bytes will come: pass on an incomplete last line."""
+        """No more bytes will come, or it waits for an answer: pass on an incomplete last line."""
 
     def tail(self, worker: Worker) -> str:
         """The end of what it wrote to stderr so far, at most some 20 KB."""

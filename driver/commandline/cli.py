@@ -35,6 +35,7 @@ from elastic.driver.job.refused_start import Traces
 from elastic.driver.journal.file import check_own
 from elastic.driver.launch import variables
 from elastic.driver.launch.environment import threads_per_worker
+from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.network.hosts import ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
@@ -329,6 +330,7 @@ def _checked_job(
         opentelemetry=options.opentelemetry,
         preemption=_preemption(options),
         preload=_preload(options, elastic=elastic),
+        stdin_rank=_stdin_rank(options, workers_max, by_agents=fleet.needed),
         output_dir=_writable_dir(options.output_filename, traces),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
@@ -353,6 +355,23 @@ def _preload(options: Options, *, elastic: bool) -> str:
     except ValueError as error:
         raise Invalid(f"--preload {wanted}: {error}") from error
     return ",".join([*names, str(count)]) if count else ""
+
+
+def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int | None:
+    """Raises Invalid."""
+    rank = options.stdin
+    check_stdin(rank, workers_max, by_agents=by_agents)
+    if rank is not None:
+        try:
+            behind = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
+        except OSError:  # a terminal, and not ours
+            behind = False
+        if behind:
+            raise Invalid(
+                f"--stdin {rank}: this command runs in the background, where the terminal's input is the shell's;"
+                " run it in the foreground, or redirect its input"
+            )
+    return rank
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:

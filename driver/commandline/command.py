@@ -30,7 +30,7 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
         script = command[1]
         if script == "-":
             raise Invalid(
-                "workers have no standard input, so python - would run nothing; save the script to a file"
+                "workers do not share a standard input, so python - would run nothing; save the script to a file"
             )
         if script.endswith(".py") and not script.startswith("-") and not os.path.isfile(script):
             raise Invalid(

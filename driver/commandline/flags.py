@@ -303,6 +303,13 @@ class OutputFlags:
         "DIR",
         "Also write what each worker prints to DIR/rank.N/stdout and DIR/rank.N/stderr.",
     )
+    stdin: int | None = flag(
+        "--stdin",
+        "RANK",
+        "Pass standard input to the worker of this rank, on this machine (default: every worker's is empty).",
+        whole(0),
+        keys=("stdin.rank",),
+    )
     prefix_output_with_timestamp: bool = switch(
         "-prefix-timestamp --prefix-output-with-timestamp",
         "Put the time before each line that a worker prints.",

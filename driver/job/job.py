@@ -48,6 +48,7 @@ class Job:
     preemption: str = "off"  # who may announce the end of a machine; see `preemption.watch`
     # Modules that a process for the next worker has imported; see `processes.prepared`.
     preload: str = ""
+    stdin_rank: int | None = None  # whose worker has this process's standard input
     begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
     # Called with the address where operators call, and their key.
     steered: Callable[[str, bytes], object] | None = None

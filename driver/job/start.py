@@ -16,6 +16,7 @@ from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.membership.membership import Membership
 from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.hosts import ThisHost
@@ -67,6 +68,8 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
         elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
         if fleet is not None and not fleet.needed:
             fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
+    by_agents = fleet is not None and fleet.needed
+    check_stdin(job.stdin_rank, job.settings.workers_max, by_agents=by_agents)
     if fleet is not None and fleet.fresh and job.journal:
         from elastic.driver.job import left_behind
 
@@ -140,6 +143,7 @@ async def _alone(
             lease_s=job.settings.lease_s,
             preemption=job.preemption,
             preload=job.preload,
+            stdin_rank=job.stdin_rank,
         ),
         discovery=discovery,
         journal=journal,

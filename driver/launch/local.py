@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.events import Event, HostLeaving, HostStaying, Notice, WorkerExited
 from elastic.driver.launch.environment import without_secrets
+from elastic.driver.launch.standard_input import StandardInput, rank_of
 from elastic.driver.preemption.watch import OFF, Watch
 from elastic.driver.processes.supervisor import Agent
 from elastic.driver.settings import Settings
@@ -25,12 +27,14 @@ class LocalLauncher:
         lease_s: float = Settings.lease_s,
         preemption: str = OFF,
         preload: str = "",
+        stdin_rank: int | None = None,
     ) -> None:
         self._sink = sink
         self._log = log
         self._lease_s = lease_s
         self._preemption = preemption  # who may announce the end of this machine
         self._preload = preload  # what the next worker is prepared with
+        self._stdin = StandardInput(stdin_rank)  # who has this process's
         self._agent: Agent | None = None
         self._watch: Watch | None = None
         self._hosts: set[str] = set()  # names under which workers were started here
@@ -70,7 +74,8 @@ class LocalLauncher:
             notice = None if self._watch is None else self._watch.notice
             if notice is not None:
                 self._noticed(HostLeaving(worker.host, notice, alone=True))
-        self.agent.start(worker, command, env)
+        has_stdin = self._stdin.goes_to(worker, rank_of(env), self.alive())
+        self.agent.start(worker, command, env, stdin=0 if has_stdin else subprocess.DEVNULL)
 
     def kill(self, worker: Worker) -> None:
         self.agent.kill(worker)

@@ -11,13 +11,24 @@ from elastic.protocol.messages import Worker
 
 CHUNK = 64 * 1024
 DRAIN_LIMIT = 1024 * 1024  # bytes taken from a dead worker's pipe before its exit is reported
+PROMPT_S = 0.1  # a line without an end for this long is a prompt
 
 
 class Pipe:
-    """One stream of one worker. ``closed`` is told once when no more will come of it."""
+    """One stream of one worker. ``closed`` is told once when no more will come of it.
+
+    ``prompts``: somebody answers the worker, so a line without an end is passed on too, once nothing follows it.
+    """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, fd: int, worker: Worker, stream: Stream, sink: Sink
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fd: int,
+        worker: Worker,
+        stream: Stream,
+        sink: Sink,
+        *,
+        prompts: bool = False,
     ) -> None:
         self._loop = loop
         self._fd = fd
@@ -25,6 +36,8 @@ class Pipe:
         self._stream: Stream = stream
         self._sink = sink
         self._open = True
+        self._prompts = prompts
+        self._prompt: asyncio.TimerHandle | None = None
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._read)
@@ -41,7 +54,17 @@ class Pipe:
             self.close()
             return False
         self._sink.feed(self._worker, self._stream, data)
+        if self._prompts:
+            self._forget_prompt()
+            self._prompt = self._loop.call_later(
+                PROMPT_S, self._sink.finish, self._worker, self._stream
+            )
         return True
+
+    def _forget_prompt(self) -> None:
+        if self._prompt is not None:
+            self._prompt.cancel()
+            self._prompt = None
 
     def drain(self) -> None:
         """What is there now, without waiting and within a bound."""
@@ -56,6 +79,7 @@ class Pipe:
     def close(self) -> None:
         if self._open:
             self._open = False
+            self._forget_prompt()
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._sink.finish(self._worker, self._stream)

@@ -25,10 +25,11 @@ def spawn(
     *,
     folder: str | None = None,
     pass_fds: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Raises OSError, SubprocessError or ValueError. ``announce`` is told its process number, in the child.
 
-    It starts in ``folder``, by default in ours.
+    It starts in ``folder``, by default in ours. ``stdin``: the descriptor of its standard input, by default empty.
     """
     driver = os.getpid()
 
@@ -45,7 +46,7 @@ def spawn(
             list(command),
             env=dict(env),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

@@ -99,31 +99,40 @@ class Agent:
         env: Mapping[str, str],
         *,
         folder: str | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """See `Launcher.start`. It starts in ``folder``, by default in ours.
+        """See `Launcher.start`. It starts in ``folder``, by default in ours. ``stdin``: the descriptor of its standard
+        input, by default empty; one that has it is never made from a prepared process.
 
         Not before the process of its slot that died last is gone, with its ports, locks and memory; in DEATH_S at most.
         """
         assert worker not in self.alive(), f"{worker} runs already"
         if any(_one_slot(worker, each.worker) for each in self._dying):
-            self._held[worker] = partial(self._start, worker, command, env, folder)
+            self._held[worker] = partial(self._start, worker, command, env, folder, stdin)
             self._loop.call_later(DEATH_S, self._start_held, worker)
         else:
-            self._start(worker, command, env, folder)
+            self._start(worker, command, env, folder, stdin)
 
     def _start_held(self, worker: Worker) -> None:
         if start := self._held.pop(worker, None):
             start()
 
     def _start(
-        self, worker: Worker, command: Sequence[str], env: Mapping[str, str], folder: str | None
+        self,
+        worker: Worker,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: str | None,
+        stdin: int,
     ) -> None:
         self._warden.ensure()
         lock = self._life_locks.new()
         if lock is not None:
             env = {**env, LIFE_LOCK: lock.told}
+        answered = stdin != subprocess.DEVNULL
         try:
-            popen = self.prepared.take(command, env, folder) or self._spawn(command, env, folder)
+            popen = None if answered else self.prepared.take(command, env, folder)
+            popen = popen or self._spawn(command, env, folder, stdin=stdin)
             process = _Process(worker, popen, lock)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
@@ -138,7 +147,8 @@ class Agent:
         streams: tuple[Stream, ...] = ("stdout", "stderr")
         for stream, file in zip(streams, (process.popen.stdout, process.popen.stderr), strict=True):
             assert file is not None
-            pipe = Pipe(self._loop, os.dup(file.fileno()), worker, stream, self._sink)
+            fd = os.dup(file.fileno())
+            pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=answered)
             file.close()
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -222,11 +232,14 @@ class Agent:
         env: Mapping[str, str],
         folder: str | None,
         pass_fds: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         """See `spawning.spawn`. The warden knows of the process, and of no other."""
         self._born[:] = bytes(len(self._born))
         try:
-            return spawn(command, env, self._announce, folder=folder, pass_fds=pass_fds)
+            return spawn(
+                command, env, self._announce, folder=folder, pass_fds=pass_fds, stdin=stdin
+            )
         except (OSError, subprocess.SubprocessError, ValueError):
             if pid := int.from_bytes(self._born[:], "little"):
                 self._is_gone(pid)

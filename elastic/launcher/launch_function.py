@@ -41,6 +41,7 @@ def launch(
     ssh_identity_file: str | None = None,
     gloo_timeout: float | None = None,
     output_filename: str | None = None,
+    stdin: int | None = None,
     journal: str | None = None,
     checkpoint_dir: str | None = None,
     checkpoint_every: str | None = None,

@@ -1,0 +1,53 @@
+"""Which worker has the driver's standard input. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from elastic.errors import Invalid
+from elastic.protocol.messages import Worker
+
+
+def rank_of(environ: Mapping[str, str]) -> int | None:
+    """The rank with which a worker is started; None: it has none."""
+    text = environ.get("HOROVOD_RANK", "")
+    return int(text) if text.isdecimal() else None
+
+
+def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
+    """Raises Invalid. ``rank``: None: no worker has it. ``by_agents``: workers are not started by this process."""
+    if rank is None:
+        return
+    if rank >= workers_max:
+        ranks = "rank 0" if workers_max == 1 else f"ranks 0 to {workers_max - 1}"
+        raise Invalid(f"--stdin {rank}: this job has {ranks}; give one that it has")
+    if by_agents:
+        raise Invalid(
+            f"--stdin {rank}: standard input reaches workers of this machine only, in a job that ends with this"
+            " process; leave out --stdin, or run the job without other hosts, --etcd, --resume and --standby"
+            " (with a discovery script, give --network-interface lo too)"
+        )
+
+
+class StandardInput:
+    """The standard input of one job, for the worker of a rank; None: nobody has it.
+
+    One worker has it at a time. When that has ended, what follows goes to the next one that is started in its slot or
+    with its rank.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+        self._holder: Worker | None = None
+
+    def goes_to(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
+        """Whether a worker that is about to start has it from now on; ``alive`` are those that run."""
+        if self._rank is None or self._holder in alive:
+            return False
+        last = self._holder
+        if rank != self._rank and (
+            last is None or (last.host, last.slot) != (worker.host, worker.slot)
+        ):
+            return False
+        self._holder = worker
+        return True
