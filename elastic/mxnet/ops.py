@@ -7,7 +7,8 @@ These arguments mean the same everywhere:
 
     name: what the call is matched by: ranks may submit different names in different orders. Calls without a name are
         matched by their order among those of one kind.
-    average: True for the mean over all ranks, False for the sum.
+    op: Average, Sum, Min, Max, Product or Adasum. Average if it is not given.
+    average: deprecated: True means Average, False means Sum.
     priority: accepted, and without a meaning: each call is over when it returns.
     prescale_factor, postscale_factor: the array is multiplied by them before and after the reduction.
     process_set: only its ranks call, and only they take part. All ranks by default.
@@ -23,71 +24,77 @@ import mxnet as mx
 import torch
 
 from elastic.api import ops
-from elastic.api.ops import Average, Sum
+from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum, as_op
 from elastic.mxnet.bridge import Array, copy_of, view, views
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 
 
 def allreduce(
     tensor: Array,
-    average: bool = True,
+    average: bool | None = None,
     name: str | None = None,
     priority: int = 0,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    op: int | None = None,
 ) -> Array:
-    """The mean or the sum of all ranks' arrays: a new array of the same shape and dtype."""
+    """All ranks' arrays, reduced: a new array of the same shape and dtype."""
     factors = (prescale_factor, postscale_factor)
-    return grouped_allreduce([tensor], average, name, priority, *factors, process_set)[0]
+    return grouped_allreduce(
+        [tensor], None, name, priority, *factors, process_set, as_op(op, average)
+    )[0]
 
 
 def allreduce_(
     tensor: Array,
-    average: bool = True,
+    average: bool | None = None,
     name: str | None = None,
     priority: int = 0,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    op: int | None = None,
 ) -> Array:
     """`allreduce` into the array itself, which is returned."""
     factors = (prescale_factor, postscale_factor)
-    grouped_allreduce_([tensor], average, name, priority, *factors, process_set)
+    grouped_allreduce_([tensor], None, name, priority, *factors, process_set, as_op(op, average))
     return tensor
 
 
 def grouped_allreduce(
     tensors: Sequence[Array],
-    average: bool = True,
+    average: bool | None = None,
     name: str | None = None,
     priority: int = 0,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    op: int | None = None,
 ) -> list[Array]:
     """`allreduce` of several arrays at once; small ones of one dtype travel in one buffer."""
     for tensor in tensors:
         view(tensor)  # refused before anything is copied
     made = [tensor.copy() for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
-    return grouped_allreduce_(made, average, name, priority, *factors, process_set)
+    return grouped_allreduce_(made, None, name, priority, *factors, process_set, as_op(op, average))
 
 
 def grouped_allreduce_(
     tensors: Sequence[Array],
-    average: bool = True,
+    average: bool | None = None,
     name: str | None = None,
     priority: int = 0,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    op: int | None = None,
 ) -> list[Array]:
     """`grouped_allreduce` into the arrays themselves, which are returned."""
+    reduction = as_op(op, average)
     if tensors:
-        op = Average if average else Sum
         scales = (prescale_factor, postscale_factor)
-        ops.grouped_allreduce_(views(tensors), None, name, op, *scales, process_set)
+        ops.grouped_allreduce_(views(tensors), None, name, reduction, *scales, process_set)
     return list(tensors)
 
 
@@ -176,15 +183,15 @@ def reducescatter(
     op: int = Average,
     name: str | None = None,
     priority: int = 0,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduces an array of shape ``[rows, ...]``, and gives each rank its share of the rows: the first ranks have one
     more where they can't be dealt out evenly. ``op`` is Average or Sum.
     """
     scales = (prescale_factor, postscale_factor)
-    return grouped_reducescatter([tensor], op, name, priority, *scales, process_set)[0]
+    return grouped_reducescatter([tensor], op, name, priority, process_set, *scales)[0]
 
 
 def grouped_reducescatter(
@@ -192,9 +199,9 @@ def grouped_reducescatter(
     op: int = Average,
     name: str | None = None,
     priority: int = 0,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """`reducescatter` of several arrays at once."""
     if not tensors:
@@ -211,7 +218,11 @@ def grouped_reducescatter(
 
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Max",
+    "Min",
+    "Product",
     "Sum",
     "allgather",
     "allreduce",

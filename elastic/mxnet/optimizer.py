@@ -119,7 +119,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         factor = self._gradient_predivide_factor
         ops.grouped_allreduce_(
             list(grad) if several else [grad],
-            average=False,
+            op=ops.Sum,
             name=f"gradients.{name}",
             prescale_factor=1.0 / factor,
             postscale_factor=factor,
@@ -195,7 +195,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         for number, (begin, end) in enumerate(groups(len(packed), self._num_groups)):
             ops.grouped_allreduce_(
                 [array for array, _ in packed[begin:end]],
-                average=False,
+                op=ops.Sum,
                 name=f"{self._prefix}gradients.{number}",
                 prescale_factor=1.0 / factor,
                 postscale_factor=factor,

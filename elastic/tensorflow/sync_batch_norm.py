@@ -17,10 +17,15 @@ from elastic.tensorflow import ops
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """As ``keras.layers.BatchNormalization``, on TensorFlow; ``process_set`` says who shares statistics."""
+    """As ``keras.layers.BatchNormalization``, on TensorFlow; ``process_set`` says who shares statistics.
 
-    def __init__(self, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
-        if kwargs.pop("fused", False):
+    Raises ValueError where ``fused`` is true.
+    """
+
+    def __init__(
+        self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any
+    ) -> None:
+        if fused:
             raise ValueError("fused=True works on one rank alone; leave it out")
         super().__init__(**(kwargs | ({"fused": False} if LEGACY else {})))
         self._process_set = process_set

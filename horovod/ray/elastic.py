@@ -8,7 +8,6 @@ from typing import Any
 
 from elastic.errors import Invalid
 from horovod.ray import elastic_v2
-from horovod.ray.elastic_v2 import TestDiscovery
 from horovod.ray.runner import RayExecutor
 from horovod.ray.settings import ElasticSettings, limits, renamed, verbosity
 
@@ -109,6 +108,24 @@ class RayHostDiscovery(elastic_v2.RayHostDiscovery):
         self, use_gpu: bool = False, cpus_per_slot: float = 1, gpus_per_slot: float | None = 1
     ) -> None:
         super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
+
+
+class TestDiscovery(elastic_v2.TestDiscovery):
+    """With the older names of its arguments."""
+
+    def __init__(
+        self,
+        min_hosts: int,
+        max_hosts: int,
+        change_frequency_s: float,
+        use_gpu: bool = False,
+        cpus_per_slot: float = 1,
+        gpus_per_slot: float | None = 1,
+        verbose: bool = True,
+        _graceful: bool = True,
+    ) -> None:
+        slot = (use_gpu, cpus_per_slot, gpus_per_slot)
+        super().__init__(min_hosts, max_hosts, change_frequency_s, *slot, verbose, _graceful)
 
 
 __all__ = ["ElasticRayExecutor", "RayHostDiscovery", "TestDiscovery"]

@@ -48,6 +48,16 @@ def test_in_place_it_is_the_array_itself(rank, size):
     near(given, size * (size - 1) / 2)
 
 
+def test_reduction_is_given_by_op_or_by_average_and_not_by_both(rank, size):
+    given = full(rank + 1.0)
+    near(hvd.allreduce(given, op=hvd.Max), size)
+    near(hvd.allreduce(given, op=hvd.Min), 1)
+    near(hvd.grouped_allreduce([given], op=hvd.Sum)[0], size * (size + 1) / 2)
+    near(hvd.allreduce_(given.copy()), (size + 1) / 2)
+    with pytest.raises(ValueError):
+        hvd.allreduce(given, average=True, op=hvd.Sum)
+
+
 def test_what_the_engine_still_computes_is_waited_for(rank, size):
     given = full(1.0, (512, 512))
     for _ in range(5):

@@ -54,6 +54,7 @@ SIGNATURES = """
     ElasticRayExecutor(settings, use_gpu=False, cpus_per_slot=1, gpus_per_slot=None, env_vars=None, override_discovery=True)
     ElasticRayExecutor.start(self)
     ElasticRayExecutor.run(self, worker_fn, callbacks=None)
+    elastic.TestDiscovery(min_hosts, max_hosts, change_frequency_s, use_gpu=False, cpus_per_slot=1, gpus_per_slot=1, verbose=True, _graceful=True)
     elastic.RayHostDiscovery(use_gpu=False, cpus_per_slot=1, gpus_per_slot=1)
     RayHostDiscovery(use_gpu=False, cpus_per_worker=1, gpus_per_worker=1)
     RayHostDiscovery.find_available_hosts_and_slots(self)

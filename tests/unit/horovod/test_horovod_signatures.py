@@ -6,10 +6,13 @@ What may come after them is ours, and has a default.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 
+import elastic
+from elastic.api import broadcasting
 from harness import signatures
 
 # ruff: noqa: E501
@@ -121,6 +124,38 @@ ELSEWHERE = """
     horovod.data.data_loader_base.AsyncDataLoaderMixin.close_async_loader(self)
     horovod.runner.run(func, args=(), kwargs=None, num_proc=None, min_num_proc=None, max_num_proc=None, slots=None, reset_limit=None, cooldown_range=None, hosts=None, hostfile=None, host_discovery_script=None, start_timeout=None, ssh_port=None, ssh_identity_file=None, disable_cache=None, output_filename=None, verbose=None, use_gloo=None, use_mpi=None, mpi_args=None, network_interface=None, network_interfaces=None, executable=None, np=None, min_np=None, max_np=None)
 """
+# Of MXNet, which few have installed: compared with our source. As release 0.28.1 on PyPI has them.
+MXNET = """
+    allreduce(tensor, average=None, name=None, priority=0, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody, op=None)
+    allreduce_(tensor, average=None, name=None, priority=0, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody, op=None)
+    grouped_allreduce(tensors, average=None, name=None, priority=0, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody, op=None)
+    grouped_allreduce_(tensors, average=None, name=None, priority=0, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody, op=None)
+    allgather(tensor, name=None, priority=0, process_set=everybody)
+    grouped_allgather(tensors, name=None, priority=0, process_set=everybody)
+    broadcast(tensor, root_rank, name=None, priority=0, process_set=everybody)
+    broadcast_(tensor, root_rank, name=None, priority=0, process_set=everybody)
+    alltoall(tensor, splits=None, name=None, priority=0, process_set=everybody)
+    reducescatter(tensor, op=Average, name=None, priority=0, process_set=everybody, prescale_factor=1.0, postscale_factor=1.0)
+    grouped_reducescatter(tensors, op=Average, name=None, priority=0, process_set=everybody, prescale_factor=1.0, postscale_factor=1.0)
+    DistributedOptimizer(optimizer, gradient_predivide_factor=1.0, num_groups=0, process_set=everybody)
+    DistributedOptimizer.create_state(self, index, weight)
+    DistributedOptimizer.create_state_multi_precision(self, index, weight)
+    DistributedOptimizer.update(self, index, weight, grad, state)
+    DistributedOptimizer.update_multi_precision(self, index, weight, grad, state)
+    DistributedOptimizer.set_learning_rate(self, lr)
+    DistributedOptimizer.set_lr_mult(self, args_lr_mult)
+    DistributedOptimizer.set_wd_mult(self, args_wd_mult)
+    DistributedTrainer(params, optimizer, optimizer_params=None, compression=none, gradient_predivide_factor=1.0, prefix=None, num_groups=0, process_set=everybody)
+    broadcast_parameters(params, root_rank=0, prefix=None)
+    broadcast_object(obj, root_rank=0, name=None)
+    allgather_object(obj, name=None)
+"""
+MXNET_REFERENCE = [line.strip() for line in MXNET.strip().splitlines()]
+MXNET_SOURCES = [
+    *(Path(elastic.__file__).parent / "mxnet").glob("*.py"),
+    Path(broadcasting.__file__),
+]
+# Release 0.28.1 has num_proc=1 in horovod.runner.run; ours stands for that, or for min_num_proc where it is given.
 REFERENCE = [f"horovod.torch.{line.strip()}" for line in TORCH.strip().splitlines()]
 REFERENCE += [line.strip() for line in ELSEWHERE.strip().splitlines()]
 
@@ -128,6 +163,14 @@ REFERENCE += [line.strip() for line in ELSEWHERE.strip().splitlines()]
 @pytest.mark.parametrize("reference", REFERENCE, ids=lambda line: line.partition("(")[0])
 def test_every_name_takes_what_horovods_takes(reference):
     signatures.compare(reference)
+
+
+@pytest.mark.parametrize(
+    "reference", MXNET_REFERENCE, ids=lambda line: "horovod.mxnet." + line.partition("(")[0]
+)
+def test_every_name_of_mxnet_takes_what_horovods_takes(reference):
+    at = MXNET_SOURCES if "_object(" in reference else MXNET_SOURCES[:-1]
+    signatures.compare_source(reference, at)
 
 
 @pytest.mark.parametrize(
