@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from horovod.absent import refuse_internals as _refuse_internals
+
 __version__ = "0.28.1+hvd.elastic"
 
 __all__ = ["run"]
+
+_refuse_internals()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
-
-from elastic.rendezvous import environment
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 # Series of releases that the tests were run with.
 TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
+
+
+_LAUNCHER = "this is a part of Horovod's launcher; start jobs with horovodrun or horovod.run"
+_NATIVE = "no extension is compiled; its functions are those of horovod.torch, horovod.tensorflow or horovod.mxnet"
+_PRIVATE = (
+    "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
+)
+# Modules of Horovod 0.28.1 without a counterpart, and what to do instead. Those below them are refused with them.
+INTERNALS = {
+    **dict.fromkeys(
+        [
+            *("runner.driver", "runner.gloo_run", "runner.http", "runner.js_run", "runner.mpi_run"),
+            *("runner.run_task", "runner.task", "runner.task_fn", "runner.util"),
+            *("runner.common.service.driver_service", "runner.common.service.task_service"),
+            *("runner.common.util.address", "runner.common.util.codec"),
+            *("runner.common.util.config_parser", "runner.common.util.host_hash"),
+            *("runner.common.util.hosts", "runner.common.util.network"),
+            *("runner.common.util.safe_shell_exec", "runner.common.util.settings"),
+            *("runner.common.util.tiny_shell_exec", "runner.elastic.constants"),
+            *("runner.elastic.driver", "runner.elastic.registration"),
+            *("runner.elastic.rendezvous", "runner.elastic.settings"),
+        ],
+        _LAUNCHER,
+    ),
+    **dict.fromkeys(
+        [
+            *("common.basics", "mxnet.mpi_lib", "tensorflow.mpi_lib"),
+            *("torch.mpi_lib", "torch.mpi_lib_v2"),
+        ],
+        _NATIVE,
+    ),
+    **dict.fromkeys(
+        [
+            *("_keras", "ray.adapter", "ray.driver_service"),
+            *("tensorflow.gradient_aggregation_eager", "tensorflow.util"),
+        ],
+        _PRIVATE,
+    ),
+}
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
@@ -20,8 +62,35 @@ def refuse(front_end: str, instead: str) -> ImportError:
     )
 
 
+class Refusals(MetaPathFinder, Loader):
+    """Finds the modules of INTERNALS, and refuses to load them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, rest = fullname.partition(".")
+        known = package == "horovod" and rest in INTERNALS
+        return ModuleSpec(fullname, self) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Raises ImportError."""
+        name = spec.name.partition(".")[2]
+        raise refuse(name, INTERNALS[name])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Not reached: there is no module to execute."""
+
+
+def refuse_internals() -> None:
+    """Have imports of INTERNALS say what to do instead. Other finders are asked before."""
+    if not any(isinstance(finder, Refusals) for finder in sys.meta_path):
+        sys.meta_path.append(Refusals())
+
+
 def need_keras(front_end: str) -> None:
     """As `need`, of the Keras that this process has."""
+    from elastic.rendezvous import environment
+
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)
 
 

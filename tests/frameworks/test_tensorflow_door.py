@@ -50,3 +50,9 @@ def test_keras(world: World, behaviour: str) -> None:
 @pytest.mark.parametrize("behaviour", behaviours.of("in_signatures"))
 def test_signatures(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_signatures", behaviour, timeout_s=FIRST_S)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
+@pytest.mark.parametrize("behaviour", behaviours.of("in_imports"))
+def test_imports(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_imports", behaviour, timeout_s=FIRST_S)

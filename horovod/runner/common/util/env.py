@@ -1,0 +1,31 @@
+"""The place of this process by its environment, before ``init()``."""
+
+from __future__ import annotations
+
+import os
+
+# Of the rank and of the size, by who has started the process: Horovod, Open MPI, and what speaks PMI.
+PAIRS = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """Rank and size as the launcher has set them; 0 and 1 without one. In an elastic job they are those of the start.
+
+    Raises RuntimeError where only one of a pair is set.
+    """
+    for names in PAIRS:
+        found = [os.environ[name] for name in names if name in os.environ]
+        if len(found) == 1:
+            raise RuntimeError(
+                f"only one of {names[0]} and {names[1]} is set; set both, or neither"
+            )
+        if found:
+            return int(found[0]), int(found[1])
+    return 0, 1
+
+
+__all__ = ["get_env_rank_and_size"]
