@@ -274,7 +274,7 @@ class HandledState(_OfThisProcess, ObjectState):
         """Rank ``root`` sends its live state, the others receive it in place. Returns bytes copied. Does not save.
 
         ``expected_equal``: the receiver holds the same commit, so a parameter that differs from it is named in a
-        warning. Raises StateMismatch at a receiver whose layout differs, after everything was received.
+        warning. Raises StateMismatch, after everything was received, at a receiver whose layout or schedules differ.
         """
         moved, values = exchange.transfer(
             group, root, self._parts(), self._values(), self.layout(), group_on
@@ -282,6 +282,8 @@ class HandledState(_OfThisProcess, ObjectState):
         if group.rank == root:
             return moved
         self._take_over(values)
+        for part in self._parts().values():
+            part.check_received()
         if expected_equal:
             names = [name for part in self._of_ours() for name in part.differing()]
             if names:

@@ -94,6 +94,11 @@ class Part(StateHandler):
         """Takes over a structure, and the tensors that had nowhere to go. Afterwards nothing of before is left."""
         raise NotImplementedError
 
+    def check_received(self) -> None:
+        """Called once a whole state was received and taken over. Raises StateMismatch for what this worker, with the
+        same state, would compute differently from rank 0.
+        """
+
     def reset(self) -> None:
         """The world has changed."""
 
@@ -186,6 +191,7 @@ class Part(StateHandler):
                 exchange.transfer(
                     group, 0, {self.name: self}, {}, layout, functools.partial(rt.group, "state")
                 )
+            self.check_received()
         self.reset()
         self.save()
 

@@ -32,6 +32,7 @@ from elastic.state.handlers.part import (
     ShardsStateHandler,
     StateHandler,
 )
+from elastic.state.handlers.schedule_state import SchedulePart
 
 Registry = list[tuple[type, type[StateHandler]]]
 
@@ -43,7 +44,7 @@ _registry: Registry = [
     (Shards, ShardsStateHandler),
     (Carried, CarriedPart),
     (DataLoader, LoaderStateHandler),
-    (torch.optim.lr_scheduler.LRScheduler, DictPart),
+    (torch.optim.lr_scheduler.LRScheduler, SchedulePart),
     (torch.amp.GradScaler, DictPart),
 ]
 

@@ -1,7 +1,10 @@
-"""The learning rate when the number of steps changes: ``schedules.py trainer|own|lightning [EPOCHS]``.
+"""The learning rate when the number of steps changes: ``schedules.py trainer|own|lightning|joins-lightning|joins``.
 
 Of two workers, rank 0 dies in the second of four epochs (24 samples, 1 in a batch: 12 steps, then 24). Each worker
 prints ``rate STEP RATE`` before its steps. ``trainer``: linear, the Trainer's. The others: a schedule of the script's.
+
+``joins``, ``joins-lightning``: a ``LambdaLR`` of a function over the number of steps of the world in which it is made.
+Nobody dies. Rank 0 ends training when another worker has trained with it, or once the file ``stop`` is in OUT_DIR.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +70,40 @@ def trainer(*, own: bool = False) -> None:
     ).train()
 
 
-def lightning() -> None:
+def over(size: int) -> bool:
+    """Asked at the beginning of a step, on every rank."""
+    return size > 1 or (Path(os.environ.get("OUT_DIR", "out")) / "stop").exists()
+
+
+def joins() -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = 6000 // hvd.size()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        together = 0
+        while together < 3 and not (over(1) and state.step > 5):
+            say(state.step, wrapped)
+            wrapped.zero_grad()
+            model(torch.ones(1, 4)).square().sum().backward()
+            wrapped.step()
+            schedule.step()
+            together += hvd.size() > 1
+            state.step += 1
+            state.commit()
+            time.sleep(0.05)
+
+    train(hvd.elastic.TorchState(model=model, optimizer=wrapped, schedule=schedule, step=0))
+    print("trained to the end", flush=True)
+
+
+def lightning(*, joining: bool = False) -> None:
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,8 +113,13 @@ def lightning() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Linear(4, 1)
+            self.together = 0
 
         def training_step(self, batch: Any, _: int) -> Any:
+            if joining:
+                time.sleep(0.05)
+                self.together += self.trainer.world_size > 1
+                self.trainer.should_stop = self.together > 3 or over(1)
             strike(self.trainer.world_size, self.trainer.global_rank, self.trainer.global_step)
             say(self.trainer.global_step, self.trainer.optimizers[0])
             return self.net(batch[0]).square().mean()
@@ -85,6 +127,9 @@ def lightning() -> None:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
             steps = int(self.trainer.estimated_stepping_batches)
+            if joining:
+                factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+                return [optimizer], [{"scheduler": factor, "interval": "step"}]
             linear = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
             return [optimizer], [{"scheduler": linear, "interval": "step"}]
 
@@ -92,10 +137,17 @@ def lightning() -> None:
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     loader = DataLoader(TensorDataset(torch.randn(SAMPLES, 4)), batch_size=1)
-    Trainer(strategy=ElasticStrategy(), accelerator="cpu", max_epochs=EPOCHS, **silent).fit(
+    epochs = 1000 if joining else EPOCHS
+    Trainer(strategy=ElasticStrategy(), accelerator="cpu", max_epochs=epochs, **silent).fit(
         Module(), loader
     )
 
 
 if __name__ == "__main__":
-    {"trainer": trainer, "own": lambda: trainer(own=True), "lightning": lightning}[sys.argv[1]]()
+    {
+        "trainer": trainer,
+        "own": lambda: trainer(own=True),
+        "lightning": lightning,
+        "joins": joins,
+        "joins-lightning": lambda: lightning(joining=True),
+    }[sys.argv[1]]()

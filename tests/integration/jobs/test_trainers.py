@@ -188,6 +188,34 @@ def test_a_schedule_of_the_script_is_told_of_once_after_a_loss(job: Any, library
     assert len(re.findall(r"StaleValueWarning:", of_a_schedule(job, whose).output)) == 1
 
 
+@pytest.mark.parametrize(
+    ("library", "whose"),
+    [("torch", "joins"), pytest.param("lightning", "joins-lightning", marks=pytest.mark.nightly)],
+)
+def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
+    job: Any, tmp_path: Path, library: str, whose: str
+):
+    """Its function was made for the number of steps of two workers; that of the survivor for one."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n")
+    discover = tmp_path / "discover.sh"
+    discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    discover.chmod(0o755)
+    training = job(
+        f"-np 1 --min-np 1 --host-discovery-script {discover} --blacklist-cooldown-range 60 60",
+        ["python", SCRIPTS / "schedules.py", whose],
+    )
+    training.wait_for(r"rate 3 ", START_S)
+    hosts.write_text("localhost:2\n")
+    training.wait_for_world(2, START_S)
+    training.wait_for_world(1, START_S)
+    (training.folder / "out").mkdir(exist_ok=True)
+    (training.folder / "out" / "stop").touch()
+    training.succeed(START_S)
+    rates(training)
+    assert "elastic.errors.StateMismatch" in training.output
+
+
 @library
 @pytest.mark.nightly
 def test_without_elasticrun_it_says_how_to_start(library: str):

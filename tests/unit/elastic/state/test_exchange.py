@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -191,6 +192,115 @@ def test_samplers_and_schedulers_travel():
     assert states[1].sampler.remaining_indices == list(range(8, 20))
     assert states[1].scheduler.last_epoch == 1
     assert states[1].optimizer.param_groups[0]["lr"] == 0.05
+
+
+def decay(total: int) -> Callable[[float], float]:
+    return lambda step: 1 - step / total
+
+
+def annealing(step: int, *, total: int) -> float:
+    return max(0.0, 1 - step / total)
+
+
+def late(total: int) -> Callable[[int], float]:
+    """Constant, but for the last tenth."""
+    return lambda step: min(1.0, max(0.0, (total - step) / (0.1 * total)))
+
+
+def from_list(total: int) -> Callable[[int], float]:
+    """Raises IndexError after its end."""
+    factors = [1 - step / total for step in range(total)]
+    return lambda step: factors[step]
+
+
+Schedule = Callable[[torch.optim.Optimizer, int], Any]
+schedulers = torch.optim.lr_scheduler
+SCHEDULES: dict[str, Schedule] = {
+    "function": lambda optimizer, total: schedulers.LambdaLR(optimizer, decay(total)),
+    "partial": lambda optimizer, total: schedulers.LambdaLR(
+        optimizer, functools.partial(annealing, total=total)
+    ),
+    "at the end": lambda optimizer, total: schedulers.LambdaLR(optimizer, late(total)),
+    "of a list": lambda optimizer, total: schedulers.LambdaLR(optimizer, from_list(total)),
+    "multiplied": lambda optimizer, total: schedulers.MultiplicativeLR(optimizer, decay(total)),
+    "in a sequence": lambda optimizer, total: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.ConstantLR(optimizer), schedulers.LambdaLR(optimizer, decay(total))],
+        milestones=[5],
+    ),
+    "cyclic": lambda optimizer, total: schedulers.CyclicLR(
+        optimizer, 0.01, 0.1, scale_fn=decay(total), scale_mode="iterations"
+    ),
+}
+
+
+def scheduled(make: Schedule, totals: tuple[int, int]) -> list[TorchState]:
+    def build(rank: int) -> TorchState:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = make(optimizer, totals[rank])
+        return TorchState(model=model, optimizer=optimizer, schedule=schedule)
+
+    return pair(build)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_functions_of_another_number_of_steps_are_refused_where_they_arrive(name):
+    states = scheduled(SCHEDULES[name], (1000, 1100))
+    sent, received = transfer(states)
+    assert isinstance(sent, int) and isinstance(received, StateMismatch)
+    assert_equal(*states)  # nothing of the transfer is cut short
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_functions_that_agree_are_taken_and_a_commit_has_none(name):
+    states = scheduled(SCHEDULES[name], (1000, 1000))
+    for each in states:
+        each.optimizer.step()
+    states[0].schedule.step()
+    _, received = transfer(states)
+    assert isinstance(received, int)
+    assert states[1].schedule.last_epoch == 1
+    states[1].save()
+    states[1].schedule.step()
+    states[1].restore()
+    assert states[1].schedule.last_epoch == 1
+
+
+@pytest.mark.parametrize("schedule", [schedulers.LinearLR, schedulers.OneCycleLR])
+def test_schedules_whose_steps_are_numbers_take_rank_0s(schedule):
+    states = scheduled(
+        lambda optimizer, total: (
+            schedule(optimizer, total_iters=total)
+            if schedule is schedulers.LinearLR
+            else schedule(optimizer, 0.1, total_steps=total)
+        ),
+        (100, 200),
+    )
+    _, received = transfer(states)
+    assert isinstance(received, int)
+    for each in states:
+        each.optimizer.step()
+        each.schedule.step()
+    one, other = (each.optimizer.param_groups[0]["lr"] for each in states)
+    assert one == other
+
+
+def test_a_schedule_function_may_read_a_value_of_the_state():
+    def build(rank: int) -> TorchState:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        known: dict[str, TorchState] = {}
+        factor = decay(7)
+        schedule = schedulers.LambdaLR(
+            optimizer, lambda step: factor(step) * known["state"].scale if known else 1.0
+        )
+        state = TorchState(model=model, optimizer=optimizer, schedule=schedule, scale=1.0 + rank)
+        known["state"] = state
+        return state
+
+    _, received = transfer(pair(build))
+    assert isinstance(received, int)
 
 
 class Odd(nn.Module):

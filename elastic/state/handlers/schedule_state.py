@@ -1,0 +1,122 @@
+"""A schedule of the learning rate, and whether its functions of the step give the same on this worker as on rank 0.
+
+``LambdaLR.state_dict()`` leaves functions out. A worker that joins has made its own, perhaps from a number of steps
+that belongs to another world; ranks with different learning rates would diverge without an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic.errors import StateMismatch
+from elastic.state.handlers.part import DictPart
+
+Factors = dict[str, list[float | None]]  # by function, its values at STEPS; None where it raises
+
+# Close enough to each other to meet any decay over a tenth of all steps, up to 8 million.
+STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})
+TOLERANCE = 1e-9  # relative; math libraries of two hosts may differ in the last bits
+
+
+class Differs(NamedTuple):
+    """The first step at which a function gives another value on this worker than on rank 0."""
+
+    function: str
+    step: int
+    theirs: float | None
+    ours: float | None
+
+
+class Sent(NamedTuple):
+    """What rank 0 sends of a schedule."""
+
+    state: dict[str, Any]
+    factors: Factors
+
+
+def factors(schedule: Any) -> Factors:
+    """The values of all functions of the step in ``schedule``, those of schedules within it included."""
+    return {name: [_value(call, step) for step in STEPS] for name, call in _functions(schedule)}
+
+
+def difference(theirs: Mapping[str, list[float | None]], ours: Factors) -> Differs | None:
+    """The first difference between the values of rank 0 and of this worker, or None."""
+    for name, values in ours.items():
+        for step, there, here in zip(STEPS, theirs.get(name, values), values, strict=True):
+            if not _same(there, here):
+                return Differs(name, step, there, here)
+    return None
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+        math.isnan(one) and math.isnan(other)
+    )
+
+
+def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[[int], Any]]]:
+    """Of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR``, in ``SequentialLR`` and ``ChainedScheduler`` too."""
+    lambdas = getattr(schedule, "lr_lambdas", None)
+    for number, each in enumerate(lambdas if isinstance(lambdas, list) else ()):
+        if callable(each):
+            yield f"{within}lr_lambdas[{number}]", each
+    scale = getattr(schedule, "_scale_fn_custom", None)
+    if callable(scale):
+        yield f"{within}scale_fn", scale
+    inner = getattr(schedule, "_schedulers", None)
+    for number, each in enumerate(inner if isinstance(inner, list | tuple) else ()):
+        yield from _functions(each, f"{within}schedulers[{number}].")
+
+
+def _value(call: Callable[[int], Any], step: int) -> float | None:
+    try:
+        return float(call(step))
+    except Exception:  # beyond the end of the script's own list, say
+        return None
+
+
+class SchedulePart(DictPart):
+    """A scheduler of torch. A transfer has what its functions give on rank 0; no commit does."""
+
+    value: torch.optim.lr_scheduler.LRScheduler
+
+    def _adopt_value(self) -> None:
+        self._received: Factors | None = None
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return super().pack()
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return Sent(self.value.state_dict(), factors(self.value)), {}
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        if isinstance(structure, Sent):
+            structure, self._received = structure
+        super().place(structure, fresh, own, restoring=restoring)
+
+    def check_received(self) -> None:
+        received, self._received = self._received, None
+        if received is None:
+            return
+        differs = difference(received, factors(self.value))
+        if differs is not None:
+            raise StateMismatch(
+                f"{self.what}: {differs.function} of {type(self.value).__name__} gives {_said(differs.ours)} at step"
+                f" {differs.step} on this worker and {_said(differs.theirs)} on rank 0, so their learning rates would"
+                " differ. Functions of a schedule are not sent to workers that join: compute them from numbers that"
+                " are the same in every world, not from size() or the length of a loader (with Lightning, give Trainer"
+                " max_steps), or make the schedule from a number that the state holds, in the function under"
+                " elastic.run"
+            )
+
+
+def _said(value: float | None) -> str:
+    return "an error" if value is None else f"{value:g}"
