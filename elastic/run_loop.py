@@ -43,6 +43,7 @@ from elastic.monitoring import timeline
 from elastic.negotiation import process_sets
 from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.messages import COPY, World
+from elastic.rendezvous import following_samplers
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.failures.departure import Departure
@@ -276,6 +277,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     durable.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
+    following_samplers.follow()
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)
     if first:

@@ -15,7 +15,7 @@ from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.protocol import life_lock, messages
 from elastic.protocol.messages import Address, Part, Place
-from elastic.rendezvous import environment, find_rank0
+from elastic.rendezvous import environment, find_rank0, following_samplers
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.launcher_env import Started
 from elastic.runtime.link import Link
@@ -60,6 +60,11 @@ def position() -> tuple[Place, int] | None:
     return _inherited if rt is None else (rt.place, rt.generation)
 
 
+def _present_place() -> Place | None:
+    found = position()
+    return None if found is None else found[0]
+
+
 def place() -> Place:
     """The same place. Raises NotInitialized."""
     found = position()
@@ -102,6 +107,8 @@ def init() -> None:
     if not _runtime.alone:
         _runtime.first_world()
     # Without a way to come into another world, all that follows is training.
+    if _runtime.elastic:
+        following_samplers.install(_present_place)
     part: Part = "joining" if _runtime.elastic else "training"
     _runtime.account.begin(part, time.monotonic())
     _initialized = True

@@ -208,8 +208,8 @@ _SENTENCES = {
         " TorchState(loader=loader, ...)"
     ),
     Kind.LOADER_WITHOUT_POSITION: (
-        "the steps take their batches from torch's {loader}{sampler}, which starts its epoch again after a failure; use"
-        " elastic.data.DataLoader and pass it to the state: TorchState(loader=loader, ...)"
+        "the steps take their batches from torch's {loader}{sampler}, which starts its epoch again after a failure;"
+        " wrap it, loader = elastic.data.from_torch(loader), and pass it to the state: TorchState(loader=loader, ...)"
     ),
     Kind.RANK_KEPT: (
         "{sampler} keeps {kept} of the world in which it was made: after a change some samples are trained on twice and"

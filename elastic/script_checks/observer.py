@@ -25,6 +25,7 @@ from elastic.data.loader import DataLoader, loaders
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import ScriptMistakes
 from elastic.monitoring import data_waits
+from elastic.rendezvous import following_samplers
 from elastic.runtime.worker import Runtime
 from elastic.script_checks import mistakes, script_source
 from elastic.script_checks.mistakes import STEPS, Kind, Mistake, Seen, Trained, UsedLoader, UsedPart
@@ -206,9 +207,9 @@ class ScriptObserver:
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
                 continue  # what elastic.data.DataLoader reads through
-            elif kept := [] if stream or _of_torch(sampler) else _kept(sampler):
+            elif kept := [] if stream or _follows(sampler) else _kept(sampler):
                 yield UsedLoader("DataLoader", False, True, _name(sampler), ", ".join(kept))
-            elif stream or _of_torch(sampler):
+            elif stream or _follows(sampler):
                 yield UsedLoader("DataLoader", False, False, "" if stream else _name(sampler))
 
     def _our_loaders(self) -> Iterator[UsedLoader]:
@@ -309,8 +310,10 @@ def _kept(sampler: object) -> list[str]:
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 
 
-def _of_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
+def _follows(sampler: object) -> bool:
+    """Whether it is one of torch's own, or of a class of the script's that follows as torch's DistributedSampler."""
+    own = type(sampler).__module__.startswith("torch.utils.data")
+    return own or following_samplers.follows(sampler)
 
 
 __all__ = ["Mistake", "ScriptObserver", "observing"]

@@ -219,3 +219,27 @@ def test_a_script_that_saves_by_its_environment_is_told_once_that_slot_0_is_lost
     of_one = [(str(step), "1") for step in range(3, 8)]
     assert saved == (of_two if how == "kept" else of_two + of_one)
     assert len(re.findall("StaleValueWarning:", training.output)) == 1
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    "how",
+    [
+        "plain",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "subclass", "spawn")),
+    ],
+)
+def test_a_distributed_sampler_gives_each_sample_once_per_epoch_after_a_loss(job: Any, how: str):
+    """Rank 0 of 3 is killed in epoch 1, which the two others begin again."""
+    training = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 100 100",
+        ["python", SCRIPTS / "distributed_sampler.py", how],
+    )
+    training.succeed(90)
+    taken: dict[tuple[int, int], list[int]] = {}
+    for epoch, size, ids in re.findall(r"took (\d) (\d) ([\d ]+)", training.output):
+        taken.setdefault((int(epoch), int(size)), []).extend(map(int, ids.split()))
+    whole = list(range(60))
+    assert sorted(taken[0, 3]) == whole
+    assert [sorted(taken[epoch, 2]) for epoch in (1, 2, 3)] == [whole] * 3
+    assert re.findall(r"evaluated (\d+)", training.output) == ["60", "60"]

@@ -14,6 +14,7 @@ from torch.utils import data as torch_data
 
 from elastic import data
 from elastic.errors import ScriptMistakes
+from elastic.rendezvous import following_samplers
 from elastic.runtime import lifecycle
 from elastic.script_checks import script_source
 from elastic.script_checks.mistakes import STEPS, Kind
@@ -63,6 +64,14 @@ def job(monkeypatch):
         each.end()
     made.rt.training.leave()
     lifecycle.shutdown()
+
+
+@pytest.fixture
+def following():
+    """As in a worker of an elastic job."""
+    following_samplers.install(lambda: lifecycle.current().place)
+    yield
+    following_samplers.uninstall()
 
 
 def reported(observer: ScriptObserver) -> set[Kind]:
@@ -128,6 +137,10 @@ class Kept(torch_data.Sampler[int]):
         return iter(range(self.rank, 500, self.num_replicas))
 
 
+class Subclass(torch_data.DistributedSampler[Any]):
+    """Follows the world as torch's own does."""
+
+
 class Stream(torch_data.IterableDataset[torch.Tensor]):
     def __iter__(self):
         return iter([(torch.ones(2),)] * 500)
@@ -137,10 +150,14 @@ def loaders(job: Job) -> dict[str, object]:
     ours = data.DataLoader(job.samples, batch_size=2)
     sampler = data.ElasticSampler(job.samples)
     placed: Any = torch_data.DistributedSampler(job.samples, num_replicas=1, rank=0)
+    following: Any = Subclass(job.samples, num_replicas=1, rank=0)
+    elsewhere: Any = Subclass(job.samples, num_replicas=2, rank=1)
     by_ours = torch_data.DataLoader(job.samples, batch_size=2, sampler=sampler)
     return {
         "torch": torch_data.DataLoader(job.samples, batch_size=2),
         "distributed": torch_data.DataLoader(job.samples, batch_size=2, sampler=placed),
+        "following": torch_data.DataLoader(job.samples, batch_size=2, sampler=following),
+        "elsewhere": torch_data.DataLoader(job.samples, batch_size=1, sampler=elsewhere),
         "stream": torch_data.DataLoader(Stream(), batch_size=2),
         "kept": torch_data.DataLoader(job.samples, batch_size=2, sampler=Kept()),
         "ours": ours,
@@ -155,6 +172,8 @@ def loaders(job: Job) -> dict[str, object]:
     [
         ("torch", {Kind.LOADER_WITHOUT_POSITION}),
         ("distributed", {Kind.LOADER_WITHOUT_POSITION}),
+        ("following", {Kind.LOADER_WITHOUT_POSITION}),
+        ("elsewhere", {Kind.RANK_KEPT}),
         ("stream", {Kind.LOADER_WITHOUT_POSITION}),
         ("kept", {Kind.RANK_KEPT}),
         ("ours", {Kind.LOADER_NOT_IN_STATE}),
@@ -163,7 +182,7 @@ def loaders(job: Job) -> dict[str, object]:
         ("sampler in the state", set()),
     ],
 )
-def test_the_loader_of_the_steps_is_judged_and_no_other(job, case, kinds):
+def test_the_loader_of_the_steps_is_judged_and_no_other(job, following, case, kinds):
     loader = loaders(job)[case]
     member = getattr(loader, "sampler", loader) if case.startswith("sampler") else loader
     state = job.whole(step=0, **({"loader": member} if "in the state" in case else {}))
