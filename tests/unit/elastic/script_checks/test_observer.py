@@ -259,3 +259,15 @@ def test_nothing_is_kept_alive_after_the_check(job):
     gone = weakref.ref(job.batches)
     job.batches = iter(())
     assert gone() is None
+
+
+@pytest.mark.parametrize("case", ["torch", "following", "ours in the state"])
+def test_a_loss_after_the_check_is_judged_though_a_loader_was_seen(job, following, case):
+    loader = loaders(job)[case]
+    state = job.whole(step=0, **({"loader": loader} if "in the state" in case else {}))
+    watching = job.observes(state)
+    job.batches = iter(loader)  # type: ignore[call-overload]
+    job.train(state, STEPS + 5)
+    before = set(reported(watching))
+    watching.recovered()
+    assert reported(watching) == before
