@@ -1,4 +1,5 @@
-"""Trains with DistributedDataParallel, and goes on when workers are lost or join: three lines more than without.
+"""Trains with DistributedDataParallel, and continues when workers are lost or join. The lines that make a loop over
+steps elastic are marked; docs/pytorch.md counts what a script with epochs changes.
 
     elasticrun -np 3 --min-np 1 examples/ddp_elastic.py --steps 200
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -98,6 +99,26 @@ def test_no_line_of_prose_is_too_long():
         if len(line) > COLUMNS and not line.lstrip().startswith("|") and " " in line[COLUMNS:]
     ]
     assert not long, f"more than {COLUMNS} columns: {long}"
+
+
+_COUNTED = re.compile(r"^\| `(\S+\.py)`.* \| `(\S+\.py)`.* \| (\d+) of (\d+) \|$", re.MULTILINE)
+
+
+def code(script: Path) -> list[str]:
+    """Lines without the docstring, indentation, blank lines and comments behind code."""
+    text = script.read_text()
+    lines = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    return [line.split("  #")[0].strip() for line in lines if line.strip()]
+
+
+def test_pages_quote_how_many_lines_an_elastic_script_changes():
+    found = _COUNTED.findall((DOCS / "pytorch.md").read_text())
+    assert len(found) == 2
+    for before, after, changed, whole in found:
+        old, new = code(ROOT / before), code(ROOT / after)
+        steps = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        count = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in steps if tag != "equal")
+        assert (count, len(old)) == (int(changed), int(whole)), before
 
 
 def test_readme_is_short():

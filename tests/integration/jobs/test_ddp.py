@@ -243,3 +243,17 @@ def test_a_distributed_sampler_gives_each_sample_once_per_epoch_after_a_loss(job
     assert sorted(taken[0, 3]) == whole
     assert [sorted(taken[epoch, 2]) for epoch in (1, 2, 3)] == [whole] * 3
     assert re.findall(r"evaluated (\d+)", training.output) == ["60", "60"]
+
+
+@pytest.mark.forked
+@pytest.mark.nightly
+def test_the_elastic_tutorial_loses_rank_0_and_trains_to_its_end(job: Any):
+    training = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 100 100",
+        ["python", SCRIPTS / "ddp_tutorial_elastic.py", "30", "2"],
+    )
+    training.wait_for(r"epoch 2 ", 60)
+    training.kill(0)
+    training.succeed(60)
+    last = re.findall(r"epoch 29 \| steps (\d+)", training.output)
+    assert last == ["120", "120"]
