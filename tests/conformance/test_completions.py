@@ -23,10 +23,15 @@ class Several:
         self.completions = Completions()
         self.ended: dict[str, BaseException | None] = {}
         self.all_ended = threading.Event()
+        self.device = (
+            torch.get_default_device()
+        )  # of this thread; `start` may be called in another one
 
     def start(self, name: str, count: int, then: Callable[[], None] = lambda: None) -> None:
         """``count``: of all that are started; when they have ended, `all_ended` is set."""
-        handle = submission.start_allreduce([torch.ones(2)], name, Op.SUM, soon=True)
+        handle = submission.start_allreduce(
+            [torch.ones(2, device=self.device)], name, Op.SUM, soon=True
+        )
 
         def finish() -> None:
             error: BaseException | None = None

@@ -22,7 +22,7 @@ def gradients(case: Case, dtype: torch.dtype, members: list[int], among: Any) ->
         for _ in range(case.count)
     ]
     results = case.call(hvd, given, members, among)
-    upstream = torch.from_numpy(case.upstream(place, size)).to(dtype)
+    upstream = torch.from_numpy(case.upstream(place, size)).to(results[0].device, dtype)
     torch.autograd.backward(results, [upstream * (at + 1) for at in range(case.count)])
     return [each.grad for each in given]
 
@@ -38,7 +38,7 @@ def check(rank: int, size: int, dtype: torch.dtype) -> None:
                 for at, made in enumerate(gradients(case, dtype, members, among)):
                     assert made.dtype == dtype
                     np.testing.assert_allclose(
-                        made.to(torch.complex128).numpy(),
+                        made.to("cpu", torch.complex128).numpy(),
                         wanted * (at + 1),
                         rtol=TOLERANCE.get(dtype, 1e-6),
                         err_msg=case.name,
