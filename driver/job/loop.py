@@ -61,6 +61,8 @@ AT_ONCE = 1000  # events that are decided and written together
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
 LAST_CHECKPOINT_S = 6.0  # at SIGTERM; `docker stop` sends SIGKILL after 10 s
+# A process manager signals all processes of a job, and a wrapper among them passes its SIGTERM on: one request.
+REPEATED_S = 1.0
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -359,9 +361,18 @@ class Driver:
         loop = self._loop
         assert loop is not None
 
+        heard_at: dict[int, float] = {}
+
         def heard(number: int, _: object) -> None:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             code = STOP_CODES[signal.Signals(number)]
+            last, heard_at[number] = heard_at.get(number), self._now()
+            if (
+                number == signal.SIGTERM
+                and last is not None
+                and heard_at[number] - last < REPEATED_S
+            ):
+                return
             if number != signal.SIGINT and self._leaves is not None:
                 loop.call_soon_threadsafe(self._leaves)
                 return

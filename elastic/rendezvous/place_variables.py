@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from elastic.rendezvous.script_files import script_files
 SLOT = "LOCAL_RANK"
 _RANK = ("RANK", "ROLE_RANK", "HOROVOD_RANK")
 _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
-_READ = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK)["']""")
 
 
 class Read(NamedTuple):
@@ -65,11 +64,47 @@ def stale(place: Place, environ_at_start: Mapping[str, str], reads: Iterable[Rea
 
 
 def reads_in(file: str, text: str) -> Iterator[Read]:
-    """The lines of a source that name RANK, WORLD_SIZE or LOCAL_RANK as a string."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.lstrip().startswith("#"):
-            for found in _READ.finditer(line):
-                yield Read(file, number, found[1])
+    """The lines of a source that may act on another world's value: those that assign RANK or WORLD_SIZE of the
+    environment to a variable, and those that compare LOCAL_RANK, or a variable of that name, with a number.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    found: set[Read] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            found |= {Read(file, node.lineno, name) for name in _named(node.value) - {SLOT}}
+        elif isinstance(node, ast.Compare | ast.Not | ast.If | ast.IfExp | ast.UnaryOp):
+            tested = node.test if isinstance(node, ast.If | ast.IfExp) else node
+            line = getattr(node, "lineno", 0)
+            if line and _is_slot(tested):
+                found.add(Read(file, line, SLOT))
+    yield from sorted(found, key=lambda read: (read.line, read.name))
+
+
+def _named(tree: ast.AST) -> set[str]:
+    """The variables of the environment that an expression names."""
+    constants = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
+    return {
+        each for each in constants if isinstance(each, str) and each in (SLOT, "RANK", "WORLD_SIZE")
+    }
+
+
+def _is_slot(test: ast.AST) -> bool:
+    """Whether a condition asks for the local rank itself: ``local_rank == 0``, ``not local_rank``."""
+    if isinstance(test, ast.Compare):
+        return any(_is_local_rank(each) for each in (test.left, *test.comparators))
+    return (
+        isinstance(test, ast.UnaryOp)
+        and isinstance(test.op, ast.Not)
+        and _is_local_rank(test.operand)
+    )
+
+
+def _is_local_rank(node: ast.AST) -> bool:
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name.lower() == "local_rank" or (not name and SLOT in _named(node))
 
 
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[Read]:

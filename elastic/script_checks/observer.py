@@ -37,7 +37,7 @@ TAKES_STEPS = (
     STEPS // 2
 )  # that took their batch from one loader, for it to be the one that is trained on
 PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler
-INSIDE = ("optimizer", "scheduler", "module", "_schedulers")  # where wrappers keep what they wrap
+DEPTH = 3  # of wrappers around a member
 OURS = ("elastic", "horovod")
 
 
@@ -149,7 +149,8 @@ class ScriptObserver:
     # ---- what was seen -----------------------------------------------------------------------------------------------
 
     def _seen(self, steps: int) -> Seen:
-        inside = {id(each) for each in _with_inner(self._state.handled())}
+        members = [v for n, v in vars(self._state).items() if not n.startswith("_")]
+        inside = {id(each) for each in _with_inner([*self._state.handled(), *members])}
         shared = {
             id(each.param_groups)
             for each in _with_inner(self._state.handled())
@@ -203,6 +204,8 @@ class ScriptObserver:
             dataset, by = self._sources[key]
             sampler = getattr(by, "sampler", by)
             stream = isinstance(dataset, torch_data.IterableDataset)
+            if id(dataset) in inside and hasattr(dataset, "state_dict"):
+                continue  # a position of its own
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
@@ -268,20 +271,27 @@ def _keeps_members(state: State) -> bool:
 
 
 def _with_inner(members: Iterable[Any]) -> list[Any]:
-    """These, and what wrappers among them hold."""
-    found: list[Any] = []
-    waiting = list(members)
-    while waiting:
-        each = waiting.pop()
-        if any(each is other for other in found):
-            continue
-        found.append(each)
-        written = as_written(each)
-        inner = [written, *(getattr(written, name, None) for name in INSIDE)]
-        for value in inner:
-            values = value if isinstance(value, list | tuple) else [value]
-            waiting += [value for value in values if value is not None and value is not each]
-    return found
+    """These, and what wrappers among them hold in their attributes."""
+    found: dict[int, Any] = {}
+    level = list(members)
+    for _ in range(DEPTH):
+        level = [each for each in level if id(each) not in found]
+        found |= {id(each): each for each in level}
+        level = [inner for each in level for inner in _held(each)]
+    return list(found.values())
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """What an object holds that may be a member of a training: no numbers, strings and tensors."""
+    if isinstance(value, torch.nn.Module):
+        yield as_written(value)
+        return
+    if isinstance(value, torch_data.DataLoader):
+        return  # no state can hold one
+    for each in list(getattr(value, "__dict__", {}).values()):
+        for inner in each if isinstance(each, list | tuple) else [each]:
+            if hasattr(inner, "state_dict") or hasattr(inner, "__dict__"):
+                yield inner
 
 
 def _objects(*kinds: type) -> list[Any]:

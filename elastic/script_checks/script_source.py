@@ -15,14 +15,33 @@ from elastic.script_checks.mistakes import When
 
 NAMES = ("commit", "CommitStateCallback")
 RANKS = {
-    "rank",
-    "local_rank",
-    "get_rank",
-    "RANK",
-    "LOCAL_RANK",
-    "is_main_process",
-    "is_first_worker",
+    *(
+        "rank",
+        "local_rank",
+        "get_rank",
+        "RANK",
+        "LOCAL_RANK",
+        "global_rank",
+        "rank_zero",
+        "is_rank_zero",
+    ),
+    *(
+        "is_main",
+        "is_main_process",
+        "main_process",
+        "is_master",
+        "master_process",
+        "master",
+        "is_chief",
+    ),
 }
+SCHEDULERS = (
+    "sched",
+    "lr",
+    "warmup",
+    "prof",
+    "ema",
+)  # in the names of what has a step() and trains nothing
 ARGUMENTS = {
     "args",
     "opts",
@@ -109,15 +128,17 @@ def _ranks(test: ast.expr) -> bool:
 
 
 def _steps(loop: Loop) -> bool:
-    """Whether step() is called in this loop, and in none within it."""
-    waiting: list[ast.AST] = [*loop.body]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.For | ast.While):
-            continue
+    """Whether an optimizer's step() is called in this loop, and in none within it."""
+    within = [each for each in ast.walk(loop) if isinstance(each, Loop) and each is not loop]
+    return _calls_step(loop) and not any(map(_calls_step, within))
+
+
+def _calls_step(tree: ast.AST) -> bool:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _name(node.func) == "step":
-            return True
-        waiting += ast.iter_child_nodes(node)
+            of = _name(node.func.value).lower() if isinstance(node.func, ast.Attribute) else ""
+            if not any(each in of for each in SCHEDULERS):
+                return True
     return False
 
 

@@ -72,7 +72,9 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
 
 
 def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path):
-    """As from Slurm and systemd. Loader workers get it first, and user code raises because of them."""
+    """As from Slurm and systemd. Loader workers get it first, and user code raises because of them. A wrapper that is
+    signalled too passes it on to the driver, which gets it twice.
+    """
     folder = tmp_path / "checkpoints"
     flags = f"-np 2 --min-np 2 --checkpoint-every 1h --checkpoint-dir {folder}"
     training = job(flags, TRAINING, env={"LOADERS": "2"})
@@ -84,7 +86,7 @@ def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path)
     for each in [*loaders, *(other for other in below if other not in loaders)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGTERM)
-    training.driver.send_signal(signal.SIGTERM)
+        training.driver.send_signal(signal.SIGTERM)
     assert training.wait(30) == 143
     [ended] = [
         record["event"]

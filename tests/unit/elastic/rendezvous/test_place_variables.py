@@ -50,16 +50,29 @@ def test_a_lost_slot_on_another_rank_leaves_slot_0_the_first():
 
 
 def test_lines_that_read_the_environment_are_found():
-    text = 'r = int(os.environ["RANK"])\n# "RANK"\nx = os.getenv(\'LOCAL_RANK\')\nprint("RANKS", RANK)\n'
+    text = """
+rank = int(os.environ["RANK"])
+# "RANK"
+local_rank = int(os.getenv("LOCAL_RANK"))
+torch.cuda.set_device(local_rank)
+def is_main(): return int(os.environ["RANK"]) == 0
+name = f"log.{os.environ['LOCAL_RANK']}"
+if local_rank == 0: save()
+if not args.local_rank: save()
+if int(os.environ["LOCAL_RANK"]) == 0 and step > 5: save()
+"""
     found = list(place_variables.reads_in("a.py", text))
-    assert found == [Read("a.py", 1, "RANK"), Read("a.py", 3, "LOCAL_RANK")]
+    assert found == [
+        Read("a.py", 2, "RANK"),
+        *(Read("a.py", line, "LOCAL_RANK") for line in (8, 9, 10)),
+    ]
 
 
 def test_modules_of_the_script_are_looked_at_and_installed_ones_are_not(tmp_path):
     mine, installed = tmp_path / "trainer.py", tmp_path / "site-packages" / "theirs.py"
     installed.parent.mkdir()
     for file in (mine, installed):
-        file.write_text('os.environ["RANK"]\n')
+        file.write_text('rank = os.environ["RANK"]\n')
     modules = {
         "trainer": SimpleNamespace(__file__=str(mine)),
         "theirs": SimpleNamespace(__file__=str(installed)),

@@ -120,6 +120,52 @@ def test_members_beside_the_model_are_missed(job, held):
     assert reported(watching) == (set() if held else missed)
 
 
+class NativeScaler:
+    """A wrapper as timm has it."""
+
+    def __init__(self) -> None:
+        self._scaler = torch.amp.GradScaler("cpu")
+        self._scaler.scale(torch.ones(1))
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state) -> None:
+        self._scaler.load_state_dict(state)
+
+
+def test_a_member_within_a_wrapper_is_in_the_state(job):
+    state = job.whole(step=0, scaler=NativeScaler())
+    watching = job.observes(state)
+    job.train(state)
+    assert reported(watching) == set()
+
+
+class Resuming(torch_data.IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield (torch.ones(2),)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state) -> None:
+        self.position = state["position"]
+
+
+def test_a_stream_with_a_state_of_its_own_has_a_position(job):
+    stream = Resuming()
+    state = job.whole(step=0, stream=stream)
+    watching = job.observes(state)
+    job.batches = iter(torch_data.DataLoader(stream, batch_size=2))
+    job.train(state)
+    assert reported(watching) == set()
+
+
 def test_a_scheduler_made_while_training_is_the_scripts_own(job):
     state = job.whole(step=0)
     watching = job.observes(state)
