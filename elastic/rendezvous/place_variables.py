@@ -13,6 +13,7 @@ from elastic.rendezvous.script_files import script_files
 
 # The slot, which picks the GPU, does not change while a worker lives: LOCAL_RANK and HOROVOD_LOCAL_RANK.
 SLOT = "LOCAL_RANK"
+_READ = (SLOT, "RANK", "WORLD_SIZE")
 _RANK = ("RANK", "ROLE_RANK", "HOROVOD_RANK")
 _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
 
@@ -67,6 +68,8 @@ def reads_in(file: str, text: str) -> Iterator[Read]:
     """The lines of a source that may act on another world's value: those that assign RANK or WORLD_SIZE of the
     environment to a variable, and those that compare LOCAL_RANK, or a variable of that name, with a number.
     """
+    if not any(f"{quote}{name}{quote}" in text for name in _READ for quote in "'\""):
+        return  # most files: parsing takes milliseconds, while other ranks wait
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -86,9 +89,7 @@ def reads_in(file: str, text: str) -> Iterator[Read]:
 def _named(tree: ast.AST) -> set[str]:
     """The variables of the environment that an expression names."""
     constants = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
-    return {
-        each for each in constants if isinstance(each, str) and each in (SLOT, "RANK", "WORLD_SIZE")
-    }
+    return {each for each in constants if isinstance(each, str) and each in _READ}
 
 
 def _is_slot(test: ast.AST) -> bool:
