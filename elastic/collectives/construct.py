@@ -56,8 +56,8 @@ class Connecting:
     ``purpose`` tells groups of one generation apart: equal on all its ranks, different from any other group's.
     ``rank`` and ``size`` count within the group. ``bind_host`` is the numeric address that peers connect to.
     ``timeout_s`` bounds the connecting, ``collective_timeout_s`` every single collective (by default the same).
-    ``native``: on the CPU, ranks of one host may share memory; ``apart``: see `cpu.CpuGroup`. Raises ValueError for a
-    device without a backend.
+    ``native``: on the CPU, ranks of one host may share memory; ``apart``, ``agreed``: see `cpu.CpuGroup`. Raises
+    ValueError for a device without a backend.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Connecting:
         collective_timeout_s: float | None = None,
         native: bool = True,
         apart: bool = False,
+        agreed: bool = False,
     ) -> None:
         self._store = store
         self._purpose = purpose
@@ -80,7 +81,7 @@ class Connecting:
         if collective_timeout_s is None:
             collective_timeout_s = timeout_s
         self.group, self._connect = _making(
-            rank, size, device_type, timeout_s, collective_timeout_s, native, apart
+            rank, size, device_type, timeout_s, collective_timeout_s, native, apart, agreed
         )
 
     def connect(self) -> Collectives:
@@ -107,6 +108,7 @@ def _making(
     collective_timeout_s: float,
     native: bool,
     apart: bool,
+    agreed: bool,
 ) -> tuple[Abortable, _Connect]:
     """What can be aborted from now on, and what connects it."""
     if size == 1:
@@ -119,7 +121,9 @@ def _making(
     if messages or device_type == "cpu":
         from elastic.collectives.cpu import CpuGroup
 
-        chosen = CpuGroup(rank, size, timeout_s, collective_timeout_s, native, apart, messages)
+        chosen = CpuGroup(
+            rank, size, timeout_s, collective_timeout_s, native, apart, messages, agreed
+        )
 
         def connect_chosen(store: Store, purpose: str, bind_host: str) -> Collectives:
             return chosen.connect(store, f"{purpose}/messages" if messages else purpose, bind_host)

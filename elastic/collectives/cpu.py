@@ -36,7 +36,7 @@ class CpuGroup:
     ``timeout_s`` is to connect; ``collective_timeout_s`` is for a rank that is late, to its first collective as to any.
     ``apart``: each rank was started on a host of its own, as all ranks of the group know, so that it will come to Gloo:
     they swap what that needs at once, and not in a second exchange. ``messages``: it is for messages, which go over
-    Gloo where not all ranks lie on one host.
+    Gloo where not all ranks lie on one host. ``agreed``: see `GlooCollectives`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class CpuGroup:
         native: bool,
         apart: bool = False,
         messages: bool = False,
+        agreed: bool = False,
     ) -> None:
         self._rank = rank
         self._size = size
@@ -56,6 +57,7 @@ class CpuGroup:
         self._native = native
         self._apart = apart
         self._messages = messages
+        self._agreed = agreed
         self._swapping = Call()
         self._parts: list[_Part] = []
         self._aborted = False
@@ -185,7 +187,9 @@ class CpuGroup:
         return shared, ""
 
     def _gloo(self, rank: int, size: int) -> GlooCollectives:
-        return GlooCollectives(rank, size, self._timeout_s, self._collective_timeout_s)
+        return GlooCollectives(
+            rank, size, self._timeout_s, self._collective_timeout_s, agreed=self._agreed
+        )
 
     def _swap(self, store: Store, key: str, blob: bytes, timeout_s: float) -> list[bytes]:
         if self._aborted:

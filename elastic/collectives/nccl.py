@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ from torch._C import _distributed_c10d as c10d
 
 from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads
 from elastic.collectives.interface import Op, Work
-from elastic.collectives.torch_group import REDUCE, MovesBytes
+from elastic.collectives.torch_group import REDUCE, as_bytes
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
@@ -55,7 +56,7 @@ class Counts(NamedTuple):
     failed: bool  # CUDA answers with an error
 
 
-class NcclCollectives(MovesBytes):
+class NcclCollectives:
     """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
 
     scales_inside = False
@@ -180,6 +181,27 @@ class NcclCollectives(MovesBytes):
         options.reduceOp = REDUCE[op]  # type: ignore[assignment]
         carried, then = dtypes_and_ops.carried(tensor, op, scale, divisor)
         return self.submit("allreduce", [carried], options, then=then)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self.submit("broadcast", [as_bytes(tensor)], options)
+
+    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        return self.submit("allgather", [[as_bytes(each) for each in outputs]], [as_bytes(tensor)])
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> Work:
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        return self.submit(
+            "alltoall_base",
+            as_bytes(output),
+            as_bytes(tensor),
+            [rows * row for rows in received],
+            [rows * row for rows in sent],
+        )
 
     def barrier(self) -> Work:
         return self.allreduce(torch.zeros(1, dtype=torch.float32, device=self._device), Op.SUM)

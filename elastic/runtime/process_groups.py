@@ -255,6 +255,7 @@ class Groups:
             collective_timeout_s=self._env.collective_timeout_s,
             native=self._env.native,
             apart=place.cross_size == place.size,
+            agreed=_is_agreed(purpose),
         )
         self._connecting.add(connecting)
         try:
@@ -416,3 +417,10 @@ def _meeting(key: GroupKey, place: Place) -> str:
 def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
     everybody = len(members) == place.size
     return purpose if everybody else f"{purpose} of {','.join(map(str, members))}"
+
+
+def _is_agreed(purpose: str) -> bool:
+    """Whether its calls are the same on all ranks: what is called by name is negotiated, and gradients follow a plan
+    that all ranks have compared.
+    """
+    return purpose == NAMED or purpose.startswith(GRADIENTS)

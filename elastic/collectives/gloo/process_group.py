@@ -22,6 +22,7 @@ import collections
 import contextlib
 import ctypes
 import itertools
+import math
 import re
 import threading
 import time
@@ -34,11 +35,12 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic.collectives import dtypes_and_ops, threads
-from elastic.collectives.gloo import sockets, thread_activity
+from elastic.collectives.gloo import first_exchange, sockets, thread_activity
+from elastic.collectives.gloo.first_exchange import CollectiveKind, FirstExchange, Header, Places
 from elastic.collectives.gloo.sockets import Endpoint
 from elastic.collectives.interface import Op, Work
-from elastic.collectives.torch_group import REDUCE, MovesBytes, as_bytes
-from elastic.errors import CollectiveFailed
+from elastic.collectives.torch_group import REDUCE, as_bytes
+from elastic.errors import CollectiveFailed, Differing
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store
 
@@ -52,6 +54,7 @@ _CLOSE_S = 0.1  # in which what is under way usually ends once the sockets are c
 _SLICE = timedelta(milliseconds=20)
 _LOOK_EVERY = 50  # slices
 _AT_ONCE = timedelta(milliseconds=1)
+_AT_ONCE_S = _AT_ONCE.total_seconds()
 
 # What a rank publishes: its listener, what Gloo stored under which key, and its word.
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.msgpack.Decoder(
@@ -62,13 +65,22 @@ _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.
 environment.record_nothing()
 
 
-class GlooCollectives(MovesBytes):
-    """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread."""
+class GlooCollectives:
+    """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread.
+
+    ``agreed``: its ranks have agreed on every call before they make it, and large ones need no first exchange.
+    """
 
     scales_inside = False
 
     def __init__(
-        self, rank: int, size: int, timeout_s: float, collective_timeout_s: float | None = None
+        self,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        collective_timeout_s: float | None = None,
+        *,
+        agreed: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -82,11 +94,19 @@ class GlooCollectives(MovesBytes):
         self._sockets: frozenset[int] | None = None  # inodes, once connected
         self._failed: str | None = None
         self._aborted = False  # that is why
+        self._differs: Differing | None = None  # that is why
+        self._late = False  # that is why
+        self._key = ""  # names the group to all of its ranks
         self._built = threading.Event()  # or given up
         self._swapping = Call()
         self._word = b""
         self._heard: Callable[[list[bytes]], None] = lambda words: None
         self._under_way: collections.deque[Any] = collections.deque()
+        self._agreed = agreed
+        self._first_exchange = FirstExchange(rank, size)
+        self._beginning = threading.Lock()
+        # Those whose first exchange, or second, has not begun. Its first is the only one that may be in the first.
+        self._queue: collections.deque[GlooWork] = collections.deque()
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -104,7 +124,7 @@ class GlooCollectives(MovesBytes):
         ``word`` travels with this rank's address. ``heard`` is given every rank's, by rank, before anything is
         connected, in another thread; if it raises, nothing is.
         """
-        self._word, self._heard = word, heard
+        self._word, self._heard, self._key = word, heard, purpose
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
         # The exchange and the connections have a deadline each; this third one is for what has none.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
@@ -171,32 +191,61 @@ class GlooCollectives(MovesBytes):
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
         dtypes_and_ops.check(tensor, op)
         carried, then = dtypes_and_ops.carried(tensor, op, scale, divisor)
-        if dtypes_and_ops.goes_directly(carried, self.size):
-            return self._allreduce_directly(carried, op, then)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = REDUCE[op]  # type: ignore[assignment]
-        return self.submit("allreduce", [carried], options, then=then)
+        dtype = dtypes_and_ops.DTYPES[tensor.dtype]
+        called = first_exchange.header(CollectiveKind.ALLREDUCE, carried.nbytes, dtype=dtype, op=op)
+        if not self._first_exchange.fits(carried.nbytes):
+            options = c10d.AllreduceOptions()
+            options.reduceOp = REDUCE[op]  # type: ignore[assignment]
+            second = ("allreduce", [carried], options)
+            return self._call(called, second=second, then=then)
+        # Every rank sends all to every other, and adds up by itself: one way there, where Gloo's ring takes twice as
+        # many, one after another, as there are ranks.
+        flat = carried.detach().reshape(-1)
 
-    def _allreduce_directly(
-        self, tensor: torch.Tensor, op: Op, then: Callable[[], object] | None
-    ) -> Work:
-        """Every rank sends all to every other, and adds up by itself: one way there, where Gloo's ring takes twice as
-        many, one after another, as there are ranks.
-        """
-        flat = tensor.detach().reshape(-1)
-        parts = flat.new_empty((self.size, len(flat)))
-        split = [parts[0].nbytes] * self.size
-        own = as_bytes(flat).repeat(self.size)
-
-        def reduce() -> None:
-            tensor.detach().copy_(dtypes_and_ops.total(parts, op).view(tensor.shape))
+        def reduce(parts: list[torch.Tensor]) -> None:
+            carried.detach().copy_(dtypes_and_ops.total(parts, op).view(carried.shape))
             if then is not None:
                 then()
 
-        return self.submit("alltoall_base", as_bytes(parts), own, split, split, then=reduce)
+        return self._call(called, flat, put=reduce)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        flat = as_bytes(tensor)
+        called = first_exchange.header(CollectiveKind.BROADCAST, flat.numel(), root=root)
+        if not self._first_exchange.fits(flat.numel()):
+            options = c10d.BroadcastOptions()
+            options.rootRank = root
+            options.rootTensor = 0
+            return self._call(called, second=("broadcast", [flat], options))
+        if root == self.rank:
+            return self._call(called, flat)
+        return self._call(called, own=flat, put=lambda parts: flat.copy_(parts[root]))
+
+    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        flat = as_bytes(tensor)
+        called = first_exchange.header(CollectiveKind.ALLGATHER, flat.numel())
+        places = [as_bytes(each) for each in outputs]
+        if not self._first_exchange.fits(flat.numel()):
+            return self._call(called, second=("allgather", [places], [flat]))
+
+        def gather(parts: list[torch.Tensor]) -> None:
+            for place, part in zip(places, parts, strict=True):
+                place.copy_(part)
+
+        return self._call(called, flat, put=gather)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> Work:
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        called = first_exchange.header(CollectiveKind.ALLTOALL, row)
+        splits = [rows * row for rows in received], [rows * row for rows in sent]
+        return self._call(
+            called, second=("alltoall_base", as_bytes(output), as_bytes(tensor), *splits)
+        )
 
     def barrier(self) -> Work:
-        return self.submit("barrier")
+        return self._call(first_exchange.header(CollectiveKind.BARRIER))
 
     # ---- messages from one rank to another, in no order with the collectives -----------------------------------------
 
@@ -223,14 +272,91 @@ class GlooCollectives(MovesBytes):
             self._fail(_short(error))
             raise CollectiveFailed(self._failed, aborted=self._aborted) from None
 
-    def submit(
-        self, name: str, *arguments: Any, then: Callable[[], object] | None = None
+    def _call(
+        self,
+        called: Header,
+        payload: torch.Tensor | None = None,
+        *,
+        own: torch.Tensor | None = None,
+        put: Callable[[list[torch.Tensor]], object] | None = None,
+        second: tuple[Any, ...] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> GlooWork:
-        work = self._begin(name, *arguments)
-        while self._under_way and self._under_way[0].is_completed():
-            self._under_way.popleft()
-        self._under_way.append(work)
-        return GlooWork(self, work, then)
+        """A collective that begins with the first exchange. ``payload`` travels with it, and ``put`` is given every
+        rank's, this one's being ``own``, by default the same. ``second``: the method of Gloo's group that does the rest
+        and its arguments; ``then`` puts what came of that in place.
+        """
+        self._raise_if_failed()
+        work = GlooWork(self, called, payload, payload if own is None else own, put, second, then)
+        with self._beginning:
+            self._queue.append(work)
+            self._begin_next()
+        return work
+
+    def _begin_next(self) -> None:
+        """All that can begin, in the order of the calls. Gloo counts what is begun, and the counts of all ranks have to
+        agree: so a second exchange follows its first one at once, whenever that has ended here.
+        """
+        while self._queue and self._failed is None:
+            work = self._queue[0]
+            alone = self._agreed and work.second is not None
+            if work.first is None and not alone:
+                payload = None if work.payload is None else as_bytes(work.payload)
+                places, *arguments = self._first_exchange.begin(work.called, payload)
+                work.places = places
+                work.first = self._begin("alltoall_base", places.flat, *arguments)
+                _watch(self._under_way, work.first)
+            if work.second is not None:
+                if not alone and not (work.first.is_completed() and self._same_called(work)):
+                    return
+                work.rest = self._begin(*work.second)
+                _watch(self._under_way, work.rest)
+            self._queue.popleft()
+
+    def _same_called(self, work: GlooWork) -> bool:
+        """Of one whose first exchange is over: whether every rank called the same. Else the group has failed."""
+        try:
+            work.first.wait()
+        except RuntimeError as error:
+            self._late = self.failure(_short(error)).late
+            self._fail(_short(error))
+            return False
+        assert work.places is not None
+        if not work.places.agree(work.called):
+            # Its connections stay until `abort`: others may not have read yet what this rank has called.
+            if self._failed is None:
+                self._differs = Differing(self._key, self.rank, self.size)
+                self._failed = (
+                    "the ranks of this group called different collectives, or other sizes"
+                )
+            return False
+        return True
+
+    def awaited(self, work: GlooWork) -> Any:
+        """What of Gloo's has to end before this one goes on; None when it is over. Raises CollectiveFailed."""
+        if self._failed is None:
+            with self._beginning:
+                self._begin_next()
+                if not work.begun() and self._failed is None:
+                    return self._queue[0].first  # this one's, or of one before it
+        if not work.begun():
+            self._raise_if_failed()
+        last = work.first if work.second is None else work.rest
+        return None if last.is_completed() else last
+
+    def conclude(self, work: GlooWork) -> None:
+        """Of one that is over: puts its result in place. Raises CollectiveFailed."""
+        if work.second is not None:
+            self.wait_for(work.rest)
+        else:
+            if not self._same_called(work):
+                self._raise_if_failed()
+            assert work.places is not None
+            if work.put is not None and work.own is not None:
+                work.put(work.places.payloads(work.own))
+        if work.places is not None:
+            self._first_exchange.give_back(work.places)
+            work.places = None
 
     def _begin(self, name: str, *arguments: Any) -> Any:
         self._raise_if_failed()
@@ -339,7 +465,16 @@ class GlooCollectives(MovesBytes):
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
-            raise CollectiveFailed(self._failed, aborted=self._aborted)
+            raise CollectiveFailed(
+                self._failed, aborted=self._aborted, differs=self._differs, late=self._late
+            )
+
+
+def _watch(under_way: collections.deque[Any], work: Any) -> None:
+    """It is under way too; what is over goes."""
+    while under_way and under_way[0].is_completed():
+        under_way.popleft()
+    under_way.append(work)
 
 
 class _Left:
@@ -365,22 +500,47 @@ _left: list[_Left] = []  # freed by whoever closes another group after they have
 
 
 class GlooWork:
-    """A collective under way in one group; ``then`` puts the result in place."""
+    """A collective under way in one group. See `GlooCollectives._call`."""
 
     def __init__(
-        self, group: GlooCollectives, work: Any, then: Callable[[], object] | None
+        self,
+        group: GlooCollectives,
+        called: Header,
+        payload: torch.Tensor | None,
+        own: torch.Tensor | None,
+        put: Callable[[list[torch.Tensor]], object] | None,
+        second: tuple[Any, ...] | None,
+        then: Callable[[], object] | None,
     ) -> None:
+        self.called = called
+        self.payload = payload
+        self.own = own
+        self.put = put
+        self.second = second
+        self.first: Any = None  # Gloo's, of the first exchange
+        self.places: Places | None = None
+        self.rest: Any = None  # Gloo's, of the second one
         self._group = group
-        self._work = work
-        self._complete = threads.Completion(then)
+        self._then = then
+        self._complete = threads.Completion(self._conclude)
+
+    def begun(self) -> bool:
+        """Whether there is nothing left to begin."""
+        return (self.first if self.second is None else self.rest) is not None
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        try:
+            return self._group.awaited(self) is None
+        except CollectiveFailed:
+            return True
 
     def within(self, timeout_s: float) -> bool:
-        if not self._slice(timedelta(seconds=timeout_s)):
+        until = time.monotonic() + timeout_s
+        while not self._slice(timedelta(seconds=max(until - time.monotonic(), _AT_ONCE_S))):
             self._group._raise_if_failed()
-            return False
+            if time.monotonic() >= until:
+                return False
+        self._complete()
         return True
 
     def wait(self) -> None:
@@ -393,22 +553,22 @@ class GlooWork:
         self._complete()
 
     def _slice(self, timeout: timedelta) -> bool:
-        try:
-            self._work.wait(timeout)
-        except RuntimeError:
-            if not self._work.is_completed():
+        """Waits for as long at most until one of its exchanges has ended. Whether it is over."""
+        awaited = self._group.awaited(self)
+        if awaited is not None:
+            try:
+                awaited.wait(timeout)
+            except (
+                RuntimeError
+            ):  # the slice is over; or it has failed, as is found when it is concluded
                 return False
-            # With this error, or well, a moment after the slice was over: asked again, it says which.
-            self._conclude()
-        return True
+            awaited = self._group.awaited(self)
+        return awaited is None
 
     def _conclude(self) -> None:
-        """The outcome of a completed work. Returns at once."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self._group._fail(_short(error))
-            raise self._group.failure(_short(error)) from None
+        self._group.conclude(self)
+        if self._then is not None:
+            self._then()
 
 
 class GlooMessage:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -24,8 +25,8 @@ import torch.distributed
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.gloo import sockets
 from elastic.collectives.gloo.process_group import GlooCollectives
-from elastic.collectives.interface import Collectives, Op
-from elastic.errors import CollectiveFailed
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.errors import CollectiveFailed, Differing
 from elastic.protocol.messages import Address
 from harness import groups, ranks
 from harness.collectives_contract import CollectivesContract
@@ -270,6 +271,90 @@ def test_the_store_survives_a_peer_that_sends_garbage(world):
         with socket.create_connection((address.host, address.port), timeout=5) as peer:
             peer.sendall(garbage)
     assert total(world.group(), world) == [6.0, 6.0, 6.0]
+
+
+# ---- ranks that disagree -----------------------------------------------------------------------
+
+ONES = torch.ones(1 << 18, dtype=torch.float32, device="cpu")
+
+CALLS: dict[str, Callable[[Collectives], Work]] = {
+    "small sum": lambda group: group.allreduce(ONES[:100].clone(), Op.SUM),
+    "longer sum": lambda group: group.allreduce(ONES[:101].clone(), Op.SUM),
+    "large sum": lambda group: group.allreduce(ONES.clone(), Op.SUM),
+    "larger by one": lambda group: group.allreduce(ONES.new_ones(len(ONES) + 1), Op.SUM),
+    "small maximum": lambda group: group.allreduce(ONES[:100].clone(), Op.MAX),
+    "integers": lambda group: group.allreduce(ONES[:100].int(), Op.SUM),
+    "from 0": lambda group: group.broadcast(ONES[:100].clone(), 0),
+    "from 1": lambda group: group.broadcast(ONES[:100].clone(), 1),
+    "much from 0": lambda group: group.broadcast(ONES.clone(), 0),
+    "gather": lambda group: group.allgather(list(ONES.new_empty(3, 100)), ONES[:100]),
+    "gather much": lambda group: group.allgather(list(ONES.new_empty(3, len(ONES))), ONES),
+    "deal": lambda group: group.alltoall(ONES.new_empty(6), ONES[:6], [2] * 3, [2] * 3),
+    "barrier": lambda group: group.barrier(),
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("small sum", "longer sum"),
+        ("longer sum", "small sum"),
+        ("large sum", "larger by one"),
+        ("larger by one", "large sum"),
+        ("small sum", "large sum"),
+        ("small sum", "small maximum"),
+        ("small sum", "integers"),
+        ("small sum", "from 0"),
+        ("from 0", "from 1"),
+        ("from 0", "much from 0"),
+        ("gather", "gather much"),
+        ("gather much", "large sum"),
+        ("deal", "gather"),
+        ("barrier", "small sum"),
+        ("barrier", "large sum"),
+    ],
+    ids=lambda named: named.replace(" ", "-"),
+)
+def test_ranks_that_call_different_collectives_are_all_told_so(world, one, other):
+    groups = world.group("differing")
+
+    def differing(rank: int) -> Differing | None:
+        groups[rank].allreduce(ONES.clone(), Op.SUM).wait()
+        work = CALLS[other if rank == 1 else one](groups[rank])
+        with pytest.raises(CollectiveFailed) as failed:
+            work.wait()
+        assert work.done()
+        with pytest.raises(CollectiveFailed):
+            groups[rank].barrier()
+        return failed.value.differs
+
+    told = world.on_all(differing)
+    assert [(each.rank, each.size) for each in told] == [(0, 3), (1, 3), (2, 3)]
+    assert len({each.key for each in told}) == 1
+
+
+def test_calls_of_all_sizes_may_be_waited_for_by_several_threads_in_any_order(world):
+    groups = world.group("order")
+
+    def wrong(rank: int) -> list[int]:
+        pick, tensors, works = random.Random(rank), [], []
+        for call in range(90):
+            elements = 1 + (call * 7919) % (300_000 if call % 5 == 0 else 3000)
+            tensors.append(torch.full((elements,), float(rank + call)))
+            works.append(groups[rank].allreduce(tensors[-1], Op.SUM))
+            works[pick.randrange(len(works))].done()
+        pick.shuffle(works)
+
+        def wait_for_all(mine: list[Any]) -> None:
+            for each in mine:
+                each.wait()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(wait_for_all, [works, works[::-1]], timeout=TIMEOUT_S))
+        assert all(work.done() for work in works)
+        return [i for i, tensor in enumerate(tensors) if not (tensor == 3.0 * i + 3.0).all()]
+
+    assert world.on_all(wrong) == [[]] * 3
 
 
 # ---- peers that are lost -----------------------------------------------------------------------

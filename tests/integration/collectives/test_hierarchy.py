@@ -273,3 +273,20 @@ def form_and_close(rank: int, size: int, address: Address, hosts: str) -> int:
 def test_a_closed_group_leaves_nothing_in_the_arena(four, hosts):
     for _ in range(3):
         assert four.run(form_and_close, four.run(ranks.serve_stores)[0][0], hosts) == [0] * 4
+
+
+def call_other_sizes(rank: int, size: int, address: Address, hosts: str) -> tuple[bool, bool]:
+    """Hosts that differ from each other. Whether this rank carries for its host, and whether it was told why."""
+    group = connect(rank, size, address, hosts)
+    carries = not (hosts == "aaab" and rank in (1, 2))
+    with pytest.raises(CollectiveFailed) as failed:
+        group.allreduce(torch.ones(100 + (hosts[rank] == "b")), Op.SUM).wait()
+    end(group)
+    return carries, failed.value.differs is not None
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_hosts_that_call_different_collectives_are_told_so(four, hosts):
+    (address,) = four.run(ranks.serve_stores)[0]
+    for carries, told in four.run(call_other_sizes, address, hosts):
+        assert told or not carries

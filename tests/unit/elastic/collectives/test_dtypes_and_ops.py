@@ -1,4 +1,4 @@
-"""What is small enough to be sent to every rank whole, and what it comes to there."""
+"""What the ranks' parts come to on a rank that has them all."""
 
 import math
 
@@ -7,15 +7,6 @@ import torch
 
 from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op
-
-
-def test_what_goes_directly_follows_from_the_bytes_that_a_rank_sends():
-    limit = dtypes_and_ops.DIRECT_BYTES
-    assert dtypes_and_ops.goes_directly(torch.zeros(1), 2)
-    assert dtypes_and_ops.goes_directly(torch.zeros(limit // 16), 4)
-    assert not dtypes_and_ops.goes_directly(torch.zeros(limit // 16 + 1), 4)
-    assert not dtypes_and_ops.goes_directly(torch.zeros(1), dtypes_and_ops.DIRECT_RANKS + 1)
-    assert not dtypes_and_ops.goes_directly(torch.zeros(0), 2)  # there is nothing to send
 
 
 def test_parts_are_added_up_in_the_order_of_the_ranks():

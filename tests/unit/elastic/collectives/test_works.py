@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from unittest.mock import create_autospec
 
 import pytest
-from torch.distributed import Work
+from torch.distributed import ProcessGroupGloo, Work
 
+from elastic.collectives.gloo.first_exchange import CollectiveKind, Places, header
 from elastic.collectives.gloo.process_group import GlooCollectives, GlooWork
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 
 
-@pytest.mark.parametrize(
-    ("kind", "group"), [(GlooWork, GlooCollectives), (NcclWork, NcclCollectives)]
-)
-def test_nobody_who_waits_returns_before_the_result_is_in_place(kind, group):
+def over_gloo(gloo: Work, then: Callable[[], None]) -> GlooWork:
+    group = GlooCollectives(0, 2, 30.0)
+    group._backend = create_autospec(ProcessGroupGloo, instance=True)
+    group._backend.alltoall_base.return_value = gloo
+    group._backend.allreduce.return_value = gloo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Places, "agree", lambda places, header: True)
+        return group._call(header(CollectiveKind.ALLREDUCE), second=("allreduce",), then=then)
+
+
+def over_nccl(nccl: Work, then: Callable[[], None]) -> NcclWork:
+    group = create_autospec(NcclCollectives, instance=True)
+    group._failed = ""  # so that no GPU is asked whether the collective is over
+    return NcclWork(group, nccl, then)
+
+
+@pytest.mark.parametrize("begin", [over_gloo, over_nccl])
+def test_nobody_who_waits_returns_before_the_result_is_in_place(begin):
     begun, go_on = threading.Event(), threading.Event()
     result: list[str] = []
     seen: list[list[str]] = []
@@ -27,9 +43,7 @@ def test_nobody_who_waits_returns_before_the_result_is_in_place(kind, group):
 
     done = create_autospec(Work, instance=True)
     done.is_completed.return_value = done.wait.return_value = True
-    made = create_autospec(group, instance=True)
-    made._failed = ""  # so that no GPU is asked whether the collective is over
-    work = kind(made, done, then)
+    work = begin(done, then)
 
     def wait() -> None:
         work.wait()

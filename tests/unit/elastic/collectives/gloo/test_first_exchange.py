@@ -1,0 +1,83 @@
+"""What travels in the first exchange of a collective over Gloo, and what is found in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.collectives.gloo import first_exchange
+from elastic.collectives.gloo.first_exchange import (
+    DIRECT_BYTES,
+    DIRECT_RANKS,
+    CollectiveKind,
+    FirstExchange,
+    Header,
+    Places,
+)
+
+SUM = first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=1)
+
+
+def exchanged(calls: list[tuple[Header, torch.Tensor | None]]) -> list[Places]:
+    """What each rank has received, were it sent by Gloo."""
+    size = len(calls)
+    begun = [FirstExchange(rank, size).begin(*call) for rank, call in enumerate(calls)]
+    for rank, (places, _, rows, _) in enumerate(begun):
+        into = torch.split(places.flat, [row for row in rows if row])
+        others = [peer for peer in range(size) if peer != rank]
+        for peer, row in zip(others, into, strict=True):
+            _, sent, _, lengths = begun[peer]
+            message = torch.split(sent, lengths)[rank]
+            row[: len(message)] = message
+    return [places for places, *_ in begun]
+
+
+def test_what_fits_follows_from_the_bytes_that_a_rank_sends():
+    assert FirstExchange(0, 2).fits(DIRECT_BYTES // 2)
+    assert not FirstExchange(0, 4).fits(DIRECT_BYTES // 4 + 1)
+    assert not FirstExchange(0, DIRECT_RANKS + 1).fits(1)
+    assert FirstExchange(0, DIRECT_RANKS + 1).fits(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, DIRECT_RANKS + 1])
+def test_ranks_that_call_the_same_agree(size):
+    header = first_exchange.header(CollectiveKind.BARRIER)
+    assert all(places.agree(header) for places in exchanged([(header, None)] * size))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        first_exchange.header(CollectiveKind.BROADCAST, 8),
+        first_exchange.header(CollectiveKind.ALLREDUCE, 4, dtype=1, op=1),
+        first_exchange.header(CollectiveKind.ALLREDUCE, 1 << 40, dtype=1, op=1),
+        first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=2, op=1),
+        first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=3),
+        first_exchange.header(CollectiveKind.BARRIER),
+    ],
+)
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_every_rank_finds_that_one_has_called_something_else(other, who):
+    own = torch.zeros(8, dtype=torch.uint8)
+    calls: list[tuple[Header, torch.Tensor | None]] = [(SUM, own), (SUM, own), (SUM, own)]
+    calls[who] = other, None
+    for places, (header, _) in zip(exchanged(calls), calls, strict=True):
+        assert not places.agree(header)
+
+
+def test_each_rank_has_what_all_gave_by_rank():
+    given = [torch.tensor([rank + 0.5, -rank], dtype=torch.float32) for rank in range(3)]
+    found = exchanged([(SUM, each.view(torch.uint8)) for each in given])
+    for rank, places in enumerate(found):
+        parts = places.payloads(given[rank])
+        assert [part.tolist() for part in parts] == [each.tolist() for each in given]
+
+
+def test_places_are_used_again():
+    exchange = FirstExchange(0, 2)
+    places, *_ = exchange.begin(SUM, None)
+    another, *_ = exchange.begin(SUM, None)
+    assert another is not places
+    exchange.give_back(places)
+    again, *_ = exchange.begin(SUM, None)
+    assert again is places
