@@ -331,7 +331,8 @@ def _checked_job(
         preemption=_preemption(options),
         preload=_preload(options, elastic=elastic),
         stdin_rank=_stdin_rank(options, workers_max, by_agents=fleet.needed),
-        output_dir=_writable_dir(options.output_filename, traces),
+        tensorboard=_writable_dir("--tensorboard", options.tensorboard, traces),
+        output_dir=_writable_dir("--output-filename", options.output_filename, traces),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
         log_timestamps=_given(options.log_timestamps, True),
@@ -608,7 +609,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     return notes
 
 
-def _writable_dir(path: str | None, traces: Traces) -> str | None:
+def _writable_dir(flag: str, path: str | None, traces: Traces) -> str | None:
     if path is None:
         return None
     traces.folder(path)
@@ -617,10 +618,10 @@ def _writable_dir(path: str | None, traces: Traces) -> str | None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except FileExistsError:
-        raise Invalid(f"--output-filename {path} is a file; give a directory") from None
+        raise Invalid(f"{flag} {path} is a file; give a directory") from None
     except OSError as error:
         raise Invalid(
-            f"--output-filename {path} can't be written to: {error.strerror}; give another directory"
+            f"{flag} {path} can't be written to: {error.strerror}; give another directory"
         ) from None
     return os.path.abspath(path)
 

@@ -393,6 +393,11 @@ class OutputFlags:
         variable="ELASTIC_OPENTELEMETRY",
         keys=("opentelemetry.enabled=true",),
     )
+    tensorboard: str | None = flag(
+        "--tensorboard",
+        "DIR",
+        "Write what workers report, recoveries and the number of workers into DIR as scalars for TensorBoard.",
+    )
     log_level: str | None = flag(
         "--log-level",
         "LEVEL",

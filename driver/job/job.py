@@ -63,6 +63,7 @@ class Job:
     metrics: tuple[str, int] | None = None  # address and port to serve them on
     dashboard: tuple[str, int] | None = None  # the same, of the live page
     opentelemetry: bool = False  # send traces of recoveries, as its variables in ``environ`` say
+    tensorboard: str | None = None  # the folder for scalars; can be written to
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
     log_timestamps: bool = True  # in the driver's own lines
     notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once

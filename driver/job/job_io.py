@@ -26,6 +26,7 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.explain.run_report import RunReport
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces
+from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.secret import SECRET_BYTES, derived
@@ -65,6 +66,7 @@ class JobIO:
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
+    tensorboard: TensorBoard | None
     desk: OperatorDesk
     place_of: Callable[[Worker], Place | None]
 
@@ -79,6 +81,8 @@ class JobIO:
             self.report.report(report)
         if self.metrics is not None:
             self.metrics.report(report)
+        if self.tensorboard is not None:
+            self.tensorboard.report(report)
         if reported is not None:
             reported(report)
 
@@ -93,6 +97,8 @@ class JobIO:
             self.metrics.note(event, actions, now)
         if self.traces is not None:
             self.traces.note(actions, now)
+        if self.tensorboard is not None:
+            self.tensorboard.note(actions)
 
 
 @contextlib.contextmanager
@@ -152,6 +158,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         job_io = JobIO(
             *(console, output, tracing, metrics, spent, report, page),
             RecoveryTraces(job.name, job.environ, console) if job.opentelemetry else None,
+            TensorBoard(Path(job.tensorboard), console) if job.tensorboard else None,
             operator_desk(job, page, console),
             lambda worker: None,
             level,
@@ -170,6 +177,8 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             metrics.close()
         if found and found[0].traces is not None:
             found[0].traces.close()
+        if found and found[0].tensorboard is not None:
+            found[0].tensorboard.close()
         page.close()
         with _ctrl_c_ends_it():
             output.close(STOPPED_S if _asked_to_end() else wait_s)

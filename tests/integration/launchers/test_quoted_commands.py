@@ -56,6 +56,7 @@ RUN = {
         "elasticrun --standalone --nproc-per-node 4 train_ddp.py --lr 0.1",
         "elasticrun -np 4 --min-np 2 train_ddp.py",
     },
+    "docs/reports.md": {"elasticrun -np 4 --min-np 2 --tensorboard runs/gpt python train.py"},
     "docs/networks.md": {"elasticrun -np 4 --network-interface ::1 python train.py"},
     "docs/many-hosts.md": {"elasticrun secret job.secret"},
     "docs/dashboard.md": {"elasticrun -np 4 --min-np 2 --dashboard :8080 python train.py"},

@@ -1,0 +1,177 @@
+"""What workers report, recoveries and the size of the world, as scalars for TensorBoard.
+
+Written by tensorboardX's writer, in a thread: the driver never waits for the disk, and what it can't take is lost.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from elastic.driver.events import Action, PublishWorld, ReportRecovery
+from elastic.driver.monitoring.explain.reported_series import STEP
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+from elastic.protocol.report_values import Report
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+INSTALL = "pip install 'hvd-elastic[tensorboard]'"
+MOST = 10_000  # scalars that wait to be written
+FLUSH_S = 2.0
+CLOSE_S = 3.0  # for what is left at the end of a job
+JOB = "job"  # the folder of what the driver measures; each rank that reports has one beside it
+
+
+class Scalar(NamedTuple):
+    """One point of a curve. ``run``: the folder in which its file lies; ``at``: seconds since 1970."""
+
+    run: str
+    tag: str
+    value: float
+    step: int
+    at: float
+
+
+class ScalarsOfReports:
+    """Which scalars the reports of one job come to. Pure."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # reports, by rank
+
+    def of(self, report: Report) -> list[Scalar]:
+        """Its numbers, those of dicts in it by ``outer/inner``. What the script reports as ``step`` is their step; a
+        rank that reports none has its reports counted.
+        """
+        count = self._counts[report.rank] = self._counts.get(report.rank, -1) + 1
+        told = report.metrics.get(STEP)
+        step = int(told) if _is_number(told) and math.isfinite(told) else count
+        run = f"rank-{report.rank}"
+        return [
+            Scalar(run, tag, float(value), step, report.at)
+            for tag, value in _numbers(report.metrics)
+        ]
+
+
+def of_actions(actions: Sequence[Action], at: float) -> list[Scalar]:
+    """Of what the driver does; their step is the generation."""
+    found = []
+    for action in actions:
+        if isinstance(action, PublishWorld):
+            size = float(len(action.members))
+            found.append(Scalar(JOB, "elastic/workers", size, action.generation, at))
+        elif isinstance(action, ReportRecovery):
+            tag = f"elastic/{action.kind}_ms"
+            found.append(Scalar(JOB, tag, action.total_ms, action.generation, at))
+    return found
+
+
+def _numbers(metrics: Mapping[str, Any], above: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            found += _numbers(value, f"{above}{name}/")
+        elif _is_number(value):
+            found.append((f"{above}{name}", value))
+    return found
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class TensorBoard:
+    """Of one job, into files below ``folder``. Raises Invalid where what is needed is not installed."""
+
+    def __init__(self, folder: Path, log: Log) -> None:
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise Invalid(f"--tensorboard needs the writer tensorboardX: {INSTALL}")
+        self._folder = folder
+        self._log = log
+        self._told = False
+        self._reports = ScalarsOfReports()
+        self._writers: dict[str, EventsWriter] = {}
+        self._waiting: queue.Queue[Scalar | None] = queue.Queue(MOST)
+        self._trouble = ""
+        self._writing = threading.Thread(target=self._write, name="tensorboard", daemon=True)
+        self._writing.start()
+
+    def report(self, report: Report) -> None:
+        self._give(self._reports.of(report))
+
+    def note(self, actions: Sequence[Action]) -> None:
+        self._give(of_actions(actions, time.time()))
+
+    def close(self) -> None:
+        """What is left is written, within CLOSE_S."""
+        try:
+            self._waiting.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        self._writing.join(CLOSE_S)
+        self._say_trouble()
+
+    def _give(self, scalars: Sequence[Scalar]) -> None:
+        for each in scalars:
+            try:
+                self._waiting.put_nowait(each)
+            except queue.Full:
+                self._trouble = self._trouble or "they come faster than they can be written"
+        self._say_trouble()
+
+    def _say_trouble(self) -> None:
+        if self._trouble and not self._told:
+            self._told = True
+            text = f"scalars for TensorBoard are lost, which is said once: {self._trouble}"
+            self._log("warning", text)
+
+    def _write(self) -> None:
+        flush_at: float | None = None  # None: nothing is left to be flushed
+        while True:
+            try:
+                left_s = None if flush_at is None else max(0.0, flush_at - time.monotonic())
+                scalar = self._waiting.get(timeout=left_s)
+            except queue.Empty:
+                flush_at = None
+                self._guarded(self._flush)
+                continue
+            if scalar is None:
+                self._guarded(self._end)
+                return
+            self._guarded(self._add, scalar)
+            flush_at = flush_at or time.monotonic() + FLUSH_S
+
+    def _guarded(self, act: Any, *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            self._trouble = self._trouble or str(error)
+
+    def _add(self, scalar: Scalar) -> None:
+        # Here, in this thread: it takes seconds.
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+
+        writer = self._writers.get(scalar.run)
+        if writer is None:
+            folder = self._folder / scalar.run
+            folder.mkdir(parents=True, exist_ok=True)
+            writer = self._writers[scalar.run] = EventsWriter(str(folder / "events"))
+        point = summary.scalar(scalar.tag, scalar.value)
+        writer.write_event(Event(wall_time=scalar.at, step=scalar.step, summary=point))
+
+    def _flush(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()
+
+    def _end(self) -> None:
+        for writer in self._writers.values():
+            writer.close()

@@ -1,0 +1,107 @@
+"""Reports and decisions go in; what TensorBoard would read back is compared."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from elastic.driver.events import PublishWorld, ReportRecovery
+from elastic.driver.monitoring.tensorboard_scalars import (
+    JOB,
+    Scalar,
+    ScalarsOfReports,
+    TensorBoard,
+    of_actions,
+)
+from elastic.driver.reasons import in_words
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address
+from elastic.protocol.report_values import Metrics, Report
+
+RECOVERED = ReportRecovery(3, "recovery", in_words("lost h:1#1"), 2, 68.0, {}, 0)
+PUBLISHED = PublishWorld(3, [], Address("h", 1), 0, None, in_words("lost h:1#1"))
+
+
+def silent(level: str, text: str) -> None:
+    raise AssertionError(text)
+
+
+def report(rank: int, metrics: Metrics) -> Report:
+    return Report(rank, 2, 1, "h:0#1", metrics, 5.0)
+
+
+def read(folder: Path) -> list[tuple[str, float, int, float]]:
+    """Tag, value, step and time of each scalar in the one file there, as TensorBoard's records have them."""
+    [file] = folder.iterdir()
+    found, data = [], file.read_bytes()
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        event = Event.FromString(data[12 : 12 + length])
+        for value in event.summary.value:
+            found.append((value.tag, value.simple_value, event.step, event.wall_time))
+        data = data[16 + length :]
+    return found
+
+
+def test_numbers_are_scalars_at_the_step_that_the_script_names():
+    told = {"step": 40, "loss": 0.5, "done": True, "note": "warm", "eval": {"accuracy": 0.25}}
+    assert ScalarsOfReports().of(report(1, told)) == [
+        Scalar("rank-1", "step", 40.0, 40, 5.0),
+        Scalar("rank-1", "loss", 0.5, 40, 5.0),
+        Scalar("rank-1", "eval/accuracy", 0.25, 40, 5.0),
+    ]
+
+
+def test_reports_without_a_step_are_counted_for_each_rank():
+    reports = ScalarsOfReports()
+    told = [reports.of(report(rank, {"loss": 1.0})) for rank in (0, 0, 1)]
+    assert [(each.run, each.step) for [each] in told] == [
+        ("rank-0", 0),
+        ("rank-0", 1),
+        ("rank-1", 0),
+    ]
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), "40", None, True])
+def test_what_is_no_step_is_not_taken_for_one(step):
+    [*_, loss] = ScalarsOfReports().of(report(0, {"step": step, "loss": 1.0}))
+    assert (loss.tag, loss.step) == ("loss", 0)
+
+
+def test_recoveries_and_worlds_are_scalars_of_the_job():
+    assert of_actions([PUBLISHED, RECOVERED], 7.0) == [
+        Scalar(JOB, "elastic/workers", 0.0, 3, 7.0),
+        Scalar(JOB, "elastic/recovery_ms", 68.0, 3, 7.0),
+    ]
+
+
+def test_what_was_given_is_in_the_files_when_the_job_ends(tmp_path):
+    board = TensorBoard(tmp_path, silent)
+    board.report(report(0, {"step": 1, "loss": 2.5}))
+    board.report(report(1, {"step": 1, "loss": 3.5}))
+    board.note([RECOVERED])
+    board.close()
+    assert read(tmp_path / "rank-0") == [("step", 1.0, 1, 5.0), ("loss", 2.5, 1, 5.0)]
+    assert read(tmp_path / "rank-1")[1] == ("loss", 3.5, 1, 5.0)
+    [(tag, value, step, _)] = read(tmp_path / JOB)
+    assert (tag, value, step) == ("elastic/recovery_ms", 68.0, 3)
+
+
+def test_a_folder_that_can_not_be_written_is_told_of_once(tmp_path):
+    (tmp_path / "rank-0").write_text("a file")
+    said: list[str] = []
+    board = TensorBoard(tmp_path, lambda level, text: said.append(level))
+    for _ in range(3):
+        board.report(report(0, {"loss": 1.0}))
+    board.close()
+    assert said == ["warning"]
+
+
+def test_a_writer_that_is_not_installed_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Invalid):
+        TensorBoard(tmp_path, silent)
