@@ -64,6 +64,7 @@ class Why(enum.Enum):
     RAISED = "raised"
     NOT_EXITED = "not exited"
     CANT_BE_KILLED = "can't be killed"
+    SLOT_COOLS = "slot cools"
     # An operator's request is done ...
     SCALED = "scaled"
     DRAINS = "drains"
@@ -369,6 +370,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.RAISED: "it raised an exception",
     Why.NOT_EXITED: "it did not exit in time",
     Why.CANT_BE_KILLED: "{worker} can't be killed within {within_s:g} s: going on without it",
+    Why.SLOT_COOLS: "{worker} ended with {exit}; its slot may return in {wait_s:g} s",
     Why.INIT_AGAIN: "init() was called again",
     Why.ENTERING: "entering elastic.run",
     Why.FELL_OUT: "{worker} fell out of the world",

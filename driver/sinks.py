@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 
 from elastic.protocol.messages import Worker
 
-Stream = Literal["stdout", "stderr"]
+# "diagnostics": what a worker sends beside its output, see `elastic.protocol.uncaught`.
+Stream = Literal["stdout", "stderr", "diagnostics"]
 Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
 
 
@@ -21,7 +22,7 @@ class Sink(Protocol):
         """No more bytes will come, or it waits for an answer: pass on an incomplete last line."""
 
     def tail(self, worker: Worker) -> str:
-        """The end of what it wrote to stderr so far, at most some 20 KB."""
+        """The end of what it wrote to stderr so far, at most some 20 KB, with the exception that it ended with."""
 
     def drop(self, worker: Worker) -> None:
-        """It is gone, and both streams are finished."""
+        """It is gone, and all its streams are finished."""

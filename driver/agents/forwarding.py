@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic.driver.agents.messages import Printed
-from elastic.driver.processes.stderr_tail import Tails
+from elastic.driver.processes.last_words import Tails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
@@ -30,8 +30,7 @@ class Forwarding:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        if stream == "stderr":
-            self._tails.add(worker, data)
+        self._tails.add(worker, stream, data)
         self._pass_on(Printed(worker, stream, data))
 
     def finish(self, worker: Worker, stream: Stream) -> None:

@@ -83,7 +83,7 @@ class Printed(AgentMessage):
     """What a worker has written, cut anywhere. Empty: the stream is at its end."""
 
     worker: Worker
-    stream: Literal["stdout", "stderr"]
+    stream: Literal["stdout", "stderr", "diagnostics"]
     data: bytes
 
 

@@ -133,7 +133,7 @@ class ShowOutput(msgspec.Struct, frozen=True):
     """A worker has written this. Empty: the stream is at its end."""
 
     worker: Worker
-    stream: Literal["stdout", "stderr"]
+    stream: Literal["stdout", "stderr", "diagnostics"]
     data: bytes
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.driver.events import Action, Event
+from elastic.driver.events import Action, Event, WorkerRaised
 from elastic.driver.job.job import Job
 from elastic.driver.job.steering.messages import PURPOSE
 from elastic.driver.job.steering.steering import OperatorDesk, Steering
@@ -41,6 +41,7 @@ from elastic.protocol.report_values import Report
 if TYPE_CHECKING:
     from elastic.driver.monitoring.metrics import Metrics
 
+REST_S = 1.0  # for workers to raise what another one has raised, until they are told of together
 STOPPED_S = 2.0  # for what is not written yet, per stream, when a job was stopped
 
 # Horovod's names; ours have four levels.
@@ -72,6 +73,7 @@ class JobIO:
 
     level: str  # of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
+    raised: str = ""  # the traceback of the last worker that said it has raised
     stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
@@ -88,6 +90,8 @@ class JobIO:
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
         """``now``: by the clock of the journal."""
+        if isinstance(event, WorkerRaised):
+            self.raised = event.traceback
         self.page.noted(event, actions, now)
         if self.spent is not None:
             self.spent.note(event, actions, now)
@@ -99,6 +103,15 @@ class JobIO:
             self.traces.note(actions, now)
         if self.tensorboard is not None:
             self.tensorboard.note(actions)
+
+    def say_rest(self, *, last: bool = False) -> None:
+        """What is not said yet of workers' exceptions. ``last``: no worker is left; one that was killed before it could
+        send its exception had announced it.
+        """
+        if last and self.raised and not self.output.tracebacks.shown:
+            self.console("error", self.raised.rstrip())
+        for text in self.output.tracebacks.rest():
+            self.console("error", text)
 
 
 @contextlib.contextmanager
@@ -118,11 +131,24 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             most=job.settings.workers_max,
         )
     )
+    loop = asyncio.get_running_loop()
+    waits: list[asyncio.TimerHandle] = []
+
+    def say_soon() -> None:
+        if found and not waits:
+            waits.append(loop.call_later(REST_S, say))
+
+    def say() -> None:
+        waits.clear()
+        found[0].say_rest()
+
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
         stdout=stdout,
         stderr=stderr,
         timestamps=job.prefix_timestamps,
+        verbose=_LEVELS[job.log_level] == "debug",
+        unsaid=say_soon,
         folder=Path(job.output_dir) if job.output_dir else None,
         heard=page.printed,
     )
@@ -169,6 +195,8 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         if not found[0].stopped:
             wait_s = None
     finally:
+        if found:
+            found[0].say_rest()
         if found and found[0].spent is not None:
             console("info", "\n".join(summary(found[0].spent)))
         if found and found[0].report is not None:

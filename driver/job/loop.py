@@ -45,6 +45,7 @@ from elastic.driver.launch.interface import Launcher
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
+from elastic.driver.monitoring.exit_lines import ExitLines
 from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
@@ -129,7 +130,8 @@ class Driver:
     ``past``: what the driver before this one has left, if membership was rebuilt from its journal. ``listening`` is
     awaited with the address at which this driver is found, before anything else happens. ``reported`` is called with
     each report of a worker, in the event loop's thread. ``leaves`` is called at SIGTERM, which then ends this driver
-    and not the job. ``answered`` is called with each answer to an operator's request.
+    and not the job. ``answered`` is called with each answer to an operator's request. ``gone`` is called once no worker
+    is left, before the last line of a job that has failed.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -150,6 +152,7 @@ class Driver:
         reported: Callable[[WorkerReport], object] | None = None,
         leaves: Callable[[], None] | None = None,
         answered: Callable[[events.AnswerRequest], None] = lambda answer: None,
+        gone: Callable[[], None] = lambda: None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -162,6 +165,8 @@ class Driver:
         self._listening = listening
         self._leaves = leaves
         self._answered = answered
+        self._gone = gone
+        self._last_line: Line | None = None  # why it fails; said when no worker is left
         self._decisions = JobDecisions(
             membership,
             leave_s=job.settings.leave_s,
@@ -194,6 +199,7 @@ class Driver:
         self._signalled: int | None = None  # the exit code of the last signal
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world
+        self._exits = ExitLines(log)
 
     @property
     def places(self) -> dict[Worker, Place]:
@@ -270,6 +276,10 @@ class Driver:
             if self._alarm is not None:
                 self._alarm.cancel()
             await self._launcher.close()
+            self._exits.say()
+            self._gone()
+            if self._last_line is not None:
+                self._log(*self._last_line)
             self._reports.close()
             await self._server.close()
             await self._tracing.close()
@@ -549,8 +559,8 @@ class Driver:
                 broadcast(self.places, protocol.CheckpointSoon(generation))
             case events.EndJob():
                 return self._end(action)
-            case events.Report(level, text):
-                return (level, text)
+            case events.Report(level, text, about):
+                return None if self._exits.shares(about) else (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
                 return ("info", f"an operator's request is {'' if done else 'not '}done: {reason}")
@@ -608,7 +618,8 @@ class Driver:
         for reason, workers in by_reason.items():
             number = f"{len(workers)} workers, " if len(workers) > 1 else ""
             now = f" (generation {self.generation})" if self.generation else ""
-            self._log("info", f"{verb} {number}{_some(workers)}: {reason}{now}")
+            level = "debug" if self._decisions.ending is not None else "info"
+            self._log(level, f"{verb} {number}{_some(workers)}: {reason}{now}")
 
     def _publish(self, world: events.PublishWorld) -> Line:
         reason = str(world.reason)
@@ -646,11 +657,14 @@ class Driver:
         self._about_checkpoints.ended()
         if outcome.code == 0:
             return ("info", f"training has ended: {reason}")
-        level = "info" if self._decisions.stop_code is not None else "error"
-        said = f"the job ends with exit code {outcome.code}: {reason}"
-        if line := in_one_line(outcome.reason):  # what a worker wrote may fill the screen
-            said += f"\nthe job ends with exit code {outcome.code}: {line}"
-        return (level, said)
+        # What a worker wrote is on the screen already.
+        said = (
+            f"the job ends with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
+        )
+        if self._decisions.stop_code is not None:
+            return ("info", said)
+        self._last_line = ("error", said)
+        return None
 
 
 def _some(workers: Sequence[Worker]) -> str:

@@ -152,6 +152,7 @@ async def _alone(
         tracing=job_io.tracing,
         reported=lambda report: job_io.told(report, job.reported),
         answered=job_io.desk.answered,
+        gone=lambda: job_io.say_rest(last=True),
     )
     job_io.desk.serves(driver, room_for(job, discovery))
     if job.begun is not None:

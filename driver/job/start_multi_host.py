@@ -223,6 +223,7 @@ class _Run:
             reported=lambda report: self.job_io.told(report, job.reported),
             leaves=self._leave if plan.left_by_sigterm else None,
             answered=self.job_io.desk.answered,
+            gone=lambda: self.job_io.say_rest(last=True),
         )
         self.job_io.desk.serves(driver, room_for(job, discovery))
         if past is not None:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic.driver.processes.console import Write, WriterThread
-from elastic.driver.processes.stderr_tail import Tails
+from elastic.driver.processes.last_words import DiagnosticLines, Tails, TracebackLedger
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
+from elastic.protocol.uncaught.sending import Uncaught
 
 Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]  # who, its name, lines
 
@@ -31,7 +32,8 @@ class Output:
     """The sink of all workers' output. ``stdout`` and ``stderr`` write to the driver's own streams.
 
     ``place_of`` gives a worker's present place, if it has one; ``failed`` is told once when a stream cannot be written.
-    ``heard`` is somebody else who is told of all lines.
+    ``heard`` is somebody else who is told of all lines. ``verbose``: exceptions are shown with all frames.
+    ``unsaid`` is called when ``tracebacks.rest()`` has something to say.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class Output:
         stdout: Write,
         stderr: Write,
         failed: Callable[[str], None] = lambda text: None,
+        verbose: bool = False,
+        unsaid: Callable[[], None] = lambda: None,
         timestamps: bool = False,
         folder: Path | None = None,
         clock: Callable[[], str] = lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -60,6 +64,9 @@ class Output:
         self._clock = clock
         self._partial: dict[tuple[Worker, Stream], bytearray] = {}
         self._tails = Tails()
+        self._diagnostics = DiagnosticLines()
+        self._unsaid = unsaid
+        self.tracebacks = TracebackLedger(verbose=verbose)
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
@@ -72,8 +79,12 @@ class Output:
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """See `Sink.feed`."""
-        if stream == "stderr":
-            self._tails.add(worker, data)
+        self._tails.add(worker, stream, data)
+        if stream == "diagnostics":
+            for each in self._diagnostics.add(worker, data):
+                if isinstance(each, Uncaught):
+                    self._uncaught(worker, each)
+            return
         rest = self._partial.setdefault((worker, stream), bytearray())
         searched = max(0, len(rest) - 1)
         rest += data
@@ -101,6 +112,7 @@ class Output:
     def drop(self, worker: Worker) -> None:
         """See `Sink.drop`."""
         self._tails.drop(worker)
+        self._diagnostics.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Write what is waiting: until the last byte is written or its reader is gone, as ``cat`` does; with a bound,
@@ -120,19 +132,43 @@ class Output:
     def _pass_on(self, worker: Worker, stream: Stream, pieces: list[bytes]) -> None:
         if not pieces:
             return
+        self._show(worker, stream, pieces)
+        self._heard(worker, self._name(worker), stream, pieces)
+        self._keep(worker, stream, b"".join(pieces))
+
+    def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
+        """Shown once for all workers that have the same; each one's file has its own, and whole."""
+        text = self.tracebacks.add(self._name(worker), uncaught)
+        if text:
+            self._show(worker, "stderr", _pieces(text))
+        else:
+            self._unsaid()
+        self._heard(worker, self._name(worker), "stderr", _pieces(uncaught.folded))
+        self._keep(worker, "stderr", uncaught.whole.encode())
+
+    def _name(self, worker: Worker) -> str:
         place = self._place_of(worker)
-        name = f"{worker.host}:{worker.slot}" if place is None else str(place.rank)
+        return f"{worker.host}:{worker.slot}" if place is None else str(place.rank)
+
+    def _show(self, worker: Worker, stream: Stream, pieces: list[bytes]) -> None:
         stamp = f"{self._clock()} " if self._timestamps else ""
-        prefix = f"{stamp}[{name}] ".encode()
+        prefix = f"{stamp}[{self._name(worker)}] ".encode()
         lines = b"".join(_prefixed(prefix, piece) for piece in pieces)
         self._writers[stream].put(self._write[stream], lines)
-        self._heard(worker, name, stream, pieces)
-        if self._folder is not None:
-            home = f"{worker.host}.{worker.slot}" if place is None else f"rank.{place.rank}"
-            path = self._folder / home.replace("/", "_") / stream
-            if path not in self._appends:
-                self._appends[path] = _append_to(path)
-            self._files.put(self._appends[path], b"".join(pieces))
+
+    def _keep(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        if self._folder is None:
+            return
+        place = self._place_of(worker)
+        home = f"{worker.host}.{worker.slot}" if place is None else f"rank.{place.rank}"
+        path = self._folder / home.replace("/", "_") / stream
+        if path not in self._appends:
+            self._appends[path] = _append_to(path)
+        self._files.put(self._appends[path], data)
+
+
+def _pieces(text: str) -> list[bytes]:
+    return text.encode().splitlines(keepends=True)
 
 
 def _prefixed(prefix: bytes, piece: bytes) -> bytes:

@@ -28,6 +28,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from elastic.protocol.uncaught.at_start import sitecustomize
+
 AUTO, MODULE = "auto", "-m "
 TORCH = "torch"
 OURS = (
@@ -211,5 +213,6 @@ def main() -> None:
     with open(what, "rb") as file:
         file.seek(0)
         command, words, environ, where = json.load(file)
+    sitecustomize.leave_path(environ)
     become(command, environ, where, score)
     run(words)

@@ -41,6 +41,8 @@ from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink, Stream
 from elastic.protocol.life_lock import LIFE_LOCK, LifeLock, LifeLocks
 from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
+from elastic.protocol.uncaught.at_start import sitecustomize
+from elastic.protocol.uncaught.sending import DIAGNOSTICS
 
 LINGER_S = 0.5  # a dead worker's pipes are read for this long, should somebody still hold them
 SWEEP_S = 0.01  # gathers the sweeps of workers that die together
@@ -130,26 +132,35 @@ class Agent:
         if lock is not None:
             env = {**env, LIFE_LOCK: lock.told}
         answered = stdin != subprocess.DEVNULL
+        diagnostics, written = os.pipe2(os.O_CLOEXEC)
+        env = {**env, **_reporting_to(written, env)}
         try:
             popen = None if answered else self.prepared.take(command, env, folder)
             popen = popen or self._spawn(command, env, folder, stdin=stdin)
-            process = _Process(worker, popen, lock)
+            process = _Process(worker, popen, lock, written)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
             reason = why_not_started(command[0], error)
             if lock is not None:
                 lock.end()
+            os.close(diagnostics)
+            os.close(written)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
         # Again, should the warden have been replaced meanwhile.
         self._warden.tell(f"+{process.pid}\n")
         self._processes[worker] = process
-        streams: tuple[Stream, ...] = ("stdout", "stderr")
-        for stream, file in zip(streams, (process.popen.stdout, process.popen.stderr), strict=True):
-            assert file is not None
-            fd = os.dup(file.fileno())
-            pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=answered)
-            file.close()
+        assert popen.stdout is not None and popen.stderr is not None
+        fds: dict[Stream, int] = {
+            "stdout": os.dup(popen.stdout.fileno()),
+            "stderr": os.dup(popen.stderr.fileno()),
+            "diagnostics": diagnostics,
+        }
+        popen.stdout.close()
+        popen.stderr.close()
+        for stream, fd in fds.items():
+            prompts = answered and stream != "diagnostics"
+            pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
             process.pipes.append(pipe)
@@ -336,6 +347,7 @@ class Agent:
         orphan_reaper.kill_group(process.pid)  # its DataLoader workers would keep its sockets open
         for pipe in list(process.pipes):
             pipe.drain()
+        os.close(process.written)
         del self._processes[process.worker]
         self._leases.drop(process.worker)
         tail = self._sink.tail(process.worker)
@@ -373,6 +385,14 @@ class Agent:
         )
 
 
+def _reporting_to(pipe: int, env: Mapping[str, str]) -> dict[str, str]:
+    """What a worker's environment has besides, to send the exception that ends it; see `uncaught.sending`."""
+    start = os.path.dirname(sitecustomize.__file__)
+    path = os.pathsep.join(filter(None, (start, env.get("PYTHONPATH"))))
+    told = f"/proc/{os.getpid()}/fd/{pipe}:{os.fstat(pipe).st_ino}"
+    return {"PYTHONPATH": path, DIAGNOSTICS: told}
+
+
 def _one_slot(a: Worker, b: Worker) -> bool:
     return (a.host, a.slot) == (b.host, b.slot)
 
@@ -381,9 +401,16 @@ class _Process:
     """One worker process, from its start to its reaping."""
 
     def __init__(
-        self, worker: Worker, popen: subprocess.Popen[bytes], life_lock: LifeLock | None
+        self,
+        worker: Worker,
+        popen: subprocess.Popen[bytes],
+        life_lock: LifeLock | None,
+        written: int,
     ) -> None:
         self.worker = worker
+        self.written = (
+            written  # the end of its diagnostics that it writes to, until its exit is reported
+        )
         self.popen = popen
         self.life_lock = life_lock
         self.pid = popen.pid

@@ -232,8 +232,8 @@ class Workforce:
         fruitful = since is not None and now - since >= settings.cooldown_max_s
         wait = self.slots.failed(record.slot, now, fruitful=fruitful)
         if wait is not None:
-            text = f"{worker} ended with {what}; its slot may return in {wait:g} s"
-            self.actions.log("warning", text)
+            cools = because(Why.SLOT_COOLS, worker=str(worker), exit=what, wait_s=wait)
+            self.actions.log("warning", str(cools), cools)
             return
         self.actions.log(
             "error",
