@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,9 @@ class JobIO:
 
     level: str  # of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
-    raised: str = ""  # the traceback of the last worker that said it has raised
+    raised: dict[Worker, str] = field(
+        default_factory=dict
+    )  # tracebacks that workers have announced
     stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
@@ -91,7 +93,7 @@ class JobIO:
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
         """``now``: by the clock of the journal."""
         if isinstance(event, WorkerRaised):
-            self.raised = event.traceback
+            self.raised[event.worker] = event.traceback
         self.page.noted(event, actions, now)
         if self.spent is not None:
             self.spent.note(event, actions, now)
@@ -108,8 +110,9 @@ class JobIO:
         """What is not said yet of workers' exceptions. ``last``: no worker is left; one that was killed before it could
         send its exception had announced it.
         """
-        if last and self.raised and not self.output.tracebacks.shown:
-            self.console("error", self.raised.rstrip())
+        unsent = [text for who, text in self.raised.items() if who not in self.output.sent]
+        if last and unsent and not self.output.tracebacks.shown:
+            self.console("error", unsent[0].rstrip())
         for text in self.output.tracebacks.rest():
             self.console("error", text)
 

@@ -67,6 +67,7 @@ class Output:
         self._diagnostics = DiagnosticLines()
         self._unsaid = unsaid
         self.tracebacks = TracebackLedger(verbose=verbose)
+        self.sent: set[Worker] = set()  # whose exception came
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
@@ -138,6 +139,7 @@ class Output:
 
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
         """Shown once for all workers that have the same; each one's file has its own, and whole."""
+        self.sent.add(worker)
         text = self.tracebacks.add(self._name(worker), uncaught)
         if text:
             self._show(worker, "stderr", _pieces(text))

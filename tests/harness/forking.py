@@ -266,6 +266,10 @@ def python(words: list[str]) -> None:
     """As ``python SCRIPT WORDS`` and ``python -m MODULE WORDS`` do it, where torch has been imported."""
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
+    from elastic.protocol.uncaught.at_start import sitecustomize
+
+    sitecustomize.leave_path(os.environ)  # the start of Python would have imported it
+    sitecustomize.arrange()
     path = os.environ.get("PYTHONPATH", "")
     if path and path != at_the_start.get("PYTHONPATH"):
         sys.path[1:1] = path.split(os.pathsep)  # behind the folder of the script

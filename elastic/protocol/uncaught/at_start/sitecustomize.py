@@ -23,7 +23,8 @@ def leave_path(environ: MutableMapping[str, str]) -> None:
             del environ["PYTHONPATH"]
 
 
-def _arrange() -> None:
+def arrange() -> None:
+    """An exception that nobody catches is sent. Where that fails, it is printed as it would have been."""
     process, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -55,5 +56,5 @@ def _import_the_next() -> None:
 
 if __name__ == "sitecustomize":
     leave_path(os.environ)
-    _arrange()
+    arrange()
     _import_the_next()

@@ -17,8 +17,8 @@ from elastic.driver.processes.console import (
     write_both,
     write_to,
 )
-from elastic.driver.processes.output import LINE_LIMIT, Output
 from elastic.driver.processes.last_words import TAIL_LIMIT
+from elastic.driver.processes.output import LINE_LIMIT, Output
 from elastic.protocol.messages import Place, Worker
 
 A, B = Worker("h1", 0), Worker("h2", 3)

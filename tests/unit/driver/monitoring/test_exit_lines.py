@@ -1,0 +1,23 @@
+"""Many workers that end at once are two lines of the log."""
+
+from __future__ import annotations
+
+from elastic.driver.monitoring.exit_lines import ExitLines
+from elastic.driver.reasons import Why, because
+
+
+def cools(slot: int, ended: str = "exit code 1"):
+    return because(Why.SLOT_COOLS, worker=f"h:{slot}#1", exit=ended, wait_s=1.0)
+
+
+async def test_the_first_is_said_at_once_and_the_others_together():
+    said: list[tuple[str, str]] = []
+    lines = ExitLines(lambda level, text: said.append((level, text)))
+    assert [lines.shares(cools(slot)) for slot in range(16)] == [False] + [True] * 15
+    assert lines.shares(cools(16, "exit code 3")) and not said
+    assert not lines.shares(None) and not lines.shares(because(Why.STRANDED))
+    lines.say()
+    assert [level for level, _ in said] == ["warning"] * 2
+    assert "15 " in said[0][1] and "exit code 3" in said[1][1]
+    lines.say()
+    assert len(said) == 2 and not lines.shares(cools(1)), "from here on anew"

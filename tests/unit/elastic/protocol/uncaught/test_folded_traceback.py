@@ -1,0 +1,122 @@
+"""The frames of this package are one line; those of the script, and what it raised, stay as Python prints them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import pytest
+
+import elastic
+from elastic.errors import CollectiveFailed, Invalid
+from elastic.launcher import run_function
+from elastic.protocol.uncaught import folded_traceback as folding
+
+
+def raised(function, *arguments) -> BaseException:
+    try:
+        function(*arguments)
+    except BaseException as error:
+        return error
+    raise AssertionError("it should raise")
+
+
+def mine() -> None:
+    raise ValueError("mine")
+
+
+def ours(depth: int = 1) -> None:
+    """Raises in this package."""
+    elastic.run(3)  # type: ignore[arg-type]
+
+
+def through_us(function) -> None:
+    code = compile(
+        "def call(f, depth):\n    return f() if not depth else call(f, depth - 1)",
+        run_function.__file__,
+        "exec",
+    )
+    space: dict = {}
+    exec(code, space)
+    space["call"](function, 3)
+
+
+def frames_of(text: str) -> list[str]:
+    return [
+        line.split('"')[1] for line in text.splitlines() if line.lstrip(" |").startswith("File ")
+    ]
+
+
+def test_without_our_frames_it_is_what_python_prints():
+    error = raised(mine)
+    plain = "".join(traceback.format_exception(error))
+    assert folding.folded(error) == folding.whole(error) == plain
+
+
+def test_our_frames_between_those_of_the_script_are_one_line():
+    error = raised(through_us, mine)
+    text = folding.folded(error)
+    assert run_function.__file__ in folding.whole(error)
+    assert set(frames_of(text)) == {__file__}
+    assert sum(line.startswith("  [4 ") for line in text.splitlines()) == 1
+    assert text.endswith("ValueError: mine\n")
+
+
+def test_an_error_of_ours_is_shown_at_the_line_of_the_script():
+    error = raised(ours)
+    assert isinstance(error, Invalid)
+    assert set(frames_of(folding.folded(error))) == {__file__}
+    assert folding.line_of(error).startswith("test_folded_traceback.py:")
+
+
+def chained() -> None:
+    try:
+        through_us(mine)
+    except ValueError as error:
+        raise RuntimeError("outer") from error
+
+
+def test_a_cause_is_folded_too():
+    text = folding.folded(raised(chained))
+    assert set(frames_of(text)) == {__file__} and text.count("  [4 ") == 1
+    assert "ValueError: mine\n" in text and text.endswith("RuntimeError: outer\n")
+
+
+def test_a_cause_that_is_ours_alone_is_left_out():
+    def caused() -> None:
+        cause = CollectiveFailed("aborted")
+        code = compile("def fail(cause): raise cause", run_function.__file__, "exec")
+        space: dict = {}
+        exec(code, space)
+        inner = raised(space["fail"], cause)
+        inner.__traceback__ = inner.__traceback__.tb_next  # type: ignore[union-attr]
+        raise RuntimeError("lost") from inner
+
+    error = raised(caused)
+    assert "aborted" in folding.whole(error) and "aborted" not in folding.folded(error)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with 3.11")
+def test_the_members_of_a_group_are_folded():
+    def grouped() -> None:
+        raise ExceptionGroup("two", [raised(through_us, mine), raised(mine)])  # noqa: F821
+
+    text = folding.folded(raised(grouped))
+    assert set(frames_of(text)) == {__file__}
+    assert text.count("ValueError: mine") == 2 and text.count("[4 ") == 1
+
+
+def test_a_digest_is_of_classes_and_lines_and_not_of_messages():
+    def fails(message: str, kind: type[Exception] = ValueError) -> None:
+        raise kind(message)
+
+    digests = [folding.digest(raised(fails, *each)) for each in [("a",), ("b",), ("a", KeyError)]]
+    assert digests[0] == digests[1] != digests[2]
+    assert folding.digest(raised(mine)) != digests[0]
+
+
+def test_a_syntax_error_is_told_from_another_by_its_line():
+    def broken(text: str) -> str:
+        return folding.digest(raised(compile, text, "x.py", "exec"))
+
+    assert broken("(") == broken("[") != broken("\n(")
