@@ -65,6 +65,7 @@ class Why(enum.Enum):
     NOT_EXITED = "not exited"
     CANT_BE_KILLED = "can't be killed"
     SLOT_COOLS = "slot cools"
+    SLOT_GIVEN_UP = "slot given up"
     # An operator's request is done ...
     SCALED = "scaled"
     DRAINS = "drains"
@@ -371,6 +372,8 @@ SENTENCES: dict[Why, Sentence] = {
     Why.NOT_EXITED: "it did not exit in time",
     Why.CANT_BE_KILLED: "{worker} can't be killed within {within_s:g} s: going on without it",
     Why.SLOT_COOLS: "{worker} ended with {exit}; its slot may return in {wait_s:g} s",
+    Why.SLOT_GIVEN_UP: "slot {slot} is given up: {attempts} workers in a row ended without progress, the last with"
+    " {exit}{wrote:wrote}",
     Why.INIT_AGAIN: "init() was called again",
     Why.ENTERING: "entering elastic.run",
     Why.FELL_OUT: "{worker} fell out of the world",

@@ -560,6 +560,8 @@ class Driver:
             case events.EndJob():
                 return self._end(action)
             case events.Report(level, text, about):
+                if about is not None and about.kind is Why.SLOT_GIVEN_UP:
+                    text = in_one_line(about) or text  # what it wrote is on the screen already
                 return None if self._exits.shares(about) else (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)

@@ -32,6 +32,9 @@ class ExitLines:
     def say(self) -> None:
         """Say what is waiting."""
         more, self._more = self._more or [], None
+        if len(more) == 1:
+            self._log("warning", str(more[0]))
+            return
         alike = Counter((str(each.facts["exit"]), each.facts["wait_s"]) for each in more)
         for (ended, wait_s), workers in alike.items():
             noun, slots = ("worker", "its slot") if workers == 1 else ("workers", "their slots")

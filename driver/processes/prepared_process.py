@@ -213,6 +213,6 @@ def main() -> None:
     with open(what, "rb") as file:
         file.seek(0)
         command, words, environ, where = json.load(file)
-    sitecustomize.leave_path(environ)
     become(command, environ, where, score)
+    sitecustomize.leave_path(os.environ)
     run(words)

@@ -235,20 +235,19 @@ class Workforce:
             cools = because(Why.SLOT_COOLS, worker=str(worker), exit=what, wait_s=wait)
             self.actions.log("warning", str(cools), cools)
             return
-        self.actions.log(
-            "error",
-            f"slot {worker.host}:{worker.slot} is given up: {settings.slot_attempts} workers in a row"
-            f" ended without progress, the last with {what}{self.quoted()}",
+        given_up = because(
+            Why.SLOT_GIVEN_UP,
+            slot=f"{worker.host}:{worker.slot}",
+            attempts=settings.slot_attempts,
+            exit=what,
+            wrote=self.last_output,
         )
+        self.actions.log("error", str(given_up), given_up)
 
     def all_fail(self) -> bool:
         """Where nobody has come to training yet: the script is wrong, and trying again would only repeat it."""
         hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
-
-    def quoted(self) -> str:
-        """What the last worker that died has written."""
-        return f"; it wrote:\n{self.last_output}" if self.last_output else ""
 
     # ---- time ------------------------------------------------------------------------------------------------------
 

@@ -134,7 +134,6 @@ def test_the_same_exception_in_all_ends_the_job(job):
     training = started(job, 3, RAISE="step=4,place=stepped,error=value")
     assert training.wait() == 1
     training.wait_for("the job ends with exit code 1: .* raised the same exception")
-    training.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
     assert sizes(training)[2:] in ([], [2])  # the first may have left before the second came there
 
 
@@ -143,7 +142,6 @@ def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job(job)
     training = started(job, 3, RAISE=raising)
     assert training.wait() == 1
     training.wait_for("raised the same exception")
-    training.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
     assert sizes(training)[-1] == 2
 
 
@@ -215,7 +213,6 @@ def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
     training.wait_for("localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
     training.wait_for("localhost:1#2 ended with exit code 1; its slot may return in 0.2 s")
     training.wait_for("slot localhost:1 is given up: 3 workers in a row ended without progress")
-    training.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
     (training.folder / "go").touch()
     training.succeed()
     History(training).check()

@@ -67,7 +67,7 @@ def test_a_rank_that_fails_fails_the_job(job, rank, how, code, words):
         rf"exit code {code}: .*rank {rank} \(localhost:{rank}#1 on localhost\).*{words}"
     )
     if how == "raise":
-        running.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
+        running.wait_for(r"^\[[\w:]+\] ValueError: this sample is damaged")
     if how != "late":
         assert "step 4" not in running.output
 
