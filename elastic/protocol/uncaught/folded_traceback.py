@@ -1,9 +1,12 @@
 """An exception as Python prints it, with the frames of this package folded into a line. Decides by file names alone.
 
-File "train.py", line 21, in <module>
-  train(state)
-[4 frames of elastic, --verbose shows them]
-File "train.py", line 15, in train
+      File "train.py", line 21, in <module>
+        train(state)
+      [4 frames of elastic, --verbose shows them]
+      File "train.py", line 15, in train
+
+So are more than LONG frames of libraries between two of the script: a trainer has dozens. Those below the script's
+last, in which a library raises, are shown.
 """
 
 from __future__ import annotations
@@ -13,29 +16,40 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
-_HERE = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))  # elastic/
-_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "horovod") + os.sep)
+LONG = 6  # frames of libraries
+_ELASTIC = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
+_OURS = (_ELASTIC + os.sep, os.path.join(os.path.dirname(_ELASTIC), "horovod") + os.sep)
 # What torch puts between two of our frames, and says nothing.
 _BETWEEN = tuple(os.path.join("torch", each) for each in ("_compile.py", f"_dynamo{os.sep}"))
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
+OURS, SCRIPT = "elastic", ""
 
 
-def is_ours(file: str) -> bool:
-    return os.path.abspath(file).startswith(_OURS)
+def library_of(file: str) -> str:
+    """``torch``: whose code a file has; SCRIPT for the user's own."""
+    if os.path.abspath(file).startswith(_OURS):
+        return OURS
+    if _INSTALLED in file:
+        return file.rpartition(_INSTALLED)[2].partition(os.sep)[0].removesuffix(".py")
+    if file in ("<string>", "<stdin>"):
+        return SCRIPT
+    return "Python" if file.startswith(("<", _STANDARD)) else SCRIPT
 
 
 class FoldedStack(traceback.StackSummary):
-    """Its text has one line for each run of our frames."""
+    """Its text has one line for each run of frames that are folded."""
 
     def format(self, **options: Any) -> list[str]:
         lines: list[str] = []
-        for ours, frames in _runs(self):
-            if ours:
+        for libraries, frames in _runs(self):
+            if libraries:
                 noun = "frame" if len(frames) == 1 else "frames"
-                lines.append(f"  [{len(frames)} {noun} of elastic, --verbose shows them]\n")
+                names = " and ".join(filter(None, (", ".join(libraries[:-1]), libraries[-1])))
+                lines.append(f"  [{len(frames)} {noun} of {names}, --verbose shows them]\n")
             else:
                 lines += traceback.StackSummary.from_list(frames).format(**options)
         return lines
@@ -43,22 +57,24 @@ class FoldedStack(traceback.StackSummary):
 
 def _runs(
     frames: Sequence[traceback.FrameSummary],
-) -> Iterator[tuple[bool, list[traceback.FrameSummary]]]:
-    """Frames in order, and whether they are ours, or torch's between two of ours."""
-    ours = [is_ours(frame.filename) for frame in frames]
-    between = [any(each in frame.filename for each in _BETWEEN) for frame in frames]
-    folded = [*ours]
-    for at in (number for number, mine in enumerate(ours) if mine):
+) -> Iterator[tuple[list[str], list[traceback.FrameSummary]]]:
+    """Frames in order, with the libraries of those to fold together; none: they are shown."""
+    owners = [library_of(frame.filename) for frame in frames]
+    fold = [owner == OURS for owner in owners]
+    for at in [number for number, owner in enumerate(owners) if owner == OURS]:
         end = at + 1
-        while end < len(frames) and between[end]:
+        while end < len(frames) and any(each in frames[end].filename for each in _BETWEEN):
             end += 1
-        if end < len(frames) and ours[end]:
-            folded[at:end] = [True] * (end - at)
-    begin = 0
-    for end in range(1, len(frames) + 1):
-        if end == len(frames) or folded[end] != folded[begin]:
-            yield folded[begin], list(frames[begin:end])
-            begin = end
+        if end < len(frames) and owners[end] == OURS:
+            fold[at:end] = [True] * (end - at)
+    scripts = [number for number, owner in enumerate(owners) if owner == SCRIPT]
+    for before, after in pairwise(scripts):
+        if after - before - 1 > LONG:
+            fold[before + 1 : after] = [True] * (after - before - 1)
+    for folds, numbers in groupby(range(len(frames)), key=fold.__getitem__):
+        run = [*numbers]
+        libraries = list(dict.fromkeys(owners[number] for number in run)) if folds else []
+        yield libraries, [frames[number] for number in run]
 
 
 def folded(error: BaseException) -> str:
@@ -74,7 +90,7 @@ def _fold(shown: traceback.TracebackException) -> None:
         before = getattr(shown, name)
         if before is None:
             continue
-        if before.stack and all(is_ours(frame.filename) for frame in before.stack):
+        if before.stack and all(library_of(frame.filename) == OURS for frame in before.stack):
             setattr(shown, name, None)
         else:
             _fold(before)
@@ -117,8 +133,6 @@ def line_of(error: BaseException) -> str:
     """``train.py:12``: the innermost line of the script in it; empty where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        file = frame.filename
-        known = file.startswith(("<", _STANDARD)) or _INSTALLED in file or is_ours(file)
-        if not known:
-            return f"{os.path.basename(file)}:{frame.lineno}"
+        if library_of(frame.filename) == SCRIPT:
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import traceback
 
@@ -31,14 +33,7 @@ def ours(depth: int = 1) -> None:
 
 
 def through_us(function) -> None:
-    code = compile(
-        "def call(f, depth):\n    return f() if not depth else call(f, depth - 1)",
-        run_function.__file__,
-        "exec",
-    )
-    space: dict = {}
-    exec(code, space)
-    space["call"](function, 3)
+    through(run_function.__file__, function, 4)
 
 
 def frames_of(text: str) -> list[str]:
@@ -67,6 +62,46 @@ def test_an_error_of_ours_is_shown_at_the_line_of_the_script():
     assert isinstance(error, Invalid)
     assert set(frames_of(folding.folded(error))) == {__file__}
     assert folding.line_of(error).startswith("test_folded_traceback.py:")
+
+
+def through(file: str, function, depth: int) -> None:
+    code = compile(
+        "def call(f, depth):\n    return f() if not depth else call(f, depth - 1)", file, "exec"
+    )
+    space: dict = {}
+    exec(code, space)
+    space["call"](function, depth - 1)
+
+
+TORCH = os.path.join("lib", "site-packages", "torch", "nn.py")
+
+
+@pytest.mark.parametrize(("depth", "folds"), [(folding.LONG, False), (folding.LONG + 1, True)])
+def test_many_frames_of_a_library_between_those_of_the_script_are_one_line(depth, folds):
+    text = folding.folded(raised(through, TORCH, mine, depth))
+    assert (TORCH not in text) is folds and (f"  [{depth} " in text) is folds
+    assert text.endswith("ValueError: mine\n")
+
+
+def test_the_frames_in_which_a_library_raises_are_shown():
+    error = raised(through, TORCH, functools.partial(int, "x"), folding.LONG + 5)
+    assert TORCH in folding.folded(error) and folding.folded(error) == folding.whole(error)
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [
+        (TORCH, "torch"),
+        (os.path.join("lib", "site-packages", "six.py"), "six"),
+        (functools.__file__, "Python"),
+        ("<frozen runpy>", "Python"),
+        ("<string>", folding.SCRIPT),
+        ("train.py", folding.SCRIPT),
+        (elastic.__file__, folding.OURS),
+    ],
+)
+def test_whose_code_a_file_has(file, library):
+    assert folding.library_of(file) == library
 
 
 def chained() -> None:
