@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.driver.events import Action, Event, WorkerRaised
+from elastic.driver.events import Action, Event, StopRequested, WorkerRaised
 from elastic.driver.job.job import Job
 from elastic.driver.job.steering.messages import PURPOSE
 from elastic.driver.job.steering.steering import OperatorDesk, Steering
@@ -92,6 +92,8 @@ class JobIO:
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
         """``now``: by the clock of the journal."""
+        if isinstance(event, StopRequested):
+            self.output.tracebacks.stopped = True
         if isinstance(event, WorkerRaised):
             self.raised[event.worker] = event.traceback
         self.page.noted(event, actions, now)
@@ -152,6 +154,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         timestamps=job.prefix_timestamps,
         verbose=_LEVELS[job.log_level] == "debug",
         unsaid=say_soon,
+        asked=page.model.was_asked,
         folder=Path(job.output_dir) if job.output_dir else None,
         heard=page.printed,
     )

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
-from elastic.protocol.uncaught.sending import Uncaught
+from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
 
 TAIL_LIMIT = 20 * 1024  # bytes
 LINE_LIMIT = 1024 * 1024  # bytes of one exception, as JSON
+THREADS = (b"Thread", b"Current thread")  # how the stack of a thread begins
 KNOWN_LIMIT = 256  # exceptions of one job that are not shown again
 NAMED = 16  # runs of ranks in one line
 
@@ -24,24 +26,44 @@ class DiagnosticLines:
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
+        self._training: dict[Worker, bytes] = {}  # as its stacks name the thread
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | bytes]:
-        """Whole exceptions, and lines of stacks without their ends."""
+        """Whole exceptions, and lines of stacks without their ends. That of the thread that trains says so."""
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
         *lines, left = bytes(rest).split(b"\n")
         rest[:] = left[-LINE_LIMIT:]
-        return [_decoded(line) for line in lines]
+        found: list[Uncaught | bytes] = []
+        for line in lines:
+            match _decoded(line):
+                case TrainingThread(thread):
+                    self._training[worker] = b" 0x%016x" % thread
+                case Uncaught() as uncaught:
+                    found.append(uncaught)
+                case bytes():
+                    found.append(self._named(worker, line))
+        return found
+
+    def _named(self, worker: Worker, line: bytes) -> bytes:
+        before, name, rest = line.partition(self._training.get(worker, b"\n"))
+        return TRAINING.encode() + name + rest if before in THREADS else line
 
     def drop(self, worker: Worker) -> None:
         self._partial.pop(worker, None)
+        self._training.pop(worker, None)
 
 
-def _decoded(line: bytes) -> Uncaught | bytes:
+_messages: msgspec.json.Decoder[Uncaught | TrainingThread] = msgspec.json.Decoder(
+    Uncaught | TrainingThread
+)
+
+
+def _decoded(line: bytes) -> Uncaught | TrainingThread | bytes:
     if not line.startswith(b"{"):
         return line
     try:
-        return msgspec.json.decode(line, type=Uncaught)
+        return _messages.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return line
 
@@ -81,6 +103,7 @@ class TracebackLedger:
 
     def __init__(self, *, verbose: bool = False) -> None:
         self.shown = 0  # tracebacks
+        self.stopped = False  # the job, by an operator: all lose their peers
         self._verbose = verbose
         self._known: dict[str, str] = {}  # digest: summary; the oldest first
         self._more: dict[str, list[str]] = {}  # by digest: names of workers, not told of yet
@@ -88,6 +111,8 @@ class TracebackLedger:
 
     def add(self, name: str, uncaught: Uncaught) -> str:
         """The text to show now; empty: none. ``name``: the worker's rank, or ``host:slot``."""
+        if uncaught.peer and self.stopped:
+            return ""
         if uncaught.peer and not self._verbose:
             self._lost.setdefault((uncaught.summary, uncaught.line), []).append(name)
             return ""

@@ -7,12 +7,14 @@ form. With a folder, the same bytes also go unprefixed to ``rank.<r>/stdout`` an
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elastic.driver.monitoring.stacks import training_stack
 from elastic.driver.processes.console import Write, WriterThread
 from elastic.driver.processes.last_words import DiagnosticLines, Tails, TracebackLedger
 from elastic.driver.sinks import Stream
@@ -22,6 +24,7 @@ from elastic.protocol.uncaught.sending import Uncaught
 Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]  # who, its name, lines
 
 LINE_LIMIT = 64 * 1024  # bytes; a longer line is passed on in pieces
+STACKS_S = 0.2  # for all lines of one worker's stacks to be here
 REMIND_S = 5.0  # at the end, until a line says that output is not taken
 
 # A return at the very end may be the first half of "\r\n": it waits for the next byte.
@@ -33,7 +36,8 @@ class Output:
 
     ``place_of`` gives a worker's present place, if it has one; ``failed`` is told once when a stream cannot be written.
     ``heard`` is somebody else who is told of all lines. ``verbose``: exceptions are shown with all frames.
-    ``unsaid`` is called when ``tracebacks.rest()`` has something to say.
+    ``asked``: whether it is an operator who wants a worker's stacks. ``unsaid`` is called when ``tracebacks.rest()``
+    has something to say.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Output:
         failed: Callable[[str], None] = lambda text: None,
         verbose: bool = False,
         unsaid: Callable[[], None] = lambda: None,
+        asked: Callable[[Worker], bool] = lambda worker: False,
         timestamps: bool = False,
         folder: Path | None = None,
         clock: Callable[[], str] = lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -67,6 +72,9 @@ class Output:
         self._diagnostics = DiagnosticLines()
         self._unsaid = unsaid
         self.tracebacks = TracebackLedger(verbose=verbose)
+        self._verbose = verbose
+        self._asked = asked
+        self._stacks: dict[Worker, list[str]] = {}  # that are being written
         self.sent: set[Worker] = set()  # whose exception came
         self._appends: dict[Path, Write] = {}
 
@@ -85,6 +93,8 @@ class Output:
             for each in self._diagnostics.add(worker, data):
                 if isinstance(each, Uncaught):
                     self._uncaught(worker, each)
+                else:
+                    self._stack_line(worker, each)
             return
         rest = self._partial.setdefault((worker, stream), bytearray())
         searched = max(0, len(rest) - 1)
@@ -112,6 +122,7 @@ class Output:
 
     def drop(self, worker: Worker) -> None:
         """See `Sink.drop`."""
+        self._show_stacks(worker)
         self._tails.drop(worker)
         self._diagnostics.drop(worker)
 
@@ -147,6 +158,20 @@ class Output:
             self._unsaid()
         self._heard(worker, self._name(worker), "stderr", _pieces(uncaught.folded))
         self._keep(worker, "stderr", uncaught.whole.encode())
+
+    def _stack_line(self, worker: Worker, line: bytes) -> None:
+        self._heard(worker, self._name(worker), "diagnostics", [line])
+        self._keep(worker, "stderr", line + b"\n")
+        if worker not in self._stacks:
+            self._stacks[worker] = []
+            asyncio.get_running_loop().call_later(STACKS_S, self._show_stacks, worker)
+        self._stacks[worker].append(line.decode(errors="replace"))
+
+    def _show_stacks(self, worker: Worker) -> None:
+        """Unless an operator has asked for them, who is answered."""
+        text = "".join(f"{line}\n" for line in self._stacks.pop(worker, []))
+        if text and not self._asked(worker):
+            self._show(worker, "stderr", _pieces(text if self._verbose else training_stack(text)))
 
     def _name(self, worker: Worker) -> str:
         place = self._place_of(worker)

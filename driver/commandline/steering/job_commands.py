@@ -24,6 +24,7 @@ from elastic.driver.job.steering.client import (
     key_of,
 )
 from elastic.driver.job.steering.runtime_folder import records
+from elastic.driver.monitoring.stacks import training_stack
 from elastic.driver.network.secret import read_secret
 from elastic.driver.processes.console import shown
 from elastic.errors import Invalid
@@ -62,9 +63,9 @@ VERBS: dict[str, Verb] = {
     ),
     "stacks": Verb(
         "[JOB] [RANK]",
-        "The Python stacks of all threads of a worker, or of the first eight.",
+        "Where the training of a worker, or of the first eight, is: its Python stack, the script's frames first.",
         (0, 1),
-        ("json",),
+        ("all_threads", "log", "json"),
     ),
     "logs": Verb(
         "[JOB] [RANK]",
@@ -82,6 +83,8 @@ class CommandOptions(Options):
 
     json: bool = switch("--json", "As JSON.")
     watch: bool = switch("--watch", "Go on, until Ctrl-C.")
+    all_threads: bool = switch("--all-threads", "Every thread with every frame.")
+    log: bool = switch("--log", "Write them into the job's log too.")
     follow: bool = switch("-f --follow", "Go on, until Ctrl-C or the end of the job.")
     least_lines: int | None = flag("--lines", "N", "So many (default: 100).", whole(1))
     off: bool = switch("--off", "Workers may be started there again.")
@@ -271,14 +274,14 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
 
 
 def _stacks(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
-    told = client.ask(messages.AskStacks, *words)
+    told = client.ask(messages.AskStacks, words[0] if words else "", options.log)
     stacks: dict[str, str] = json.loads(told.data) if told.data else {}
     if options.json:
         print(json.dumps(stacks))
         return 0 if told.done else 1
     for worker, text in stacks.items():
         if text:
-            print(shown(f"---- {worker}\n{text}"))
+            print(shown(f"---- {worker}\n{text if options.all_threads else training_stack(text)}"))
     return _told(client, told, prefix="stacks " if told.done else "")
 
 

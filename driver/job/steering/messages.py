@@ -53,10 +53,14 @@ class AskRemove(OperatorMessage):
 
 
 class AskStacks(OperatorMessage):
-    """Of a rank or ``host:slot``; empty: of the first members. In the answer's data: text by worker, as JSON."""
+    """Of a rank or ``host:slot``; empty: of the first members. In the answer's data: text by worker, as JSON.
+
+    ``log``: they are written into the log of the job too.
+    """
 
     number: int
     worker: str = ""
+    log: bool = False
 
 
 class AskLogs(OperatorMessage):

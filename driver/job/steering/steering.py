@@ -33,6 +33,7 @@ from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import STACKS
 from elastic.driver.monitoring.dashboard.page_state import TAILS
+from elastic.driver.monitoring.stacks import training_stack
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.server import Callers, Server
 from elastic.driver.sinks import Log
@@ -190,8 +191,8 @@ class OperatorDesk:
                 if gone is None:
                     return Told(0, False, self._unknown(name))
                 return await self._decided(who, lambda n: RemoveRequested(n, gone))
-            case messages.AskStacks(worker=name):
-                return await self._stacks(name)
+            case messages.AskStacks(worker=name, log=log):
+                return await self._stacks(name, log=log)
             case messages.AskStop(why=why):
                 self._driver.stop(f"{who} asks for it{why and ': '}{why}", STOP_CODE)
                 return Told(0, True, "the job is told to end; asked again, it is ended at once")
@@ -214,7 +215,7 @@ class OperatorDesk:
             return Told(0, False, f"no decision within {ANSWER_S:g} s; elasticrun status may tell")
         return Told(0, answer.done, str(answer.reason))
 
-    async def _stacks(self, name: str) -> Told:
+    async def _stacks(self, name: str, *, log: bool) -> Told:
         assert self._driver is not None
         model = self._page.model
         if name:
@@ -227,7 +228,7 @@ class OperatorDesk:
         if not workers:
             return Told(0, False, "no worker trains now")
         for worker in workers:
-            model.expect_stack(worker, "an operator asks", time.time())
+            model.expect_stack(worker, "an operator asks", time.time(), asked=True)
             self._driver.dump(worker)
         deadline, before, quiet_since = time.monotonic() + STACKS_S, "", time.monotonic()
         while time.monotonic() < deadline:
@@ -238,6 +239,11 @@ class OperatorDesk:
                 before, quiet_since = now, time.monotonic()
             elif all(found.values()) and time.monotonic() - quiet_since >= QUIET_S:
                 break
+        for who, stacks in found.items() if log else ():
+            if stacks:
+                self._log(
+                    "info", f"the stacks of {who}, as an operator asks:\n{training_stack(stacks)}"
+                )
         silent = [who for who, text in found.items() if not text]
         more = len(self._page.members()) - len(workers) if not name else 0
         text = f"of {len(workers) - len(silent)} of {len(workers)} workers"

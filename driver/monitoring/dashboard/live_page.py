@@ -111,11 +111,11 @@ class LivePage:
 
     def printed(self, worker: Worker, who: str, stream: Stream, pieces: Sequence[bytes]) -> None:
         """Lines of a worker, which is called ``who`` in front of them."""
-        if stream == "stderr" and self.model.expects_stack(worker):
+        if stream != "stdout" and self.model.expects_stack(worker):
             for piece in pieces:
                 self.model.stderr(worker, _text(piece), time.time())
         now = time.time()
-        for index, piece in enumerate(pieces):
+        for index, piece in enumerate(pieces if stream != "diagnostics" else ()):
             if not self.model.has_room(now):
                 self.model.leave_out(len(pieces) - index)
                 break

@@ -72,6 +72,7 @@ class PageModel:
         self._looked_at = -math.inf  # at all workers
         self._speed_since: tuple[float, int] | None = None  # commits, when the speed was last told
         self._expects_stack: dict[Worker, float] = {}
+        self._asked: set[Worker] = set()  # of those, by an operator
         self._second, self._lines, self._left_out = -math.inf, 0, 0  # of the log
         self._metric_at: dict[str, float] = {}
 
@@ -149,17 +150,22 @@ class PageModel:
         """So many lines came for which there was no room."""
         self._left_out += count
 
-    def expect_stack(self, worker: Worker, why: str, now: float) -> None:
-        """It was told to write its stacks to stderr."""
+    def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
+        """It was told to write its stacks. ``asked``: by an operator."""
         table = self.state.tables["stacks"]
         while len(table) >= STACKS:
             self.state.row("stacks", min(table, key=lambda key: table[key]["at"]), None)
         self._expects_stack[worker] = now + STACK_S
+        (self._asked.add if asked else self._asked.discard)(worker)
         self.state.row("stacks", slot_of(worker), {"at": now, "why": why, "text": ""})
 
     def expects_stack(self, worker: Worker) -> bool:
         """Whether what it writes to stderr now may be its stacks."""
         return worker in self._expects_stack
+
+    def was_asked(self, worker: Worker) -> bool:
+        """Whether it was an operator who wanted its last stacks."""
+        return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
         """A line that a worker has written there."""

@@ -5,8 +5,8 @@
       [4 frames of elastic, --verbose shows them]
       File "train.py", line 15, in train
 
-So are more than LONG frames of libraries between two of the script: a trainer has dozens. Those below the script's
-last, in which a library raises, are shown.
+So are more than LONG frames of libraries between two of the script, as a trainer has dozens. Those below the
+last of the script, in which a library raises, are shown.
 """
 
 from __future__ import annotations

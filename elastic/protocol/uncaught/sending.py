@@ -19,7 +19,7 @@ DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"  # in a worker's environment: the pipe, and 
 LIMIT = 64 * 1024  # characters of a traceback that are sent; a message may be of any length
 
 
-class Uncaught(msgspec.Struct, frozen=True):
+class Uncaught(msgspec.Struct, frozen=True, tag=True):
     """``digest``: the same where the same classes were raised at the same lines. ``line``: ``train.py:12``, or empty.
 
     ``peer``: it was raised because another worker was lost, or has failed.
@@ -31,6 +31,12 @@ class Uncaught(msgspec.Struct, frozen=True):
     whole: str
     line: str = ""
     peer: bool = False
+
+
+class TrainingThread(msgspec.Struct, frozen=True, tag=True):
+    """By which name the stacks of a worker, which come in the same pipe, have the thread that called ``init()``."""
+
+    thread: int
 
 
 def of(error: BaseException) -> Uncaught:

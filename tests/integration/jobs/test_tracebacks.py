@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ CLASSES = {
 }
 
 
-def ended(job, ranks: int, kind: str, where: str, flags: str) -> Job:
-    running = job(f"-np {ranks} {flags}", ["python", SCRIPTS / "raising.py", kind, where])
+def ended(job: Any, ranks: int, kind: str, where: str, flags: str) -> Job:
+    running: Job = job(f"-np {ranks} {flags}", ["python", SCRIPTS / "raising.py", kind, where])
     assert running.wait(90) != 0
     return running
 

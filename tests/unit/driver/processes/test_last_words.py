@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.processes.last_words import DiagnosticLines, Tails, TracebackLedger
 from elastic.protocol.messages import Worker
-from elastic.protocol.uncaught.sending import Uncaught
+from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
 
 A, B = Worker("h", 0), Worker("h", 1)
 BAD = Uncaught("d1", "ValueError: bad", "folded\n", "whole\n", "train.py:3")
@@ -39,6 +40,13 @@ def test_workers_that_lost_a_peer_share_a_line():
     assert ledger.shown == 1
 
 
+def test_a_job_that_is_stopped_does_not_tell_of_lost_peers():
+    ledger = TracebackLedger()
+    ledger.stopped = True
+    assert ledger.add("0", LOST) == "" and ledger.rest() == []
+    assert ledger.add("1", BAD) == "folded\n"
+
+
 def test_why_they_ended_is_told_where_no_exception_of_another_is():
     ledger = TracebackLedger()
     ledger.add("0", LOST)
@@ -66,6 +74,18 @@ def test_what_arrives_in_pieces_is_put_together(cut):
     lines, data = DiagnosticLines(), b"a line of stacks\n" + encoded(BAD) + encoded(OTHER)
     found = [each for at in range(0, len(data), cut) for each in lines.add(A, data[at : at + cut])]
     assert found == [b"a line of stacks", BAD, OTHER]
+
+
+def test_the_thread_that_trains_is_named_in_the_stacks_of_its_worker():
+    lines = DiagnosticLines()
+    training = msgspec.json.encode(TrainingThread(0x7F0A)) + b"\n"
+    headers = [
+        b"%s 0x%016x (most recent call first):" % each
+        for each in [(b"Thread", 0x7F0B), (b"Thread", 0x7F0A), (b"Current thread", 0x7F0A)]
+    ]
+    found = lines.add(A, training + b"\n".join(headers) + b"\n")
+    assert [line.partition(b" 0x")[0] for line in found] == [b"Thread"] + [TRAINING.encode()] * 2
+    assert lines.add(B, headers[1] + b"\n") == [headers[1]]
 
 
 def test_what_is_not_what_it_seems_is_a_line():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 
 from elastic.driver.processes.console import (
@@ -20,6 +21,7 @@ from elastic.driver.processes.console import (
 from elastic.driver.processes.last_words import TAIL_LIMIT
 from elastic.driver.processes.output import LINE_LIMIT, Output
 from elastic.protocol.messages import Place, Worker
+from elastic.protocol.uncaught.sending import Uncaught
 
 A, B = Worker("h1", 0), Worker("h2", 3)
 
@@ -305,3 +307,53 @@ def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed():
     command = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, script]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
     assert said.stdout == "3 True\n"
+
+
+# ---- beside the output ---------------------------------------------------------------------------
+
+
+def raised(who: str = "x") -> bytes:
+    return msgspec.json.encode(Uncaught("d", f"ValueError: {who}", "short\n", "whole\n")) + b"\n"
+
+
+def test_an_exception_is_shown_once_with_the_first_rank_and_kept_for_each(tmp_path):
+    told = []
+    screen = Screen(folder=tmp_path, unsaid=lambda: told.append("unsaid"))
+    screen.output.feed(A, "stderr", b"before\n")
+    for worker in (A, B):
+        screen.output.feed(worker, "diagnostics", raised()[:10])
+        screen.output.feed(worker, "diagnostics", raised()[10:])
+    assert screen.output.tail(B) == "whole\n" and screen.output.sent == {A, B}
+    screen.shown()
+    assert bytes(screen.err) == b"[0] before\n[0] short\n"
+    assert told == ["unsaid"]
+    kept = [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in (0, 1)]
+    assert kept == ["before\nwhole\n", "whole\n"]
+
+
+def test_what_a_worker_prints_itself_is_not_touched(screen):
+    printed = b'Traceback (most recent call last):\n  File "x", line 1\nValueError: x\n'
+    for worker in (A, B):
+        screen.output.feed(worker, "stderr", printed)
+    screen.shown()
+    assert bytes(screen.err).count(b"ValueError: x") == 2
+
+
+STACKS = (
+    b'Thread 0x01 (most recent call first):\n  File "/x/site-packages/torch/a.py", line 1 in a\n'
+)
+STACKS += b'  File "train.py", line 2 in b\n'
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_stacks_are_shown_unless_an_operator_asked_for_them(asked):
+    heard = []
+    screen = Screen(
+        asked=lambda worker: asked, heard=lambda who, name, stream, lines: heard.append(stream)
+    )
+    screen.output.feed(A, "diagnostics", STACKS)
+    assert heard == ["diagnostics"] * 3
+    screen.output.drop(A)  # it ends before there was time to show them
+    screen.shown()
+    first = bytes(screen.err).split(b"\n")[0]
+    assert first == (b"" if asked else b'[0]   File "train.py", line 2 in b')

@@ -1,0 +1,63 @@
+"""What a worker's stacks say of its training: the frames of the script first, and what they wait in. Pure.
+
+What Python's faulthandler writes, with another word where the thread trains:
+
+    Training thread 0x00007f0a (most recent call first):
+      File ".../torch/autograd/graph.py", line 979 in _engine_run_backward
+      File "train.py", line 15 in train
+"""
+
+from __future__ import annotations
+
+import re
+
+from elastic.protocol.uncaught.folded_traceback import SCRIPT, library_of
+
+TRAINING = "Training thread"
+INNERMOST = 8  # frames that are shown where none is the script's
+_HEADER = re.compile(r"(Training thread|Current thread|Thread) 0x[0-9a-f]+")
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+def training_stack(text: str) -> str:
+    """Of the thread that trains, or of the main thread, which comes last, where none is named. Lines with ends."""
+    threads: list[list[str]] = []
+    for line in text.splitlines():
+        if _HEADER.match(line):
+            threads.append([line])
+        elif threads and line.strip():
+            threads[-1].append(line)
+    if not threads:
+        return text
+    named = [thread for thread in threads if thread[0].startswith(TRAINING)]
+    lines = _script_first((named or threads)[-1][1:])
+    if len(threads) > 1:
+        noun = "thread" if len(threads) == 2 else "threads"
+        lines.append(f"  [{len(threads) - 1} other {noun}]")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _script_first(frames: list[str]) -> list[str]:
+    """Its frames in order, the most recent first, and a line for the libraries that the first of them has called."""
+    owners = []
+    for frame in frames:
+        found = _FRAME.match(frame)
+        owners.append(library_of(found["file"]) if found else "")
+    scripts = [
+        number
+        for number, owner in enumerate(owners)
+        if owner == SCRIPT and _FRAME.match(frames[number])
+    ]
+    if not scripts:
+        return frames[:INNERMOST]
+    shown = [frames[number] for number in scripts]
+    inner = scripts[0]
+    if inner:
+        libraries = " and ".join(dict.fromkeys(owner for owner in owners[:inner] if owner))
+        at = _FRAME.match(frames[0])
+        where = (
+            f", the innermost at line {at['line']} of {at['file']}, in {at['name']}" if at else ""
+        )
+        noun = "frame" if inner == 1 else "frames"
+        shown.append(f"  [which waits in {inner} {noun} of {libraries}{where}]")
+    return shown

@@ -1,0 +1,49 @@
+"""Where a worker's training is: the frames of its script first."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+
+import elastic
+from elastic.driver.monitoring.stacks import INNERMOST, TRAINING, training_stack
+
+LINK = 'Thread 0x0000000000000001 (most recent call first):\n  File "link.py", line 1 in read\n\n'
+OURS = f'  File "{elastic.__file__}", line 7 in wait\n'
+TORCH = '  File "/x/site-packages/torch/graph.py", line 9 in backward\n'
+SCRIPT = '  File "/home/me/train.py", line 15 in train\n', '  File "train.py", line 3 in <module>\n'
+
+
+def test_the_frames_of_the_script_come_first_and_others_share_a_line():
+    text = f"{TRAINING} 0x02 (most recent call first):\n{OURS}{TORCH}{SCRIPT[0]}{OURS}{SCRIPT[1]}"
+    first, second, waits, others = training_stack(LINK + text).splitlines(keepends=True)
+    assert (first, second) == SCRIPT
+    assert "2 frames of elastic and torch" in waits and "line 7 of" in waits
+    assert "1 other thread]" in others
+
+
+def test_without_a_name_it_is_the_main_thread_which_comes_last():
+    text = f"Current thread 0x0000000000000002 (most recent call first):\n{SCRIPT[0]}"
+    assert training_stack(LINK + text).startswith(SCRIPT[0])
+
+
+def test_a_named_thread_is_shown_wherever_it_stands():
+    text = f"{TRAINING} 0x0002 (most recent call first):\n{SCRIPT[0]}\n" + LINK
+    assert training_stack(text).startswith(SCRIPT[0])
+
+
+def test_without_a_frame_of_the_script_the_innermost_are_shown():
+    text = f"{TRAINING} 0x02 (most recent call first):\n{OURS * 20}"
+    assert training_stack(text) == OURS * INNERMOST
+
+
+def test_what_is_no_stack_is_left_as_it_is():
+    assert training_stack("no header\n  of a thread\n") == "no header\n  of a thread\n"
+
+
+def test_it_reads_what_python_writes():
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    assert training_stack(text).splitlines()[0].endswith("in test_it_reads_what_python_writes")
