@@ -390,7 +390,7 @@ class TellAwaited(Action):
 
 
 class DumpStacks(Action):
-    """Have the process write the Python stacks of all its threads to its stderr, whatever it is doing."""
+    """Have the process write the Python stacks of all its threads, whatever it is doing."""
 
     worker: Worker
     reason: Reason

@@ -231,7 +231,7 @@ class Driver:
         self._post(event)
 
     def dump(self, worker: Worker) -> None:
-        """Have a worker write its stacks to its stderr, because somebody asks."""
+        """Have a worker write its stacks, because somebody asks."""
         self._launcher.dump(worker)
 
     async def run(self) -> int:

@@ -34,7 +34,7 @@ class Launcher(Protocol):
         """Look at what these processes do; each comes back as WorkerProbed. Unknown ones are ignored."""
 
     def dump(self, worker: Worker) -> None:
-        """Have the worker write the stacks of its threads to stderr, if it is able to. Unknown ones are ignored."""
+        """Have the worker write the stacks of its threads, if it is able to. Unknown ones are ignored."""
 
     def give_up(self, host: str, why: str) -> None:
         """Take a host for lost that does not answer: `HostLost` is noticed. Nothing where its agent is ours."""

@@ -66,7 +66,10 @@ class Job:
         return self._ask(AskRemove, str(worker))[0]
 
     def stacks(self, worker: int | str | None = None) -> dict[str, str]:
-        """The Python stacks of all threads by worker, ``"host:slot#start"``: of one, or of the first eight ranks."""
+        """The Python stacks of all threads by worker, ``"host:slot#start"``: of one, or of the first eight ranks.
+
+        That of the thread that called ``init()`` begins with ``Training thread``.
+        """
         from elastic.driver.job.steering.messages import AskStacks
 
         data = self._ask(AskStacks, "" if worker is None else str(worker))[1]

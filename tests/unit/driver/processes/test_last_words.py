@@ -83,7 +83,7 @@ def test_the_thread_that_trains_is_named_in_the_stacks_of_its_worker():
         b"%s 0x%016x (most recent call first):" % each
         for each in [(b"Thread", 0x7F0B), (b"Thread", 0x7F0A), (b"Current thread", 0x7F0A)]
     ]
-    found = lines.add(A, training + b"\n".join(headers) + b"\n")
+    found: list = lines.add(A, training + b"\n".join(headers) + b"\n")
     assert [line.partition(b" 0x")[0] for line in found] == [b"Thread"] + [TRAINING.encode()] * 2
     assert lines.add(B, headers[1] + b"\n") == [headers[1]]
 
