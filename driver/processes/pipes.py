@@ -38,6 +38,7 @@ class Pipe:
         self._open = True
         self._prompts = prompts
         self._prompt: asyncio.TimerHandle | None = None
+        self.later_than: list[Pipe] = []  # what these have is passed on before what this one has
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._read)
@@ -46,6 +47,8 @@ class Pipe:
         """Pass on one chunk. False when there is none now, or never again."""
         if not self._open:
             return False
+        for pipe in self.later_than:
+            pipe.drain()
         try:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:

@@ -161,6 +161,8 @@ class Agent:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
+            if stream == "diagnostics":  # an exception comes after what was printed before
+                pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
             process.pipes.append(pipe)

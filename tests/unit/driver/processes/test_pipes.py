@@ -1,0 +1,30 @@
+"""What a worker wrote first is passed on first, whichever of its pipes is read first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from unittest.mock import create_autospec
+
+from elastic.driver.processes.pipes import Pipe
+from elastic.driver.sinks import Sink
+from elastic.protocol.messages import Worker
+
+
+async def test_an_exception_comes_after_what_was_printed_before_it():
+    loop, sink, worker = asyncio.get_running_loop(), create_autospec(Sink), Worker("h", 0)
+    (printed, stderr), (sent, diagnostics) = os.pipe(), os.pipe()
+    first = Pipe(loop, printed, worker, "stderr", sink)
+    second = Pipe(loop, sent, worker, "diagnostics", sink)
+    second.later_than = [first]
+    os.write(stderr, b"printed\n")
+    os.write(diagnostics, b"{}\n")
+    second.drain()
+    assert [call.args[1:] for call in sink.feed.call_args_list] == [
+        ("stderr", b"printed\n"),
+        ("diagnostics", b"{}\n"),
+    ]
+    for pipe in (first, second):
+        pipe.close()
+    os.close(stderr)
+    os.close(diagnostics)
