@@ -102,6 +102,11 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     with pytest.raises(elastic.RequestRefused, match="localhost"):
         steered.drain("elsewhere")
     assert "training.py" in steered.stacks(0)["localhost:0#1"]
+    first, script, *_ = command("stacks", "bert", "0").splitlines()
+    assert first == "---- localhost:0#1" and "training.py" in script, "the script's frames first"
+    whole = command("stacks", "bert", "0", "--all-threads")
+    assert "link.py" in whole and whole.count("Training thread 0x") == 1
+    assert "link.py" not in training.output and "Training thread" not in training.output
     state = json.loads(command("status", "bert", "--json"))
     assert state["set"]["job"]["size"] == 1 and state["set"]["job"]["most"] == 1
     assert "bert" in command("jobs") and "localhost:0#1" in command("status")

@@ -241,6 +241,34 @@ async def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatc
         assert told.done and "none of h:1#1" in told.text
 
 
+@pytest.mark.parametrize(
+    ("flags", "printed", "logged"),
+    [([], False, False), (["--all-threads"], True, False), (["--log"], False, True)],
+)
+async def test_stacks_show_the_script_and_are_logged_where_that_is_wanted(
+    tmp_path, monkeypatch, capsys, flags, printed, logged
+):
+    monkeypatch.setattr(steering, "QUIET_S", 0.0)
+    monkeypatch.setattr(steering, "STACKS_S", 0.2)
+    async with running(tmp_path) as job:
+
+        def dump(worker: Worker) -> None:
+            text = b'  File "train.py", line 3 in step'
+            lines = [
+                b"Thread 0x01 (most recent call first):",
+                b'  File "<frozen x>", line 1 in read',
+            ]
+            job.page.printed(worker, "0", "diagnostics", [*lines, b"Thread 0x02 (...)", text])
+
+        job.driver.dump.side_effect = dump
+        assert await asyncio.to_thread(job_commands.main, "stacks", flags, job.environ) == 0
+        said = capsys.readouterr().out
+        assert said.count('"train.py", line 3 in step') == 2 and ("<frozen x>" in said) is printed
+        assert any("train.py" in line for line in job.lines) is logged
+        assert job.page.model.was_asked(A)
+        assert not any("train.py" in line[3] for line in job.page.model.state.series["log"])
+
+
 async def test_stop_says_who_asks(tmp_path):
     async with running(tmp_path) as job:
         assert (await job.ask(messages.AskStop)).done
