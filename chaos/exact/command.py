@@ -35,7 +35,7 @@ examples:
 
 The exit code is 0 where all commits that both have are equal, 1 where some differ or one run ended after another
 step, 2 where they have none of the same step or no fault came. Set OMP_NUM_THREADS where the two have other numbers
-of workers. docs/exact.md says what is needed."""
+of workers. `elasticrun docs exact` says what is needed."""
 
 MEAN_S = 5.0
 EQUAL, DIFFER, NOTHING = 0, 1, 2
@@ -138,7 +138,7 @@ def _check_steps(story: Story, driver: int, now: float) -> None:
         raise Invalid(
             "the job's state has no elastic.Shards, so its steps are not counted and two runs of it can't be compared:"
             " train in shards, and give them to the state, as in elastic.TorchState(model=model, optimizer=optimizer,"
-            " shards=shards, loader=loader); docs/exact.md shows what changes in a script"
+            " shards=shards, loader=loader); `elasticrun docs exact` shows what changes in a script"
         )
 
 

@@ -57,7 +57,7 @@ examples:
       says what the plan would do, and starts nothing
 
 The exit code is the job's own; where that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
-is broken, or no training was seen. docs/chaos.md has a plan to begin with."""
+is broken, or no training was seen. `elasticrun docs chaos` has a plan to begin with."""
 
 DRAWN_SHOWN = 10  # of the drawn faults, by --dry-run
 PAUSE_SHARE = 0.7  # of the lease: the longest pause of a slowed worker
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=[])
     parser.usage = f"{parser.prog} [options] -- elasticrun [flags] program [arguments]"
     add = parser.add_argument
-    add("--plan", type=Path, metavar="FILE", help="a plan in TOML; see docs/chaos.md")
+    add("--plan", type=Path, metavar="FILE", help="a plan in TOML: elasticrun docs chaos")
     add(
         "--mean-time-between-faults",
         type=float,

@@ -3,7 +3,7 @@
     python docs/site/reference.py           # writes them
     python docs/site/reference.py --check   # says which are out of date, and exits with 1
 
-Flags stand in one place, `driver/commandline`, with their help: what `--help` shows is what stands here.
+Flags stand in one place, `driver/commandline`, with their help: what `--help-all` shows is what stands here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import elastic
-from elastic.driver.commandline import agent_cli, checkpoints_cli, flags
-from elastic.driver.commandline.afterwards import explain_cli, replay_cli
+from elastic.driver.commandline import agent_cli, flags
+from elastic.driver.commandline.afterwards import checkpoints_cli, explain_cli, replay_cli
 from elastic.driver.commandline.arguments import Parser
 from elastic.driver.commandline.kubernetes import kubernetes_cli
+from elastic.driver.commandline.setup import docs_cli
 from elastic.driver.commandline.steering import job_commands
 from elastic.driver.monitoring.metrics import Figures, families
 from elastic.protocol.messages import Commit
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[[], Parser]] = {
     "elasticrun agent": agent_cli.agent_parser,
     "elasticrun k8s": kubernetes_cli.kubernetes_parser,
     "elasticrun checkpoints": checkpoints_cli.parser,
+    "elasticrun docs": docs_cli.parser,
     "elasticrun explain": explain_cli.parser,
     "elasticrun replay": replay_cli.parser,
     **{
@@ -45,8 +47,9 @@ def commands() -> str:
     parts = [
         MADE,
         "# Commands",
-        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`. A flag wins over"
-        " the configuration file (`--config-file`), that over the environment, that over the default.",
+        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`, `elasticrun` all of"
+        " them with `--help-all`. A flag wins over the configuration"
+        " file (`--config-file`), that over the environment, that over the default.",
     ]
     for name, parser in COMMANDS.items():
         made = parser()

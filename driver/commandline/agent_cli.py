@@ -123,10 +123,9 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = agent_parser()
     own, rest = parser.split(arguments)
     options = AgentOptions()
-    _, unknown = parser.parse_known_args(own, namespace=options)
-    if unknown or rest:
-        word = (unknown or rest)[0]
-        raise Invalid(f"an agent takes no {word!r}; see elasticrun agent --help")
+    parser.parse_args(own, namespace=options)
+    if rest:
+        raise Invalid(f"an agent takes no {rest[0]!r}; see elasticrun agent --help")
     bootstrap = agent_bootstrap(options, environ)
     agent_process.check(bootstrap)
     level = {"TRACE": "debug", "FATAL": "error"}.get(bootstrap.log_level, bootstrap.log_level)

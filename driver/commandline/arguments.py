@@ -6,6 +6,7 @@ Knows no flag by name; those are in `flags`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
@@ -137,6 +138,18 @@ class Parser(argparse.ArgumentParser):
                 break
             position += 1 + takes.get(word, 0)
         return list(arguments[:position]), list(arguments[position:])
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Names the flag that is most like one that does not exist."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown and unknown[0].startswith("-"):
+            flags = [name for action in self.actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            raise Invalid(f"unknown flag {unknown[0]}; {hint}")
+        if unknown:
+            raise Invalid(f"unexpected {unknown[0]}; see {self.prog} --help")
+        return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         # argparse takes -n for an abbreviation of -np, whatever `allow_abbrev` says. -p22 is -p and its value.

@@ -57,7 +57,7 @@ _SAYS_NOTHING = {
 }
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
-OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints")
+OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs")
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])  # as `head`, readers of theirs may have seen enough
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
@@ -100,9 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return job_commands.main(arguments[0], arguments[1:], environ)
         if arguments and arguments[0] == "checkpoints":
-            from elastic.driver.commandline import checkpoints_cli
+            from elastic.driver.commandline.afterwards import checkpoints_cli
 
             return checkpoints_cli.main(arguments[1:])
+        if arguments and arguments[0] == "docs":
+            from elastic.driver.commandline.setup import docs_cli
+
+            return docs_cli.main(arguments[1:])
         _check_first_word(arguments, environ)
         options = read_options(arguments, environ)
         if options.version:

@@ -7,7 +7,6 @@ here to set are accepted, but remembered, so that the caller can say so, and why
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,12 +38,12 @@ from elastic.driver.commandline.multi_host_flags import (
     SecurityFlags,
     SshFlags,
 )
+from elastic.driver.commandline.setup.short_help import ShortHelp
 from elastic.driver.commandline.torchrun_flags import TorchrunFlags, add_refused
 from elastic.driver.settings import Settings
-from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Trains with PyTorch in several worker processes, and goes on when some are lost or others join."""
+Run a training script on several workers; keep training when workers fail or join."""
 
 EXAMPLES = """\
 examples:
@@ -63,8 +62,9 @@ commands on a job that runs (elasticrun COMMAND --help):
   jobs, status, scale, drain, remove, stacks, logs, stop
 afterwards, from the file of --journal, or from the folder of --checkpoint-dir:
   explain, replay; checkpoints
-elsewhere:
-  agent (one on each host, with --etcd); secret (makes the file of --secret-file); k8s (a job on Kubernetes)
+setup:
+  agent (one on each host, with --etcd); secret (makes the file of --secret-file); k8s (a job on Kubernetes);
+  docs (the pages of the documentation)
 """
 
 
@@ -460,51 +460,55 @@ class Options(
     without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
 
 
-# Title and text of each group of --help, and the flags in it.
+# Title and text of each group of --help-all, and the flags in it.
 GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "At most one of the first three; without any and without --etcd, this machine has as many"
-        " slots as it needs,\n  up to 8 a core.",
+        "At most one of the first three. Without them and without --etcd: this machine, with as many slots as workers,"
+        "\n  up to 8 a core.",
         (HostFlags,),
     ),
     (
         "several hosts",
-        "Hosts of a list that are not this machine are reached over ssh; those of --etcd run"
-        "\n  the program `elasticrun agent`. See docs/many-hosts.md.",
+        "Hosts of a list are reached over ssh; on those of --etcd runs `elasticrun agent`."
+        "\n  More: elasticrun docs many-hosts",
         (SshFlags, EtcdFlags, KubernetesFlags),
     ),
     (
         "checkpoints",
-        "What is committed outlives all workers, and the driver. See docs/checkpoints.md.",
+        "Commits that outlive all workers and the driver. More: elasticrun docs checkpoints",
         (CheckpointFlags,),
     ),
     (
-        "machines that go away",
-        "Their workers leave before the end, and others take their places. See docs/spot.md.",
+        "preemption",
+        "Workers leave before their machine is reclaimed; others replace them. More: elasticrun docs spot",
         (PreemptionFlags,),
     ),
     (
-        "a driver that may die",
-        "Workers then belong to agents that outlive it, and another driver goes on.",
+        "driver failover",
+        "Workers belong to agents that outlive the driver; another driver continues. More: elasticrun docs many-hosts",
         (FailoverFlags,),
     ),
-    ("security", "Every connection is authenticated; TLS also encrypts.", (SecurityFlags,)),
+    (
+        "security",
+        "Every connection is authenticated; TLS also encrypts. More: elasticrun docs security",
+        (SecurityFlags,),
+    ),
     ("communication", None, (CommunicationFlags,)),
     (
         "small tensors",
-        "What is submitted together is negotiated and reduced together.",
+        "Tensors submitted together are negotiated and reduced together. More: elasticrun docs negotiation",
         (TuningFlags,),
     ),
     (
-        "hung and slow workers",
-        "They are named, then fenced: killed, so that the others go on. See docs/detection.md.",
+        "failure detection",
+        "Hung and slow workers are named, then killed so that the others continue. More: elasticrun docs detection",
         (DetectionFlags,),
     ),
     (
         "torch.distributed, and torchrun's flags",
-        "Scripts that torchrun starts run unedited. See docs/pytorch.md.",
+        "Scripts for torchrun run unedited. More: elasticrun docs pytorch",
         (TorchrunFlags,),
     ),
     ("output", None, (OutputFlags,)),
@@ -513,16 +517,11 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The options of a command line without its program name. Raises Invalid; prints and exits for ``--help``."""
+    """The options of a command line without its program name. Raises Invalid; exits for ``--help``, ``--help-all``."""
     known = parser()
     own, command = known.split(arguments)
     options = Options()
-    _, unknown = known.parse_known_args(own, namespace=options)
-    if unknown:
-        flags = [name for action in known.actions for name in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see elasticrun --help"
-        raise Invalid(f"unknown flag {unknown[0]}; {hint}")
+    known.parse_args(own, namespace=options)
     options.command = command
     return options
 
@@ -562,7 +561,15 @@ def build_parser() -> Parser:
         add = parser.group(title, text)
         for kind in kinds:
             add_declared(add, kind)
-    add("-h --help", None, None, "Show this, and end.", action="help")
+    add(
+        "-h --help",
+        None,
+        None,
+        "Show the most used flags on one screen, and exit.",
+        action=ShortHelp,
+        nargs=0,
+    )
+    add("--help-all", None, None, "Show every flag, and exit.", action="help")
     add_refused(add)
     _add_without_meaning(
         parser.group(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STEPS = 20  # of an optimizer, after which a script is checked
-PAGE = "docs/script-checks.md"
+PAGE = "script-checks"
 
 
 class Kind(enum.Enum):
@@ -99,7 +99,7 @@ class Mistake:
     @property
     def sentence(self) -> str:
         """What is wrong, what follows, and what to write instead."""
-        return f"{_SENTENCES[self.kind].format(**dict(self.facts))} ({PAGE}#{self.kind.value})"
+        return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 
 def found(seen: Seen) -> list[Mistake]:

@@ -19,7 +19,9 @@ import yaml
 
 from elastic.chaos import __main__ as chaos
 from elastic.driver.commandline import cli
-from harness.sources import ROOT
+from elastic.driver.commandline.setup import docs_cli
+from elastic.script_checks.mistakes import PAGE, Kind
+from harness.sources import ROOT, sources
 
 DOCS = ROOT / "docs"
 PAGES = sorted(
@@ -207,6 +209,49 @@ def test_every_command_has_its_part_in_the_reference():
     shown = {name.partition(" ")[2] for name in reference().COMMANDS} | {"secret"}
     words |= set(cli.COMMANDS)
     assert words <= shown, f"docs/site/reference.py lacks {words - shown}"
+
+
+_SHOWN = re.compile(r"`?elasticrun docs`? ([a-z][\w/-]*)(?:#([a-z-]+))?")
+
+
+def shown_strings() -> Iterator[tuple[Path, str]]:
+    """Strings of what is installed, without docstrings: what a user may read."""
+    for file in sources("elastic", "driver", "horovod", "chaos"):
+        tree = ast.parse(file.read_text())
+        own = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in own
+            ):
+                yield file, node.value
+
+
+def test_a_sentence_names_no_page_by_a_path_that_is_not_installed():
+    named = [
+        f"{file.relative_to(ROOT)}: {text[:80]}"
+        for file, text in shown_strings()
+        if re.search(r"(?<!-)\bdocs/[\w-]+\.md", text)
+        and not re.search(r"--(?:report|write-doc) docs/", text)  # written there, in a checkout
+    ]
+    assert not named
+
+
+def test_every_page_that_a_sentence_names_is_shown_by_the_command(capsys):
+    named = {found for _, text in shown_strings() for found in _SHOWN.findall(text)}
+    assert {"many-hosts", "checkpoints", "spot", "detection"} <= {page for page, _ in named}
+    for page, section in sorted(named):
+        assert docs_cli.main([f"{page}#{section}" if section else page]) == 0, page
+        assert capsys.readouterr().out.startswith("#")
+    for kind in Kind:
+        assert docs_cli.main([f"{PAGE}#{kind.value}"]) == 0
 
 
 def test_every_page_stands_in_the_navigation():

@@ -537,7 +537,7 @@ _ADVICE = {
     ),
     Advice.PRELOAD: (
         "{share:.0%} of the workers' time was spent on imports and joining. If --preload auto finds no"
-        " imports (docs/spot.md), name the modules: --preload torch."
+        " imports (elasticrun docs spot), name the modules: --preload torch."
     ),
     Advice.STANDBYS: "--standbys 1 keeps a worker ready to take the place of a lost one at once.",
     Advice.ETCD: (

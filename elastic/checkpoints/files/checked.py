@@ -20,8 +20,6 @@ import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
-import numpy as np
-
 from elastic.checkpoints.manifest import StoredFile
 from elastic.collectives.shared_memory import memfd, native_library
 
@@ -194,4 +192,6 @@ def _buffer() -> _Buffer:
 
 
 def _address(content: Any) -> int:
+    import numpy as np  # a tenth of a second, which commands that write nothing do not need
+
     return int(np.frombuffer(content, np.uint8).ctypes.data)

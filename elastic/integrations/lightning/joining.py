@@ -38,7 +38,7 @@ def refuse_shards(loader: Any) -> None:
         raise Invalid(
             "this loader cuts a step into shards, and what trains with it has one batch of each rank in a step, which"
             " DDP averages: give Trainer(strategy=ElasticStrategy(shards=shards)) the same shards, or leave shards="
-            " out; with Fabric write the loop as docs/exact.md has it"
+            " out; with Fabric write the loop as in: elasticrun docs exact"
         )
 
 

@@ -43,7 +43,13 @@ RUN = {
         "python -m elastic.chaos run --mean-time-between-faults 20 -- elasticrun -np 4 --min-np 1 python train.py",
     },
     "docs/index.md": {"elasticrun -np 4 --min-np 2 --report report.html python train.py"},
-    "docs/install.md": {"elasticrun --check-build"},
+    "docs/install.md": {
+        "elasticrun --check-build",
+        "elasticrun --help",
+        "elasticrun --help-all",
+        "elasticrun docs",
+        "elasticrun docs many-hosts",
+    },
     "docs/migration.md": {
         "horovodrun -np 4 python train.py",
         "horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py",

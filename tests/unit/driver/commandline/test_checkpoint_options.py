@@ -19,7 +19,8 @@ import pytest
 from elastic.checkpoints import catalog, manifest
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, Name
-from elastic.driver.commandline import checkpoints_cli, flags
+from elastic.driver.commandline import flags
+from elastic.driver.commandline.afterwards import checkpoints_cli
 from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
 from elastic.errors import Invalid
 from harness.refusals import refusal_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import re
@@ -13,10 +14,12 @@ import pytest
 
 from elastic.driver.commandline import check_build, cli
 from elastic.driver.commandline.flags import Options, flags_of, parse, parser
+from elastic.driver.commandline.setup import docs_cli
 from elastic.driver.job.job import Job
 from elastic.driver.launch import variables
 from elastic.driver.network.hosts import ThisHost
 from elastic.driver.settings import UNBOUNDED
+from elastic.errors import Invalid
 from elastic.launcher.launch_function import launch
 from elastic.ray.arguments import Limits
 from harness.program import output_of
@@ -230,6 +233,23 @@ def test_flags_that_do_not_exist_or_lack_a_value_are_told(words, said):
 
 
 # ---- where
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("--min-npp 2 x", "--min-np"),
+        ("status --jsn", "--json"),
+        ("explain --htlm=x journal", "--html"),
+        ("checkpoints --verfy x", "--verify"),
+        ("agent --drivr x", "--driver"),
+        ("k8s run --imagee x", "--image"),
+        ("docs --hlp", "--help"),
+    ],
+)
+def test_the_flag_most_like_an_unknown_one_is_named_by_every_command(capsys, line, near):
+    assert cli.main(line.split()) == 2
+    assert f" {near}?" in capsys.readouterr().err
 
 
 def test_without_hosts_this_machine_has_the_slots():
@@ -781,17 +801,48 @@ def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder,
     assert not (folder / "was-started").exists()
 
 
-def test_version_and_help(capsys):
+def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == check_build.version()
+
+
+@pytest.mark.parametrize(
+    ("line", "lines", "columns"),
+    [("--help", 50, 100), ("-np 4 -h", 50, 100), ("--help-all", 999, 120)],
+)
+def test_help_is_one_screen_and_help_all_has_every_flag(capsys, line, lines, columns):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
+        cli.main(line.split())
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: elasticrun [flags] program")
-    assert "-np, --num-proc N" in text
-    assert "elasticrun -np 4 python train.py --lr 0.1" in text
-    assert max(map(len, text.splitlines())) <= 110
+    assert len(text.splitlines()) <= lines
+    assert max(map(len, text.splitlines())) <= columns
+    known = {name: action for action in parser().actions for name in action.option_strings}
+    named = set(re.findall(r"(?<![\w-])--?[a-z][\w-]+", text))
+    assert line == "--help-all" or named <= set(known), "no flag is named that does not exist"
+    assert {"-np", "--min-np", "--checkpoint-dir", "--help-all"} <= named
+    if line == "--help-all":
+        public = {action for action in known.values() if action.help != argparse.SUPPRESS}
+        assert all(named & set(action.option_strings) for action in public)
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    words = set(re.findall(r"[a-z0-9]+", capsys.readouterr().out))
+    assert words >= {*cli.COMMANDS, *cli.OTHER_COMMANDS}
+
+
+@pytest.mark.parametrize("word", ["many-host", "many-hosts#no-such-section"])
+def test_a_page_that_does_not_exist_is_an_error(word):
+    with pytest.raises(Invalid):
+        docs_cli.main([word])
+
+
+def test_pages_are_listed_with_their_titles(capsys):
+    assert docs_cli.main([]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed["many-hosts"] == "Many hosts"
 
 
 # ---- --check-build
@@ -880,10 +931,10 @@ def test_another_horovod_is_looked_for(monkeypatch):
     assert check_build.other_horovod() is None
 
 
-def test_reading_flags_needs_no_torch():
+def test_reading_flags_needs_neither_torch_nor_numpy():
     program = (
         "import sys\nfrom elastic.driver.commandline import cli\n"
-        "assert cli.main(['--version']) == 0\nassert 'torch' not in sys.modules"
+        "assert cli.main(['--version']) == 0\nassert not {'torch', 'numpy'} & set(sys.modules)"
     )
     root = Path(__file__).parents[4]
     output_of(PYTHON, "-c", program, cwd=root)

@@ -1,0 +1,93 @@
+"""``elasticrun docs``: the pages of the documentation, which are installed with the package."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import elastic
+from elastic.driver.commandline.arguments import Parser
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Prints a page of the documentation, or one section of it; without a name, lists the pages."""
+_HEADING = re.compile(r"(#+) +(.*)")
+
+
+def parser() -> Parser:
+    """All flags of ``elasticrun docs``."""
+    made = Parser(
+        prog="elasticrun docs", usage="elasticrun docs [PAGE[#SECTION]]", description=DESCRIPTION
+    )
+    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code. Raises Invalid."""
+    if not arguments:
+        for name, path in pages().items():
+            if not name.startswith("decisions/"):
+                print(f"{name:<24}{_title(path.read_text(encoding='utf-8'))}")
+        return 0
+    word = parser().with_one(arguments, None, "give one page, as in: elasticrun docs many-hosts")
+    name, _, section = word.partition("#")
+    known = pages()
+    name = name.removeprefix("docs/").removesuffix(".md")
+    if name not in known:
+        raise Invalid(f"there is no page {name}{_near(name, list(known))}; see elasticrun docs")
+    text = known[name].read_text(encoding="utf-8")
+    if section:
+        sections = by_section(text)
+        if section not in sections:
+            raise Invalid(
+                f"page {name} has no section {section}{_near(section, list(sections))};"
+                f" see elasticrun docs {name}"
+            )
+        text = sections[section]
+    print(text.rstrip())
+    return 0
+
+
+def pages() -> dict[str, Path]:
+    """Every page, by its name without .md, sorted. Raises Invalid where they are not installed."""
+    package = Path(elastic.__file__).parent
+    folder = next(
+        (each for each in (package / "docs", package.parent / "docs") if each.is_dir()), None
+    )
+    if folder is None:
+        raise Invalid(f"the pages of the documentation are not installed in {package}")
+    found = {
+        path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.md")
+    }
+    return dict(sorted(found.items()))
+
+
+def by_section(text: str) -> dict[str, str]:
+    """The sections of a page with all that is in them, by the anchors of their headings."""
+    lines = text.splitlines()
+    starts: list[tuple[int, int, str]] = []  # line, depth, anchor
+    in_code = False
+    for number, line in enumerate(lines):
+        in_code ^= line.startswith("```")
+        heading = _HEADING.fullmatch(line)
+        if heading and not in_code:
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[2]).lower()
+            anchor = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+            starts.append((number, len(heading[1]), anchor))
+    found = {}
+    for place, (number, depth, anchor) in enumerate(starts):
+        after = (later for later, deep, _ in starts[place + 1 :] if deep <= depth)
+        found[anchor] = "\n".join(lines[number : next(after, len(lines))])
+    return found
+
+
+def _title(text: str) -> str:
+    return next((line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), "")
+
+
+def _near(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,58 @@
+"""What ``elasticrun --help`` shows: one screen with the flags that most jobs need."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+TEXT = """\
+usage: elasticrun [flags] program [arguments of the program]
+
+Run a training script on several workers; keep training when workers fail or join.
+
+  elasticrun -np 4 --min-np 2 python train.py           elastic: continue with 2 to 4 workers
+  elasticrun -np 8 -H gpu1:4,gpu2:4 python train.py     two machines, reached over ssh
+
+workers
+  -np N                        workers to start with
+  --min-np N                   smallest number of workers to continue with; makes the job elastic
+  --max-np N                   largest number of workers (default: -np)
+  --standbys N                 extra workers that replace a lost one at once (default: 0)
+  --reset-limit N              failures to survive before the job ends (default: no limit)
+hosts
+  -H, --hosts LIST             hosts and slots: gpu1:4,gpu2:4 (default: this machine)
+  --hostfile FILE              the same in a file, one host a line: gpu1 slots=4
+  --host-discovery-script CMD  program that prints the current hosts, run every second
+  --etcd, --kubernetes, --network-interface, --ssh-port, --secret-file: elasticrun docs many-hosts
+checkpoints and driver failover
+  --checkpoint-dir DIR         write commits to a shared folder or URL; resume from the newest
+  --checkpoint-every EVERY     60s, 10m, 500commits or manual (default: 60s)
+  --from DIR@COMMIT, --fresh   start from this commit, or start anew
+  --journal FILE               record every event, for elasticrun explain and --resume
+  --resume                     continue the job of --journal; workers outlive the driver
+preemption and failure detection
+  --preemption SOURCE          aws, gcp, azure, slurm, a command, off (default: auto)
+  --busy-timeout S             kill a busy worker that others wait for (default: 600)
+  --idle-timeout S             kill an idle worker that others wait for (default: 30)
+output
+  --dashboard :PORT            serve a live page of the job
+  --report FILE                write a page about the job when it ends
+  --metrics-port PORT          serve metrics for Prometheus
+  --output-filename DIR        write the output of each worker to a file of its own
+  --verbose                    log phases of recoveries and details of decisions
+  --strict                     end the job if its first steps show a mistake in the script
+
+  --help-all                   every flag, also those of horovodrun and torchrun
+  --version, --check-build     print the version, or what is installed here
+
+on a running job: jobs, status, scale, drain, remove, stacks, logs, stop
+after a job: explain, replay, checkpoints      setup: docs, agent, secret, k8s
+Each has a --help of its own: elasticrun status --help. Pages of the documentation: elasticrun docs"""
+
+
+class ShortHelp(argparse.Action):
+    """Prints the screen and exits."""
+
+    def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
+        print(TEXT)
+        parser.exit()
