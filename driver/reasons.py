@@ -278,8 +278,35 @@ def _scaled(facts: Mapping[str, Any]) -> str:
     if facts["leave"]:
         return f"{said}: {facts['leave']} of them {'leaves' if facts['leave'] == 1 else 'leave'} at the next commit"
     if slots < wanted:
-        return f"{said}: only {counted(slots, 'slot')} can be used now, and more join as there are more"
+        said = f"{said}, but {_only_slots(slots)}"
+        if facts.get("drained"):
+            more = f" and {facts['more']} more" if facts.get("more") else ""
+            first = str(facts["drained"]).partition(",")[0]
+            several = more or "," in str(facts["drained"])
+            return (
+                f"{said}: {facts['drained']}{more} {'are' if several else 'is'} drained;"
+                f" undo with: elasticrun drain {first} --off"
+            )
+        return f"{said}; more workers start when there are more slots"
     return said
+
+
+def _only_slots(slots: int) -> str:
+    return (
+        "no slot can be used now" if not slots else f"only {counted(slots, 'slot')} can be used now"
+    )
+
+
+def _first_world(facts: Mapping[str, Any]) -> str:
+    """``wanted``: that of -np, where there are fewer."""
+    members, wanted = facts["members"], facts.get("wanted")
+    if wanted is None:
+        return f"first world: {counted(members, 'worker')} ready"
+    slots = facts["slots"]
+    why = f"{_only_slots(slots)}; more workers join when there are more slots"
+    if slots > members:
+        why = "the others are not ready yet, and join when they are"
+    return f"starting with {members} of {counted(wanted, 'worker')}: {why}"
 
 
 def _drains(facts: Mapping[str, Any]) -> str:
@@ -400,7 +427,7 @@ SENTENCES: dict[Why, Sentence] = {
         " the script is wrong"
     ),
     Why.SEVERAL: _several,
-    Why.FIRST_WORLD: "first world: {members:+worker} ready",
+    Why.FIRST_WORLD: _first_world,
     Why.NEXT_WORLD: _next_world,
     Why.JOINED: "{workers} joined",
     Why.LEAVES: "{worker} leaves ({leaving})",

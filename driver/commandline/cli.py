@@ -275,6 +275,13 @@ def _checked_job(
         env["ELASTIC_MIN_WORKERS"] = str(workers_min)
     env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
     notes = _notes(options, environ, elastic=elastic) + checkpoints.notes
+    if options.driver_port is not None and not fleet.needed and script is None:
+        notes.append(
+            (
+                "warning",
+                f"--driver-port {options.driver_port} has no effect: this job has no agents, all of it runs here",
+            )
+        )
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         workers = min(workers_max + standbys, sum(hosts.values()))

@@ -184,6 +184,7 @@ class Driver:
         self._tracing = tracing or Tracing(log)
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
+        self._slots = 0  # that discovery lists
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
@@ -454,6 +455,8 @@ class Driver:
             reason = because(Why.DRIVER_BUG, error=repr(error))
             self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
             return self._decisions.follow(event, [events.EndJob(1, reason)], now)
+        if isinstance(event, events.HostsChanged):
+            self._slots = sum(event.hosts.values())
         if not self._decisions.raised:
             self._journal.record(now, event, answer)
             self._tracing.noted(event, answer)
@@ -645,8 +648,12 @@ class Driver:
         self._checkpoints.world(world.generation, [member.worker for member in world.members])
         self._reports.keep({*self.places, *self._decisions.running})
         self._promised.clear()
-        noun = "worker" if len(world.members) == 1 else "workers"
-        text = f"generation {world.generation} has {len(world.members)} {noun}: {reason}"
+        size, wanted = len(world.members), self.job.settings.np
+        if world.reason.kind is Why.FIRST_WORLD and size < wanted:
+            short = because(Why.FIRST_WORLD, members=size, wanted=wanted, slots=self._slots)
+            reason = str(short)
+        noun = "worker" if size == 1 else "workers"
+        text = f"generation {world.generation} has {size} {noun}: {reason}"
         return ("info", text)
 
     def _end(self, outcome: events.EndJob) -> Line | None:

@@ -13,6 +13,7 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -125,6 +126,27 @@ def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
     return None if job.journal is None else FileArchive(Path(job.journal))
 
 
+def _bound(server: Server[Any], interface: str, port: int, own: int) -> Address:
+    """Where it listens. ``own``: the port of --driver-port. Raises Invalid where that, or the former driver's, is
+    taken, and OSError.
+    """
+    try:
+        return server.bind(interface, port)
+    except OSError as error:
+        if not port:
+            raise
+        where = f"port {port} of {interface}"
+        if port == own:
+            raise Invalid(
+                f"--driver-port {port} can't be used: {where}: {error.strerror}; give another port, or leave it out"
+                " for any that is free"
+            ) from error
+        raise Invalid(
+            f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free it and"
+            " run the command again, or give --fresh to begin anew"
+        ) from error
+
+
 class _Run:
     """One driver, from its first word to its last."""
 
@@ -168,7 +190,7 @@ class _Run:
             lease_s=silence_s(job.settings.lease_s),
             tls=plan.server_tls(),
         )
-        address = server.bind(*await self._place(known))
+        address = _bound(server, *await self._place(known), plan.port)
         writer = writer_here(term=self.term, address=str(address), past=past)
         if plan.tls is None and not is_loopback(address.host):
             self.log(

@@ -19,8 +19,10 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import WorkerRecord, WorkerStage
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Fact, Reason, Why, because
 from elastic.driver.settings import UNBOUNDED
+
+NAMED = 4  # drained hosts
 
 
 class OperatorRequests(Part):
@@ -54,14 +56,24 @@ class OperatorRequests(Part):
         for record in self.roster.in_plans():
             if record.leaving is not None and record.leaving.kind is Why.SCALED_DOWN:
                 record.leaving = None  # of those that have not left yet some may stay
+        leave = self._thin_out(workers)
+        slots = self.staff.slots.open(self.actions.now)
+        had = None if before == UNBOUNDED else before
+        drained = self.staff.slots.drained_hosts if slots < workers else []
+        kept_out: dict[str, Fact] = {}
+        if drained:
+            kept_out = {"drained": ", ".join(drained[:NAMED]), "more": len(drained[NAMED:])}
+        return True, because(
+            Why.SCALED, workers=workers, before=had, slots=slots, leave=leave, **kept_out
+        )
+
+    def _thin_out(self, workers: int) -> int:
+        """Asks those that are too many to leave, and returns how many they are."""
         surplus = self._surplus(workers)
         for record in surplus:
             why = because(Why.SCALED_DOWN, workers=workers)
             self.staff.ask_to_leave(record, why, self.worlds.world.places)
-        slots = self.staff.slots.open(self.actions.now)
-        had = None if before == UNBOUNDED else before
-        leave = len(surplus)
-        return True, because(Why.SCALED, workers=workers, before=had, slots=slots, leave=leave)
+        return len(surplus)
 
     def _surplus(self, workers: int) -> list[WorkerRecord]:
         """Who is too many: of the members the last ranks; of the others those that were started last."""
@@ -100,6 +112,7 @@ class OperatorRequests(Part):
             leaving = record.leaving
             if record.in_plans and leaving is not None and leaving.kind is Why.DRAINED:
                 record.leaving, record.noticed = None, False
+        self._thin_out(self.staff.workers_max)  # it may have been made smaller meanwhile
         return True, because(Why.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:

@@ -117,6 +117,11 @@ class Slots:
         return host in self._drained
 
     @property
+    def drained_hosts(self) -> list[str]:
+        """Those of the list that an operator wants empty."""
+        return [host for host in self._hosts if host in self._drained]
+
+    @property
     def hosts(self) -> list[str]:
         """Those that are listed."""
         return [*self._hosts]

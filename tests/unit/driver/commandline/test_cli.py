@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -799,6 +800,24 @@ def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder,
         f"elasticrun: discovery script {folder}/hosts.sh ended with exit code 1; it said: no cluster"
     )
     assert not (folder / "was-started").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--host-discovery-script", "./hosts.sh"]])
+def test_a_driver_port_that_is_taken_is_told_before_anything_is_started(folder, capfd, more):
+    (folder / "hosts.sh").write_text("#!/bin/sh\necho localhost:1\n")
+    (folder / "hosts.sh").chmod(0o755)
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--min-np", "1", "--driver-port", port, "--journal", "j", "--resume", *more]
+        assert cli.main([*flags, "touch", f"{folder}/was-started"]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"elasticrun: --driver-port {port} ")
+    assert not (folder / "was-started").exists()
+
+
+def test_a_driver_port_without_effect_is_told():
+    assert any("--driver-port" in told for told in warnings(job("-np 1 --driver-port 4000")))
+    assert not warnings(job("-np 1 --driver-port 4000 --journal j --resume"))
 
 
 def test_version(capsys):

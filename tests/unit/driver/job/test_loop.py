@@ -79,6 +79,7 @@ class Story:
     def __init__(
         self,
         np=2,
+        slots=None,
         path=None,
         membership=None,
         noted=None,
@@ -91,7 +92,7 @@ class Story:
             np=np, workers_min=1, workers_max=np, elastic=True, env={"X": "extra"}, **changes
         )
         self.server, self.launcher = FakeServer(), FakeLauncher()
-        self.discovery = FakeDiscovery({"localhost": np})
+        self.discovery = FakeDiscovery({"localhost": slots or np})
         self.membership = membership or Membership(self.settings)
         self.log: list[str] = []
         self.driver = Driver(
@@ -193,6 +194,14 @@ async def test_a_job_from_start_to_success(s):
     assert await s.code() == 0
     assert s.driver.ordered_results() == [b"from 0", b"from 1"]
     assert s.launcher.closed and not s.launcher.killed
+
+
+@story(np=4, slots=2)
+async def test_a_first_world_with_fewer_workers_than_wanted_says_so(s):
+    await s.train(A, B)
+    wanted = because(Why.FIRST_WORLD, members=2, wanted=4, slots=2)
+    assert f"info: generation 1 has 2 workers: {wanted}" in s.log
+    assert str(wanted) != str(because(Why.FIRST_WORLD, members=2))
 
 
 @story()

@@ -96,6 +96,24 @@ def test_a_smaller_job_lets_the_last_ranks_go_at_an_agreed_check():
     assert not names(after) and not names(talk.wait(600.0))
 
 
+def test_an_answer_names_the_drained_hosts_where_they_leave_too_few_slots():
+    talk = two_hosts()
+    talk.tell(DrainRequested(7, "b", off=False))
+    facts = the(AnswerRequest, scale(talk, 4)).reason.facts
+    assert (facts["drained"], facts["more"], facts["slots"]) == ("b", 0, 2)
+    assert "drained" not in the(AnswerRequest, scale(talk, 2)).reason.facts
+    talk.tell(DrainRequested(7, "b", off=True))
+    assert "drained" not in the(AnswerRequest, scale(talk, 9)).reason.facts
+
+
+def test_a_host_that_is_drained_no_more_keeps_no_more_workers_than_the_job_has_now():
+    talk = two_hosts()
+    talk.tell(DrainRequested(7, "b", off=False))
+    scale(talk, 2)
+    talk.tell(DrainRequested(7, "b", off=True))
+    assert [str(each) for each in talk.m.roster.leavers] == ["b:0#1", "b:1#1"]
+
+
 def test_their_slots_are_used_again_when_the_job_grows():
     talk = running(4)
     scale(talk, 2)
