@@ -192,6 +192,7 @@ def _train_in_worlds(
                 observer.begin()
             value = unwrapped(rt.session, train)
             durable.finish(rt, state)
+            durable.returned(rt)
             rt.training.returned()
             return value
         except WorldChanging:

@@ -5,19 +5,22 @@ Everything that can go wrong with a folder of checkpoints is found here, before 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, NotReadable
 from elastic.driver.commandline.flags import Options
+from elastic.driver.commandline.setup.finished_job import SameCommand, same_command
 from elastic.driver.job.refused_start import Traces
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
+Value = TypeVar("Value")
 ANSWER_S = 60.0  # for the storage to answer at the start
 
 
@@ -81,6 +84,56 @@ def checkpoint_plan(
             env[told.FROM] = f"{url}@{found.name}"
     restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts
     return CheckpointPlan(env, restarts if elastic else None, notes)
+
+
+# ---- finished before? ------------------------------------------------------------------------------------------------
+
+_ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
+
+
+def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
+    """None where it can't be known whether the same command has finished before: all of the job has to run here.
+
+    Raises Invalid.
+    """
+    elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
+    drivers = options.kubernetes or options.resume or options.standby
+    if options.checkpoint_dir is None or elsewhere or drivers or _other_hosts(options.hosts):
+        return None
+    # What holds for one start is no part of the command.
+    asked = asdict(replace(options, fresh=False, begin_from=None))
+    return same_command(
+        options.checkpoint_dir, repr(sorted(asked.items())), options.command, environ
+    )
+
+
+def finished_before(same: SameCommand, options: Options) -> Manifest | None:
+    """The last commit of the same job, if that has finished and neither --fresh nor --from is given."""
+    if options.fresh or options.begin_from is not None:
+        return None
+    return _unless_silent(same.finished_before)
+
+
+def note_finished(same: SameCommand, run: int) -> None:
+    """The job of this run ended with exit code 0."""
+    _unless_silent(lambda: same.has_finished(run))
+
+
+def _other_hosts(listed: str | None) -> bool:
+    words = (listed or "").split(",")
+    return any(word.partition(":")[0] not in ("", "localhost", "127.0.0.1") for word in words)
+
+
+def _unless_silent(work: Callable[[], Value]) -> Value | None:
+    """None where the storage does not answer, which the start of the job tells of better."""
+    asked = begun(work, "checkpoints")
+    if not futures.wait([asked], ANSWER_S).done:
+        return None
+    try:
+        found: Value = asked.result()
+        return found
+    except (OSError, NotReadable):
+        return None
 
 
 Begin = tuple[str, Manifest] | None

@@ -20,9 +20,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from elastic.checkpoints.options import RUN
 from elastic.driver.commandline import check_build, flags, torchrun_flags
 from elastic.driver.commandline.arguments import seconds
-from elastic.driver.commandline.checkpoint_options import checkpoint_plan
+from elastic.driver.commandline.checkpoint_options import (
+    checkpoint_plan,
+    finished_before,
+    note_finished,
+    same_command_of,
+)
 from elastic.driver.commandline.command import check_command, run_by_python
 from elastic.driver.commandline.config_file import read_config
 from elastic.driver.commandline.flags import Options
@@ -115,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check_build:
             print(check_build.describe(check_build.probe()))
             return 0
-        return asyncio.run(_run(make_job(options, environ)))
+        return _run_unless_finished(options, environ)
     except Invalid as error:
         print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
         return 2
@@ -147,6 +153,25 @@ def _called() -> str:
     """The name under which it was called."""
     name = os.path.basename(sys.argv[0])
     return name if name in NAMES else NAMES[0]
+
+
+def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
+    """The exit code. Raises Invalid, OSError."""
+    same = same_command_of(options, environ)
+    found = None if same is None else finished_before(same, options)
+    if same is not None and found is not None:
+        print(
+            f"{_called()}: this job has finished before, at {found.name.commit}"
+            f" ({same.storage.url}/{found.name}), and nothing has changed since. To train further change the script"
+            " or its arguments; --fresh begins anew, and --from trains on from a commit.",
+            file=sys.stderr,
+        )
+        return 0
+    job = make_job(options, environ)
+    code = asyncio.run(_run(job))
+    if code == 0 and same is not None:
+        note_finished(same, int(job.settings.env[RUN]))
+    return code
 
 
 async def _run(job: Job) -> int:

@@ -80,6 +80,13 @@ def finish(rt: Runtime, state: State) -> None:
         rt.commits.finish(state)
 
 
+def returned(rt: Runtime) -> None:
+    """The training function has returned, and its last commit has been waited for: rank 0 notes that."""
+    commit = rt.session.recovery.agreed()
+    if rt.commits.durable is not None and not rt.alone and not rt.place.rank and commit is not None:
+        rt.commits.durable.returned(commit)
+
+
 def resume(rt: Runtime, state: State) -> None:
     """Nobody holds a commit: all go on from the newest durable one, if there is one. Collective.
 

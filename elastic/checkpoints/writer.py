@@ -19,7 +19,7 @@ from time import monotonic
 
 import tenacity
 
-from elastic.checkpoints import catalog, writing
+from elastic.checkpoints import catalog, finished, writing
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
@@ -191,6 +191,13 @@ class Writer:
         known = f"the newest durable one is {newest}" if newest else "no commit of this run is"
         within = f" within {FINISH_S:.0f} s" if monotonic() >= deadline else ""
         self._say(f"the last commit, {commit}, could not be made durable{within}; {known}")
+
+    def returned(self, commit: Commit) -> None:
+        """The training function has returned after this commit. Noted, for the driver, if that is durable."""
+        if self.newest == commit:
+            with contextlib.suppress(OSError):  # the same command then trains on from this commit
+                name = Name(self.run, commit.generation, commit.number)
+                finished.note_returned(self._storage, name, finished.process_began_at())
 
     def _wait(self, deadline: float, over: Callable[[], bool]) -> bool:
         """Until it is known what became of the latest request. False: not in time, or ``over``."""

@@ -7,11 +7,13 @@ import os
 import re
 import signal
 
+import msgspec
 import psutil
 import pytest
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
+from elastic.driver.commandline.setup.finished_job import FINISHED, FinishedJob
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -52,6 +54,8 @@ def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, t
     last = catalog.read(storage, catalog.names(storage)[-1])
     assert last.values["step"] == int(ended)
     assert f"commit {last.name.commit} is durable" in training.output, "an operator is told so"
+    told = msgspec.json.decode(storage.read(FINISHED), type=FinishedJob)
+    assert told.commit == last.name, "the same command is to know that nothing is left to do"
 
 
 def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):

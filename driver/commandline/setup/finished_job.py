@@ -1,0 +1,140 @@
+"""Whether the same command has finished before, so that it would train no further. Acts; starts nothing.
+
+It has if a job with the same flags, program, environment and folder ended with exit code 0 after its training function
+had returned, if its last commit is still the newest durable one, and if neither the modules that it imported nor the
+programs and settings around it have changed since. In doubt it has not: the job then trains on from its last commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic.checkpoints import catalog, finished
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Manifest, Name
+
+FINISHED = "finished.json"
+# Files around a script that may decide how long it trains.
+KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
+MOST_FILES = 5000  # looked at; a folder with more is no folder of a script
+MOST_BYTES = 1 << 20  # of one file; a larger one is data
+# Of a terminal or a login: the same command, given again, may have others.
+_PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
+_PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", "XDG_SESSION_")
+
+
+class FinishedJob(msgspec.Struct, frozen=True):
+    """``request``: a digest of flags, program, environment and folder. ``files``: their signatures by path."""
+
+    request: str
+    commit: Name
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SameCommand:
+    """One start of a program. ``files`` are None where there are too many to tell."""
+
+    storage: Storage
+    request: str
+    files: dict[str, str] | None
+    command: Sequence[str]
+    folder: str
+
+    def finished_before(self) -> Manifest | None:
+        """The last commit of the same job that has finished. Raises OSError."""
+        if self.files is None:
+            return None
+        try:
+            found = msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+        returned = finished.read_returned(self.storage)
+        same = found.request == self.request and found.files == self.files
+        if not same or returned is None or returned.commit != found.commit:
+            return None
+        return self._newest(found.commit) if finished.unchanged(returned.modules) else None
+
+    def has_finished(self, run: int) -> bool:
+        """The job of this run ended with exit code 0. Whether that can be told later. Raises OSError."""
+        returned = finished.read_returned(self.storage)
+        if self.files is None or returned is None or returned.commit.run != run:
+            return False
+        after = self._files_now()
+        # A file that changed meanwhile may be a result, or may have been edited: nobody can tell.
+        if after is None or any(after.get(path) != was for path, was in self.files.items()):
+            return False
+        if self._newest(returned.commit) is None:
+            return False
+        told = FinishedJob(self.request, returned.commit, after)
+        self.storage.write(FINISHED, msgspec.json.encode(told))
+        return True
+
+    def _files_now(self) -> dict[str, str] | None:
+        return program_files(self.command, self.folder, without=self.storage.absolute)
+
+    def _newest(self, name: Name) -> Manifest | None:
+        """If this commit is the newest, and whole."""
+        names = catalog.names(self.storage)
+        return catalog.entry(self.storage, name).manifest if names and names[-1] == name else None
+
+
+def same_command(
+    url: str, flags: str, command: Sequence[str], environ: Mapping[str, str]
+) -> SameCommand:
+    """``flags``: what was asked for, in words. Raises Invalid if there can be no such storage."""
+    folder = os.getcwd()
+    kept = sorted(
+        f"{name}={value}"
+        for name, value in environ.items()
+        if name not in _PASSING and not name.startswith(_PASSING_BEGINNINGS)
+    )
+    request = hashlib.sha256(repr((flags, [*command], folder, kept)).encode()).hexdigest()
+    storage = Storage(url)
+    files = program_files(command, folder, without=storage.absolute)
+    return SameCommand(storage, request, files, command, folder)
+
+
+def program_files(command: Sequence[str], folder: str, without: str) -> dict[str, str] | None:
+    """Signatures of the files that the command names, and of programs and settings in their folders and in ``folder``,
+    without those below ``without``, the checkpoints. None: there are too many.
+    """
+    words = [part for word in command for part in (word, word.partition("=")[2])]
+    named = {os.path.abspath(word) for word in words if word and os.path.isfile(word)}
+    scripts = [path for path in named if path.endswith(KINDS)]
+    found = {path: finished.signature(path, by_time=_large(path)) for path in sorted(named)}
+    roots = {folder, *map(os.path.dirname, scripts)}
+    looked_at = 0
+    for root in sorted(roots):
+        for path in _within(root, without):
+            looked_at += 1
+            if looked_at > MOST_FILES:
+                return None
+            if path.endswith(KINDS) and path not in found and not _large(path):
+                found[path] = finished.signature(path)
+    return found
+
+
+def _within(root: str, without: str) -> Iterator[str]:
+    """All files below, without hidden folders, caches and environments."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            each
+            for each in folders
+            if not each.startswith((".", "__pycache__"))
+            and not os.path.exists(os.path.join(folder, each, "pyvenv.cfg"))
+            and os.path.join(folder, each) != without
+        ]
+        yield from (os.path.join(folder, file) for file in files)
+
+
+def _large(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.getsize(path) > MOST_BYTES
+    return False

@@ -1,0 +1,174 @@
+"""When the same command has finished before: only if nothing that could decide how long it trains has changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from elastic.checkpoints import finished, manifest
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Manifest, Name
+from elastic.driver.commandline import cli, flags
+from elastic.driver.commandline.checkpoint_options import finished_before, same_command_of
+from elastic.driver.commandline.setup.finished_job import (
+    FINISHED,
+    MOST_FILES,
+    SameCommand,
+    program_files,
+)
+
+LAST = Name(3, 2, 100)
+ENVIRON = {"PATH": "/bin", "EPOCHS": "3", "SHLVL": "1"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's, with a script, its settings and a module that it imports."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    (tmp_path / "library").mkdir()
+    for path in ("run/train.py", "run/job.yaml", "library/layers.py"):
+        (tmp_path / path).write_text("epochs: 3\n")
+        os.utime(tmp_path / path, (1.0, 1.0))
+    layers = types.ModuleType("layers_of_this_test")
+    layers.__file__ = str(tmp_path / "library/layers.py")
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    return tmp_path
+
+
+def started(*more: str, environ: dict[str, str] = ENVIRON) -> SameCommand | None:
+    words = ["-np", "2", "--checkpoint-dir", "ck", *more]
+    return same_command_of(flags.parse([*words, "python", "train.py"]), environ)
+
+
+def commit(name: Name) -> None:
+    storage = Storage("ck")
+    files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
+    told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
+    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(told))
+
+
+def returned(name: Name, began_at: float | None = None) -> None:
+    finished.note_returned(Storage("ck"), name, time.time() if began_at is None else began_at)
+
+
+def train(*more: str) -> bool:
+    """A job from its start to exit code 0."""
+    job = started(*more)
+    assert job is not None and job.finished_before() is None
+    commit(LAST)
+    returned(LAST)
+    return job.has_finished(LAST.run)
+
+
+def again(*more: str, environ: dict[str, str] = ENVIRON) -> Name | None:
+    words = ["-np", "2", "--checkpoint-dir", "ck", *more]
+    options = flags.parse([*words, "python", "train.py"])
+    job = same_command_of(options, environ)
+    found = None if job is None else finished_before(job, options)
+    return None if found is None else found.name
+
+
+def test_the_same_command_has_finished(folder):
+    (folder / "run/results.csv").write_text("what the job wrote")
+    assert train()
+    assert again() == LAST
+    assert again(environ=ENVIRON | {"SHLVL": "2", "SSH_TTY": "/dev/pts/3"}) == LAST
+
+
+def test_one_that_began_anew_has_finished_for_the_command_without_that_flag():
+    assert train("--fresh")
+    assert again() == LAST
+    assert again("--fresh") is None and again("--from", f"ck@{LAST}") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "run/train.py").write_text("epochs: 4\n"),
+        lambda folder: (folder / "run/job.yaml").write_text("epochs: 4\n"),
+        lambda folder: (folder / "run/more.yaml").write_text("epochs: 4\n"),
+        lambda folder: (folder / "library/layers.py").write_text("layers: 4\n"),
+        lambda folder: (folder / "library/layers.py").unlink(),
+        lambda folder: commit(Name(4, 2, 0)),
+        lambda folder: (folder / f"run/ck/{LAST}/__0_0.distcp").write_bytes(b"less"),
+        lambda folder: (folder / "run/ck" / finished.RETURNED).unlink(),
+        lambda folder: (folder / "run/ck" / FINISHED).write_text("{"),
+    ],
+)
+def test_a_job_has_not_finished_once_anything_around_it_has_changed(folder, change):
+    assert train()
+    change(folder)
+    assert again() is None
+
+
+def test_other_arguments_flags_environment_or_folders_are_another_job(folder, monkeypatch):
+    assert train()
+    assert again("-np", "3") is None
+    assert again(environ=ENVIRON | {"EPOCHS": "4"}) is None
+    options = flags.parse(["-np", "2", "--checkpoint-dir", "ck", "python", "train.py", "--lr", "1"])
+    other = same_command_of(options, ENVIRON)
+    assert other is not None and other.finished_before() is None
+    monkeypatch.chdir(folder)
+    assert again("--checkpoint-dir", "run/ck") is None
+
+
+@pytest.mark.parametrize("path", ["run/train.py", "run/job.yaml", "library/layers.py"])
+def test_what_changes_while_it_trains_leaves_it_unknown(folder, path):
+    job = started()
+    assert job is not None
+    began_at = time.time() - 0.1  # the clock of a file system is coarse
+    (folder / path).write_text("epochs: 4\n")
+    commit(LAST)
+    returned(LAST, began_at)
+    assert not job.has_finished(LAST.run)
+    assert again() is None
+
+
+def test_a_training_that_did_not_return_has_not_finished():
+    job = started()
+    assert job is not None
+    commit(LAST)
+    assert not job.has_finished(LAST.run)
+    returned(Name(2, 2, 100))  # of a run before
+    assert not job.has_finished(LAST.run)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["-H", "gpu1:2"],
+        ["--host-discovery-script", "./hosts.sh"],
+        ["--resume", "--journal", "job.journal"],
+        ["--etcd", "e:1", "--job", "j"],
+    ],
+)
+def test_of_a_job_that_may_run_elsewhere_nothing_is_known(more):
+    assert started(*more) is None
+
+
+def test_a_folder_with_too_many_files_leaves_it_unknown(folder, monkeypatch):
+    monkeypatch.setattr("elastic.driver.commandline.setup.finished_job.MOST_FILES", 1)
+    assert MOST_FILES > 2 and program_files(["python"], str(folder), "") is None
+    assert not train()
+
+
+def test_it_is_said_with_exit_code_0_and_nothing_is_started(folder, capfd, monkeypatch):
+    for name in [*os.environ]:
+        monkeypatch.delenv(name) if name.startswith(("PYTEST", "ELASTIC", "HOROVOD")) else None
+    (folder / "run/train.py").write_text("open('was-started', 'w')\n")
+    os.utime(folder / "run/train.py", (1.0, 1.0))
+    words = ["-np", "1", "--min-np", "1", "--checkpoint-dir", "ck", sys.executable, "train.py"]
+    job = same_command_of(cli.read_options(words, os.environ), os.environ)
+    assert job is not None
+    commit(LAST)
+    returned(LAST)
+    assert job.has_finished(LAST.run)
+    assert cli.main(words) == 0
+    assert str(LAST) in capfd.readouterr().err
+    assert not (folder / "run/was-started").exists()
