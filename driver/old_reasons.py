@@ -35,6 +35,7 @@ _SENTENCES = [
     (Why.NO_COMMIT, re.compile(r"no survivor holds a commit")),
 ]
 _AND_MORE = re.compile(r"; and \d+ more$")
+_COMMIT_ID = re.compile(r"\bg(\d+)c(\d+)\b")
 _BRIEF = re.compile(r": | \(")
 _REASON = b'"reason":"'
 _REPORT = b'{"type":"Report",'
@@ -84,10 +85,22 @@ def renewed(action: bytes) -> bytes:
 
 def as_then(action: msgspec.Struct) -> dict[str, Any]:
     """The other way round: an action, as JSON would have had it while reasons were sentences."""
-    fields: dict[str, Any] = msgspec.to_builtins(action)
+    fields: dict[str, Any] = msgspec.to_builtins(dotted(action))
     fields.pop("about", None)
     reason: Reason | None = getattr(action, "reason", None)
-    return fields if reason is None else fields | {"reason": str(reason)}
+    return fields if reason is None else fields | {"reason": _dotted(str(reason))}
+
+
+def dotted(action: msgspec.Struct) -> msgspec.Struct:
+    """An action with the ids of commits in its line as they were shown before: ``2.300`` for ``g2c300``."""
+    text = getattr(action, "text", None)
+    if not isinstance(text, str) or (before := _dotted(text)) == text:
+        return action
+    return msgspec.structs.replace(action, text=before)
+
+
+def _dotted(text: str) -> str:
+    return _COMMIT_ID.sub(r"\1.\2", text)
 
 
 def is_of_then(action: msgspec.Struct) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, List, Union  # noqa: UP035
 import msgspec
 
 from elastic.driver.tracebacks import exception_line
+from elastic.protocol.messages import Commit
 
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
 GONE = (
@@ -203,12 +204,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def commit_id(fact: object) -> str:
+    """``g2c300``, of the ``2.300`` of a journal; anything else as it is."""
+    generation, _, number = str(fact).partition(".")
+    if generation.isdecimal() and number.isdecimal():
+        return str(Commit(int(generation), int(number)))
+    return str(fact)
+
+
 # ---- words ---------------------------------------------------------------------------------------------------------
 
 
 class _Words(string.Formatter):
     """Beside the usual formats: ``{n:+worker}`` is counted, ``{x:brief}`` a reason in its first words, ``{x:wrote}``
-    the last words of a worker, and ``{x:because}`` why it was killed, if there is any.
+    the last words of a worker, ``{x:because}`` why it was killed, if there is any, and ``{x:commit}`` a commit's id.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -216,6 +225,8 @@ class _Words(string.Formatter):
             return counted(value, format_spec[1:])
         if format_spec == "brief":
             return brief(value)
+        if format_spec == "commit":
+            return commit_id(value)
         if format_spec == "because":
             return f", killed because {value}" if value else ""
         if format_spec == "wrote":
@@ -327,7 +338,7 @@ def _machine_leaves(facts: Mapping[str, Any]) -> str:
     """The driver's own machine goes, and everybody with it."""
     said = f"this machine goes away ({facts['notice']})"
     if facts["newest"]:
-        return f"{said}; commit {facts['newest']} is durable, and the same command goes on from it"
+        return f"{said}; commit {commit_id(facts['newest'])} is durable, and the same command goes on from it"
     if facts["durable"]:
         return f"{said}, and no commit of this run became durable in time"
     return f"{said}; with --checkpoint-dir the same command could go on from its last commit"
@@ -340,7 +351,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
         said += f"; no last checkpoint was made within {facts['within_s']:g} s"
     if not facts["newest"]:
         return said
-    return f"{said}; commit {facts['newest']} is durable, and the same command goes on from it"
+    return f"{said}; commit {commit_id(facts['newest'])} is durable, and the same command goes on from it"
 
 
 SENTENCES: dict[Why, Sentence] = {
@@ -366,10 +377,11 @@ SENTENCES: dict[Why, Sentence] = {
         ": it is not at the end of collective {number} of {group!r} {for_s:.0f} s after the others,"
         " for the second time",
     ),
-    Why.OTHER_DIGEST: "its parameters differ from {right}'s under commit {commit}",
-    Why.DAMAGED: "its {parts} under commit {commit} differs from that of {equal} others, and did not before: its memory"
-    " or its processor has changed bits, so have its host tested",
-    Why.SPOILT: "infinite or NaN gradients from damaged memory have spoilt all replicas, commit {commit} with them",
+    Why.OTHER_DIGEST: "its parameters differ from {right}'s under commit {commit:commit}",
+    Why.DAMAGED: "its {parts} under commit {commit:commit} differs from that of {equal} others, and did not before: its"
+    " memory or its processor has changed bits, so have its host tested",
+    Why.SPOILT: "infinite or NaN gradients from damaged memory have spoilt all replicas, commit {commit:commit} with"
+    " them",
     Why.NO_INIT: "it did not call init() within {within_s:g} s",
     Why.NOT_READY: "it did not become ready within {within_s:g} s",
     Why.HOST_NOT_LISTED: "{host} left the list of hosts",
@@ -462,7 +474,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.ENDED: _ended,
     Why.SCRIPT_FAILS: "every worker ended before training began, the last with {exit}{killed_for:because}{wrote:wrote}",
     Why.SCRIPT_RAISED: "{who} raised {summary}:\n{trace}",
-    Why.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit}:\n{trace}",
+    Why.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit:commit}:\n{trace}",
     Why.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s, while others wait for it",
     Why.LOST_FOR_GOOD: "{who} is lost: {cause}",
     Why.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls;"

@@ -161,9 +161,9 @@ def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
         print(
-            f"{_called()}: this job has finished before, at {found.name.commit}"
-            f" ({same.storage.url}/{found.name}), and nothing has changed since. To train further change the script"
-            " or its arguments; --fresh begins anew, and --from trains on from a commit.",
+            f"{_called()}: this job has finished before, at {found}: {same.storage.url}/{found.name}\n"
+            "  To train further change the script or its arguments; --fresh begins anew, --from trains on from a"
+            " commit.",
             file=sys.stderr,
         )
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elastic.checkpoints.manifest import at_step
 from elastic.driver.job.checkpoint_shares import Failed, Made, NotEqual
 
 QUIET_S = 30.0  # between two lines of a kind
@@ -36,7 +37,9 @@ class CheckpointLines:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         ago_s = self._now() - self._made_at
         since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
-        self._log(level, f"commit {made.commit} is durable{since}: {made.place} ({size})")
+        self._log(
+            level, f"{at_step(made.commit, made.step)} is durable{since}: {made.place} ({size})"
+        )
 
     def failed(self, failed: Failed) -> None:
         level = "warning" if failed.unusual and self._may_say(Failed) else "debug"

@@ -48,6 +48,7 @@ class Made:
     place: str
     size: int  # bytes
     took_s: float
+    step: int | None = None  # the state's own
 
 
 @dataclass(frozen=True)
@@ -213,4 +214,4 @@ class CheckpointShares:
         return self._made(message) if isinstance(message, CheckpointWritten) else []
 
     def _made(self, message: CheckpointWritten) -> list[Action]:
-        return [Made(message.commit, message.place, message.size, message.took_s)]
+        return [Made(message.commit, message.place, message.size, message.took_s, message.step)]

@@ -46,7 +46,7 @@ from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
 from elastic.driver.monitoring.exit_lines import ExitLines
-from elastic.driver.monitoring.recovery_line import recovery_line
+from elastic.driver.monitoring.recovery_line import phases_line, recovery_line
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.credentials import TlsFiles
@@ -185,6 +185,7 @@ class Driver:
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # that discovery lists
+        self._held: bool | None = None  # whether a member of the latest world held a commit
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
@@ -570,7 +571,8 @@ class Driver:
                 self._answered(action)
                 return ("info", f"an operator's request is {'' if done else 'not '}done: {reason}")
             case events.ReportRecovery():
-                return ("info", recovery_line(action))
+                self._log("debug", phases_line(action))
+                return ("info", recovery_line(action, held=self._held))
             case _:
                 raise AssertionError(f"nothing is known about {type(action).__name__}")
         return None
@@ -645,6 +647,7 @@ class Driver:
             for member in world.members
         )
         self.generation = world.generation
+        self._held = world.holders > 0
         self._checkpoints.world(world.generation, [member.worker for member in world.members])
         self._reports.keep({*self.places, *self._decisions.running})
         self._promised.clear()

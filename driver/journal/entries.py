@@ -198,7 +198,10 @@ def digest_of(actions: Sequence[Action]) -> int:
 
 def is_digest(digest: int, actions: Sequence[Action]) -> bool:
     """Whether it is that of these actions, as this version or an older one has written it."""
-    if digest == digest_of(actions):
+    if digest in (
+        digest_of(actions),
+        zlib.crc32(_encoder.encode([*map(old_reasons.dotted, actions)])),
+    ):
         return True
     then = [old_reasons.as_then(action) for action in actions]
     return digest == zlib.crc32(_encoder.encode(then))

@@ -115,7 +115,7 @@ class Failures(Part):
                     Why.SAME_EXCEPTION,
                     first=str(earlier),
                     worker=str(event.worker),
-                    commit=str(event.commit or "none"),
+                    commit=event.commit.dotted if event.commit else "none",
                     trace=trace,
                 )
                 self.worlds.end(1, same)

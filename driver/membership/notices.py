@@ -212,7 +212,7 @@ class Notices(Part):
 
     def _end(self) -> None:
         notice = "; ".join(each.text for each in self.announced.values() if each.alone)
-        newest = None if self._newest is None else str(self._newest)
+        newest = None if self._newest is None else self._newest.dotted
         durable = self.settings.restarts is not None
         self.worlds.end(
             STOPPED, because(Why.MACHINE_LEAVES, notice=notice, newest=newest, durable=durable)

@@ -148,7 +148,7 @@ class WorkerReports(Part):
         found = self.worlds.world.digested(event, self.roster)
         if found is not None:
             wrong, right = found
-            differs = because(Why.OTHER_DIGEST, right=str(right), commit=str(event.commit))
+            differs = because(Why.OTHER_DIGEST, right=str(right), commit=event.commit.dotted)
             self.staff.fence(self.roster[wrong], differs)
 
     def differs(self, event: events.WorkerDiffers) -> None:
@@ -158,7 +158,7 @@ class WorkerReports(Part):
     def _damaged(self, worker: Worker, parts: str, commit: Commit, equal: int) -> None:
         record = self.roster.get(worker)
         if record is not None and not record.killed_for:
-            damaged = because(Why.DAMAGED, parts=parts, commit=str(commit), equal=equal)
+            damaged = because(Why.DAMAGED, parts=parts, commit=commit.dotted, equal=equal)
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
@@ -170,7 +170,7 @@ class WorkerReports(Part):
             return
         for worker in event.damaged:
             self._damaged(worker, BEFORE, event.commit, event.equal)
-        reason = because(Why.SPOILT, commit=str(event.commit))
+        reason = because(Why.SPOILT, commit=event.commit.dotted)
         for record in here:
             if record.killed_for:
                 record.stage = WorkerStage.DISMISSED  # it is to blame, and that was said

@@ -142,12 +142,12 @@ def verify(storage: Storage, found: Manifest) -> str:
 
 
 def chosen(storage: Storage, which: str) -> Manifest:
-    """By its folder, ``r0002-g0003-c00000450``, or by its commit where that is unique, ``3.450``.
+    """By its folder, ``r0002-g0003-c00000450``, or by its commit where that is unique, ``g3c450`` (``3.450`` before).
 
     Raises Invalid with those that there are, OSError.
     """
     have = names(storage)
-    fitting = [name for name in have if which in (str(name), str(name.commit))]
+    fitting = [name for name in have if which in (str(name), str(name.commit), name.commit.dotted)]
     if len(fitting) != 1:
         what = "no commit" if not fitting else "several commits"
         there = ", ".join(map(str, (fitting or have)[-8:])) or "none"

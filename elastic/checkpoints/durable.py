@@ -132,8 +132,5 @@ def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
         print(f"elastic: {text}", file=sys.stderr, flush=True)
         return []
     url, manifest = begin
-    name = manifest.name
-    print(
-        f"elastic: goes on from commit {name.commit} in {url}/{name}", file=sys.stderr, flush=True
-    )
+    print(f"elastic: goes on from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True)
     return manifest.generators

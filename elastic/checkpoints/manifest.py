@@ -111,6 +111,21 @@ class Manifest(msgspec.Struct, frozen=True):
     def bytes(self) -> int:
         return sum(each.bytes for each in self.files.values())
 
+    @property
+    def step(self) -> int | None:
+        """The state's own count of its steps, if it has one."""
+        found = self.values.get("step")
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def __str__(self) -> str:
+        """``step 300 (commit g2c300)``."""
+        return at_step(self.name.commit, self.step)
+
+
+def at_step(commit: Commit, step: int | None) -> str:
+    """A commit for people: by the state's step, where that has one."""
+    return f"commit {commit}" if step is None else f"step {step} (commit {commit})"
+
 
 class NotReadable(Exception):
     """A folder that holds no commit that can be taken: says why."""

@@ -58,7 +58,7 @@ def parse_from(text: str) -> tuple[str, str]:
     url, _, commit = text.rpartition("@")
     if not url or not commit:
         raise Invalid(
-            f"--from is {text!r}; give a folder of checkpoints and a commit in it, as in /checkpoints@3.450"
+            f"--from is {text!r}; give a folder of checkpoints and a commit in it, as in /checkpoints@g3c450"
             " (elasticrun checkpoints DIR lists them)"
         )
     return url, commit

@@ -356,9 +356,15 @@ class Writer:
         if self._attempt is not attempt:
             return
 
+        step: int | None = None
+
         def write() -> None:
+            nonlocal step
             self._look_at_numbers(attempt.held)
-            writing.seal(self._storage, attempt.name, attempt.held, attempt.size, attempt.alive)
+            sealed = writing.seal(
+                self._storage, attempt.name, attempt.held, attempt.size, attempt.alive
+            )
+            step = sealed.step
 
         if not self._persist(attempt, write):
             return
@@ -374,7 +380,7 @@ class Writer:
             place = f"{self._storage.url}/{name}"
             self._tell(
                 messages.CheckpointWritten(
-                    name.generation, attempt.number, name.commit, place, sizes, took_s
+                    name.generation, attempt.number, name.commit, place, sizes, took_s, step
                 )
             )
         with contextlib.suppress(OSError):  # the next time, then

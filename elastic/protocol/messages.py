@@ -68,12 +68,20 @@ class Worker(Value):
 
 
 class Commit(Value):
-    """The identity of a committed state: the n-th commit of a generation. Later ones compare greater."""
+    """The identity of a committed state: the n-th commit of a generation. Later ones compare greater.
+
+    Shown as ``g2c300``: ids are no decimal numbers.
+    """
 
     generation: int
     number: int
 
     def __str__(self) -> str:
+        return f"g{self.generation}c{self.number}"
+
+    @property
+    def dotted(self) -> str:
+        """``2.300``, as it stands in journals."""
         return f"{self.generation}.{self.number}"
 
 
@@ -440,6 +448,7 @@ class CheckpointWritten(Message):
     place: str  # its folder
     size: int  # bytes
     took_s: Finite
+    step: int | None = None  # the state's own, where it has one
 
 
 # ---- driver -> worker ----------------------------------------------------------------------------

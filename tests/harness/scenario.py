@@ -171,7 +171,7 @@ def slots_of(text: str) -> dict[str, int]:
 def commit_of(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    generation, _, count = text.partition(".")
+    generation, _, count = text.removeprefix("g").partition("c")
     return int(generation), int(count)
 
 
@@ -192,7 +192,7 @@ Saying = Callable[[DriverStory, str, re.Match[str]], events.Event]
 
 NAME = r"\w+:\d+(?:#\d+)?"
 WHO = rf"(?P<who>{NAME}(?: {NAME})*)"
-COMMIT = r"(?P<commit>\d+\.\d+)"
+COMMIT = r"g(?P<commit>\d+c\d+)"
 LINES: dict[str, Happening] = {
     r"(?P<s>[\d.]+) s pass": lambda story, found: story.wait(float(found["s"])),
     r"the hosts are (?P<hosts>.+)": lambda story, found: story.tell(
@@ -213,13 +213,13 @@ LINES: dict[str, Happening] = {
     r"the machine of (?P<host>\w+) stays": lambda story, found: story.tell(
         events.HostStaying(found["host"])
     ),
-    r"commit (?P<commit>\d+\.\d+) is durable": lambda story, found: story.tell(
-        events.CheckpointMade(Commit(*map(int, found["commit"].split("."))))
+    r"commit g(?P<commit>\d+c\d+) is durable": lambda story, found: story.tell(
+        events.CheckpointMade(Commit(*map(int, found["commit"].split("c"))))
     ),
     rf"all are spoilt by commit {COMMIT}(?:, by (?P<by>{NAME}))?": lambda story, found: story.tell(
         events.ReplicasSpoilt(
             story.m.generation,
-            Commit(*map(int, found["commit"].split("."))),
+            Commit(*map(int, found["commit"].split("c"))),
             [worker(found["by"])] if found["by"] else [],
             2,
         )
@@ -287,7 +287,7 @@ SAID: dict[str, Saying] = {
         events.WorkerDigested(
             worker(name),
             story.m.generation,
-            Commit(*map(int, found["commit"].split("."))),
+            Commit(*map(int, found["commit"].split("c"))),
             int(found["digest"], 16),
         )
     ),

@@ -70,7 +70,7 @@ def line_of(action: Action) -> str:
 
 
 def world(found: re.Match[str]) -> messages.World:
-    commit = found["commit"] and Commit(*map(int, found["commit"].split(".")))
+    commit = found["commit"] and Commit(*map(int, found["commit"].split("c")))
     place = Place(1, int(found["size"]), 1, int(found["size"]), 0, 1)
     holders = int(found["holders"] or 0)
     return messages.World(
@@ -82,7 +82,7 @@ GENERATION = r"generation (?P<generation>\d+)"
 HEARS: dict[str, Callable[[re.Match[str]], messages.Message]] = {
     r"welcome, a newcomer": lambda found: messages.Welcome(Place(4, 5, 0, 1, 0, 1), True, True),
     r"welcome": lambda found: messages.Welcome(Place(1, 4, 1, 4, 0, 1), False, True),
-    rf"{GENERATION}, rank 1 of (?P<size>\d+)(?:, (?P<holders>\d+) hold (?P<commit>\d+\.\d+))?": world,
+    rf"{GENERATION}, rank 1 of (?P<size>\d+)(?:, (?P<holders>\d+) hold g(?P<commit>\d+c\d+))?": world,
     rf"{GENERATION} is broken: (?P<reason>.+)": lambda found: messages.Broken(
         int(found["generation"]), found["reason"]
     ),

@@ -87,9 +87,9 @@ def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
 
 def _line(entry: CheckpointEntry, *, verified: bool) -> str:
     found = entry.manifest
-    head = f"{entry.name}  commit {entry.name.commit}"
     if found is None:
-        return f"{head}  {entry.trouble}"
+        return f"{entry.name}  commit {entry.name.commit}  {entry.trouble}"
+    head = f"{entry.name}  {found}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.written_at))
     workers = "1 worker" if found.size == 1 else f"{found.size} workers"
     state = "verified" if verified else "complete"

@@ -26,8 +26,8 @@ JOURNAL is the file of --journal; the job may run, have ended, or have been kill
 
 
 _NAMES = (
-    "h:2#1 is the first process in slot 2 of host h; each new world is a generation, and commit 3.25 the 25th"
-    " of generation 3, which began with 3.0"
+    "h:2#1 is the first process in slot 2 of host h; each new world is a generation, and commit g3c25 the 25th"
+    " of generation 3, which began with g3c0"
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic.driver.reasons import counted
+from elastic.protocol.messages import Commit
 
 State = dict[str, Any]
 SHOWN = 64  # workers
@@ -134,4 +135,4 @@ def _held_up(each: dict[str, Any], now: float) -> str:
 
 
 def _commit(commit: dict[str, Any]) -> str:
-    return f"{commit['generation']}.{commit['number']}"
+    return str(Commit(commit["generation"], commit["number"]))

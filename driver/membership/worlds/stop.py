@@ -88,7 +88,7 @@ class Stop(Part):
     def _end(self, *, made: bool) -> None:
         request = self._request
         assert request is not None
-        newest = None if self._newest is None else str(self._newest)
+        newest = None if self._newest is None else self._newest.dotted
         within_s = request.checkpoint_s
         why = because(Why.STOPPED, why=request.reason, newest=newest, made=made, within_s=within_s)
         self.worlds.end(request.code or 1, why)

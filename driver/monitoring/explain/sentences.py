@@ -8,7 +8,7 @@ from typing import Any
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.findings import Advice, JobFinding, What
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
-from elastic.driver.reasons import Why, counted
+from elastic.driver.reasons import Why, commit_id, counted
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share that was training, without what was lost"
@@ -155,7 +155,7 @@ def _death(facts: Facts) -> str:
         case Cause.SPOILT:
             return (
                 "damaged memory of a worker, nobody knows whose, has made gradients infinite or NaN, and spoilt the"
-                f" replicas of all by commit {facts.get('commit', '')}"
+                f" replicas of all by commit {commit_id(facts.get('commit', ''))}"
             )
 
 
@@ -223,7 +223,8 @@ def _then(facts: Facts) -> str:
         case Why.SAME_EXCEPTION.value:
             return (
                 f"{facts['first']} and {facts['worker']} raised the same exception, both when training had come to"
-                f" commit {facts['commit']}: every worker that goes on from there would raise it, so the job ended."
+                f" commit {commit_id(facts['commit'])}: every worker that goes on from there would raise it, so the job"
+                " ended."
             )
         case Why.SCRIPT_FAILS.value:
             return "Every worker ended before training began, so the job ended."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -125,11 +126,11 @@ class FlippedJob:
 
     def goes_on_from_the_newest(self, output: int) -> None:
         """All are started anew. ``output``: what the job had written before."""
-        begins = "elastic: goes on from commit "
+        begins = "elastic: goes on from "
         self.job.until(lambda: begins in self.job.output[output:], "a beginning", 60)
         made = [Commit(*event["commit"]) for event in self.job.events("CheckpointMade")]
         newest = max(commit for commit in made if commit.generation <= self.over)
-        assert f"{begins}{newest} in " in self.job.output[output:]
+        assert re.search(rf"{begins}.*\b{newest}\b", self.job.output[output:])
 
 
 def spoiling() -> int:

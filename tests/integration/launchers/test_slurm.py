@@ -162,7 +162,7 @@ DURABLE = r"commit (\S+) is durable, and the same command goes on from it"
 
 def goes_on_and_ends(cluster: Cluster, job: str, checkpoints: Path) -> None:
     commit = re.findall(DURABLE, cluster.until(job, DURABLE))[0]
-    cluster.until(job, f"training goes on from commit {re.escape(commit)}")
+    cluster.until(job, rf"training goes on from .*\b{re.escape(commit)}\b")
     cluster.until(job, "the same bits")
     (checkpoints / "enough").touch()
     cluster.until_state(job, "COMPLETED")

@@ -7,6 +7,7 @@ import pytest
 
 from elastic.driver import old_reasons
 from elastic.driver.events import BreakWorld, KillWorker, Report
+from elastic.driver.journal.entries import digest_of, is_digest, same_as_then
 from elastic.driver.reasons import (
     SENTENCES,
     Fact,
@@ -14,10 +15,11 @@ from elastic.driver.reasons import (
     Why,
     because,
     brief,
+    commit_id,
     in_one_line,
     in_words,
 )
-from elastic.protocol.messages import Worker
+from elastic.protocol.messages import Commit, Worker
 
 WORKER = Worker("h", 1)
 FROZEN = because(Why.FROZEN, how="stopped by a signal")
@@ -40,6 +42,26 @@ def test_facts_that_do_not_fit_are_shown():
         assert str(Reason(Why.NO_INIT, facts)) == f"no init: {facts}"
 
 
+@pytest.mark.parametrize("why", [Why.OTHER_DIGEST, Why.SPOILT, Why.MACHINE_LEAVES])
+def test_commits_of_journals_are_shown_by_an_id_that_is_no_decimal_number(why):
+    facts: dict[str, Fact] = {
+        "commit": "2.300",
+        "newest": "2.300",
+        "right": "h:0#1",
+        "notice": "n",
+        "durable": True,
+    }
+    assert "g2c300" in str(Reason(why, facts)) and "2.300" not in str(Reason(why, facts))
+    assert commit_id("none") == "none" and commit_id(str(Commit(2, 300))) == "g2c300"
+
+
+def test_a_line_that_an_older_version_recorded_is_the_same_line():
+    now = Report("error", "fencing h:2#1: under commit g2c4")
+    before = Report("error", "fencing h:2#1: under commit 2.4")
+    assert same_as_then(before, now) and is_digest(digest_of([before]), [now])
+    assert not same_as_then(Report("error", "fencing h:2#1: under commit 2.5"), now)
+
+
 def test_what_a_worker_wrote_is_one_line_of_a_summary():
     facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
     assert in_one_line(because(Why.ENDED, **facts)) == ""
@@ -48,7 +70,7 @@ def test_what_a_worker_wrote_is_one_line_of_a_summary():
     same = because(
         Why.SAME_EXCEPTION, first="a", worker="b", commit="2.7", trace="T\nKeyError: 'x'"
     )
-    assert in_one_line(same) == "a and b raised the same exception at commit 2.7: KeyError: 'x'"
+    assert in_one_line(same) == "a and b raised the same exception at commit g2c7: KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

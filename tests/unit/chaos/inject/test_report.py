@@ -154,7 +154,7 @@ def test_a_commit_that_a_member_held_and_that_is_undone_is_lost():
     found = told.report()
     assert found.steps.lost == 1
     assert found.steps.kept == 1
-    assert found.steps.lost_at == ["generation 3 began at 2.1, but a member held 2.2"]
+    assert found.steps.lost_at == ["generation 3 began at g2c1, but a member held g2c2"]
     assert found.exit_code == 1
 
 

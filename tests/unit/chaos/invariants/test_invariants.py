@@ -138,7 +138,7 @@ def test_a_world_begins_from_the_newest_commit_that_is_held():
     said = told.breaks(
         "NEVER BACK", ready("h:0", 2, (2, 4)), world(3, "h:0", "h:1", holders=1, commit=(2, 4))
     )
-    assert "begins from commit 2.4, expected 2.5, the newest that is held" in said
+    assert "begins from commit g2c4, expected g2c5, the newest that is held" in said
 
 
 def test_ranks_that_are_said_to_hold_the_commit_hold_it():
@@ -156,9 +156,9 @@ def test_who_stays_does_not_go_back():
     training().lines_of(digested("h:0", (2, 8)), ready("h:0", 2, (2, 8)))
     told = training().line(digested("h:0", (2, 8)))
     said = told.breaks("NEVER BACK", ready("h:0", 2, (2, 4)))
-    assert "h:0#1 is ready with commit 2.4, expected at least 2.8" in said
+    assert "h:0#1 is ready with commit g2c4, expected at least g2c8" in said
     said = training().breaks("NEVER BACK", ready("h:0", 2, (1, 9)))
-    assert "expected at least 2.0" in said, "it has resumed: it holds what the world began from"
+    assert "expected at least g2c0" in said, "it has resumed: it holds what the world began from"
 
 
 def test_the_commits_of_one_worker_do_not_go_back():
@@ -166,7 +166,7 @@ def test_the_commits_of_one_worker_do_not_go_back():
     told.line(digested("h:0", (2, 8)))  # the samples of another epoch under the same commit
     told.line(digested("h:1", (2, 7)))
     said = told.breaks("NEVER BACK", digested("h:0", (2, 7)))
-    assert "h:0#1 reports commit 2.7 after 2.8" in said
+    assert "h:0#1 reports commit g2c7 after g2c8" in said
 
 
 def test_words_of_a_lost_connection_may_be_overtaken_but_only_those():
@@ -216,7 +216,7 @@ def test_all_stop_in_one_place():
         told_to_stop(5)
 
     said = told_to_stop(6).breaks("NEVER BACK", ready("h:1", 2, (2, 5)))
-    assert "h:1#1 has stopped with commit 2.5, expected 2.6, like all others" in said
+    assert "h:1#1 has stopped with commit g2c5, expected g2c6, like all others" in said
 
     told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:2", 2, (2, 6)))
     torn = (
@@ -236,7 +236,7 @@ def test_equal_commits_are_equal_parameters():
     told = training()
     told.lines_of(digested("h:0", (2, 3)), digested("h:1", (2, 3)), digested("h:1", (2, 4), 0xB))
     said = told.breaks("EQUAL DIGESTS", digested("h:2", (2, 3), 0xC))
-    assert "h:2#1 has c under commit 2.3, h:0#1 has a" in said
+    assert "h:2#1 has c under commit g2c3, h:0#1 has a" in said
 
 
 def test_a_world_begins_with_the_bits_that_were_committed():
@@ -244,7 +244,7 @@ def test_a_world_begins_with_the_bits_that_were_committed():
     told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
     told.line(digested("h:0", (3, 0)))
     said = told.breaks("EQUAL DIGESTS", digested("h:1", (3, 0), 0xB))
-    assert "h:1#1 has b under commit 3.0, h:1#1 has a" in said
+    assert "h:1#1 has b under commit g3c0, h:1#1 has a" in said
 
 
 # ---- sizes, words, ranks -------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_a_commit_is_of_a_world_that_its_worker_was_in():
     told.line(ready("h:0", 2, (2, 5)), after).line(digested("h:2#2", (3, 1)))
     older = WorkerDigested(worker("h:2#2"), 3, Commit(2, 9), 0xA)
     said = told.breaks("NO MIXING", older)
-    assert "h:2#2 reports commit 2.9, and was in no world of generation 2" in said
+    assert "h:2#2 reports commit g2c9, and was in no world of generation 2" in said
     training().breaks("NO MIXING", digested("h:1", (0, 3)))
 
 
@@ -371,7 +371,7 @@ def test_old_members_keep_their_order_and_newcomers_come_last():
 def test_the_job_does_not_end_for_want_of_rank_0():
     lost = because(Why.ALL_LOST)
     told = training().line(exited("h:0"), broken(2, "h:1", "h:2"))
-    assert "h:1#1 holds 2.0" in told.breaks("RANK 0 IS NO OTHER", TimePassed(), EndJob(1, lost))
+    assert "h:1#1 holds g2c0" in told.breaks("RANK 0 IS NO OTHER", TimePassed(), EndJob(1, lost))
     told = training().lines_of(exited("h:0"), exited("h:1"))
     told.line(exited("h:2"), EndJob(1, lost))
 

@@ -47,7 +47,7 @@ def test_the_last_round_may_be_filled_with_repeats():
         ),
         (
             [("h:0", (2, 1), [0, 2, 4]), ("h:1", (2, 2), [1, 3, 0, 2])],
-            "sample 2 of epoch 0 counts in 2.1 and again in 2.2: repeat 2 in a world of 2",
+            "sample 2 of epoch 0 counts in g2c1 and again in g2c2: repeat 2 in a world of 2",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_cursor_that_is_one_off_is_found():
     told.lines_of(digested("h:0", (3, 1), samples=[2]), digested("h:1", (3, 1), samples=[3]))
     told.lines_of(digested("h:0", (3, 2), samples=[4]), digested("h:1", (3, 2), samples=[5]))
     with pytest.raises(
-        BrokenInvariant, match=r"samples \[2\] of epoch 0 count again in 3\.1, which"
+        BrokenInvariant, match=r"samples \[2\] of epoch 0 count again in g3c1, which"
     ):
         told.end()
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from elastic.checkpoints import catalog, manifest
+from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, Name
 from elastic.driver.commandline import flags
@@ -144,6 +145,14 @@ def test_two_runs_with_a_commit_of_one_name(tmp_path: Path) -> None:
     one = ("--from", f"{tmp_path}@r0001-g0002-c00000020")
     planned(tmp_path / "new", *one)
     assert "give one of them" in refused(tmp_path, *one, "--fresh")
+
+
+@pytest.mark.parametrize("which", ["g2c20", "2.20", "r0001-g0002-c00000020"])
+def test_a_commit_is_named_by_its_id_as_it_is_shown_now_or_was_before(tmp_path: Path, which: str):
+    for name in (Name(1, 2, 20), Name(1, 2, 2)):
+        written(tmp_path, name)
+    plan = planned(tmp_path / "new", "--from", f"{tmp_path}@{which}")
+    assert plan.env[told.FROM] == f"{tmp_path}@{Name(1, 2, 20)}"
 
 
 def test_a_folder_that_is_not_there_is_not_verified(

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from elastic.driver import events
@@ -16,7 +17,7 @@ from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import EVENTS, event_of
-from elastic.driver.monitoring.recovery_line import recovery_line
+from elastic.driver.monitoring.recovery_line import phases_line, recovery_line
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
@@ -580,7 +581,7 @@ def test_every_message_has_the_fields_of_its_event():
     assert event_of(A, protocol.Checked(1, 2, 3)) == events.WorkerChecked(A, 1, 2, 3)
 
 
-def test_a_recovery_is_one_line():
+def test_a_recovery_is_one_line_without_its_phases():
     report = events.ReportRecovery(
         generation=5,
         kind="recovery",
@@ -590,7 +591,12 @@ def test_a_recovery_is_one_line():
         phases_ms={"gathered": 9.2, "formed": 41.0, "copied": 0.25},
         copied_bytes=12_300_000,
     )
-    assert recovery_line(report) == (
-        "recovered in 83 ms, generation 5, 3 workers: lost localhost:2#1 (signal 9 SIGKILL)"
-        " | gathered 9, formed 41, copied 0.2; copied 12.3 MB"
+    lines = {held: recovery_line(report, held=held) for held in (None, True, False)}
+    assert len(set(lines.values())) == 3
+    for line in lines.values():
+        assert line.startswith("recovered in 83 ms with 3 workers, generation 5")
+        assert "gathered" not in line and len(line) <= 100
+    assert "gathered 9, formed 41, copied 0.2" in phases_line(report)
+    assert recovery_line(msgspec.structs.replace(report, kind="change"), held=True).startswith(
+        "changed in"
     )

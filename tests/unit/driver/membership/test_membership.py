@@ -534,7 +534,7 @@ def test_replicas_that_differ_under_one_commit():
     actions = talk.tell(WorkerDigested(worker("h:0"), 2, commit, 78))
     kill = the(KillWorker, actions)
     assert kill.worker == worker("h:2")  # the higher rank is wrong
-    assert str(kill.reason) == "its parameters differ from h:0#1's under commit 2.4"
+    assert str(kill.reason) == "its parameters differ from h:0#1's under commit g2c4"
     assert not has(KillWorker, talk.tell(WorkerDigested(worker("h:1"), 2, commit, 78)))
 
 
@@ -673,7 +673,7 @@ def test_who_is_damaged_is_fenced_and_the_others_go_on_from_their_commit():
     actions = talk.tell(differs)
     [killed] = [action for action in actions if isinstance(action, KillWorker)]
     assert killed.worker == worker("h:2") and killed.reason.kind is Why.DAMAGED
-    assert f"its model under commit {now}.8 differs from that of 2 others" in str(killed.reason)
+    assert f"its model under commit g{now}c8 differs from that of 2 others" in str(killed.reason)
     assert not has(KillWorker, talk.tell(differs)), "once is enough"
     talk.tell(exited("h:2"))
     assert order(the(PublishWorld, talk.ready("h:0", "h:1", commit=(now, 8)))) == ["h:0#1", "h:1#1"]

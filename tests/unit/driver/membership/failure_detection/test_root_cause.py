@@ -111,7 +111,7 @@ def test_the_same_exception_from_a_second_worker_ends_the_job():
     talk.tell(raised("h:1", 2, (2, 4), "IndexError: 17 of 10"))
     end = the(EndJob, talk.tell(raised("h:2", 2, (2, 4), "IndexError: 23 of 10")))
     assert str(end.reason) == (
-        "h:1#1 and h:2#1 raised the same exception at commit 2.4:\n"
+        "h:1#1 and h:2#1 raised the same exception at commit g2c4:\n"
         "Traceback ...\nIndexError: 23 of 10"
     )
 
@@ -139,7 +139,7 @@ def test_the_same_exception_at_the_beginning_is_the_same_though_nobody_had_got_t
     other = raised("h:2", 3, None, "KeyError: y", beginning=True)
     assert not has(EndJob, talk.tell(other))
     end = the(EndJob, talk.tell(raised("h:1", 3, (3, 0), beginning=True)))
-    assert str(end.reason).startswith("h:0#1 and h:1#1 raised the same exception at commit 3.0:")
+    assert str(end.reason).startswith("h:0#1 and h:1#1 raised the same exception at commit g3c0:")
 
 
 def test_the_beginning_is_no_other_place_for_who_goes_on_with_its_state():

@@ -57,7 +57,7 @@ def test_a_last_checkpoint_is_made_first():
     assert the(HastenCheckpoint, actions).rank0 == worker("h:0") and not has(EndJob, actions)
     end = the(EndJob, talk.tell(made(talk)))
     assert end.code == 143
-    assert "SIGTERM at the driver; commit 2.4 is durable, and the same" in str(end.reason)
+    assert "SIGTERM at the driver; commit g2c4 is durable, and the same" in str(end.reason)
 
 
 def test_it_takes_no_longer_than_it_may_and_says_that_none_was_made():
@@ -66,7 +66,7 @@ def test_it_takes_no_longer_than_it_may_and_says_that_none_was_made():
     assert not has(EndJob, talk.wait(5.9))
     end = the(EndJob, talk.wait(0.2))
     assert end.code == 143
-    assert "no last checkpoint was made within 6 s; commit 2.2 is durable" in str(end.reason)
+    assert "no last checkpoint was made within 6 s; commit g2c2 is durable" in str(end.reason)
 
 
 def test_a_second_request_waits_for_nothing():
