@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from elastic.other_packages import warn_of_others as _warn_of_others
 from elastic.version import __version__ as __version__
+
+_warn_of_others(__name__, __path__[0])
 
 _MODULES = {
     "elastic.runtime.basics": (

@@ -19,7 +19,7 @@ from elastic.driver.commandline import agent_cli, flags
 from elastic.driver.commandline.afterwards import checkpoints_cli, explain_cli, replay_cli
 from elastic.driver.commandline.arguments import Parser
 from elastic.driver.commandline.kubernetes import kubernetes_cli
-from elastic.driver.commandline.setup import docs_cli
+from elastic.driver.commandline.setup import docs_cli, doctor_cli
 from elastic.driver.commandline.steering import job_commands
 from elastic.driver.monitoring.metrics import Figures, families
 from elastic.protocol.messages import Commit
@@ -33,6 +33,7 @@ COMMANDS: dict[str, Callable[[], Parser]] = {
     "elasticrun k8s": kubernetes_cli.kubernetes_parser,
     "elasticrun checkpoints": checkpoints_cli.parser,
     "elasticrun docs": docs_cli.parser,
+    "elasticrun doctor": doctor_cli.parser,
     "elasticrun explain": explain_cli.parser,
     "elasticrun replay": replay_cli.parser,
     **{

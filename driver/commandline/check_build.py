@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import metadata
+
+from elastic.other_packages import remedy
 
 DISTRIBUTION = "hvd-elastic"
 
@@ -21,6 +22,8 @@ print(json.dumps({
     "torch": torch.__version__,
     "gloo": there and d.is_gloo_available(),
     "nccl": there and d.is_nccl_available(),
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()))
+        if there and d.is_nccl_available() and torch.cuda.is_available() else "",
     "gpus": torch.cuda.device_count(),
     "shared": library.missing() or arena.why_not(),
 }))
@@ -34,6 +37,7 @@ class Build:
     torch: str = ""
     gloo: bool = False
     nccl: bool = False
+    nccl_version: str = ""  # where there is a GPU
     gpus: int = 0
     shared: str = ""  # why ranks of this host can't share memory; empty where they can
     tensorflow: str = ""  # its version
@@ -55,6 +59,17 @@ def other_horovod() -> str | None:
     return (
         f"Horovod {found} is installed here too, and `import horovod` finds only one of the two;"
         " remove it with: pip uninstall horovod"
+    )
+
+
+def other_elastic() -> str | None:
+    """The same of the package elastic, which computes elastic constants."""
+    found = _version_of("elastic")
+    if found is None:
+        return None
+    return (
+        f"the package elastic {found} (elastic constants) is installed here too, in the folder of hvd-elastic;"
+        f" {remedy('elastic')}"
     )
 
 
@@ -118,11 +133,13 @@ def describe(build: Build) -> str:
         f"    {box(build.gloo)} Gloo",
         f"    {box(sharing)} shared memory, among the workers of a host{why}",
     ]
-    notes = [note for note in (build.trouble, other_horovod()) if note]
+    notes = [note for note in (build.trouble, other_horovod(), other_elastic()) if note]
     return "\n".join([*lines, *(f"\nwarning: {note}" for note in notes)])
 
 
 def _version_of(distribution: str) -> str | None:
+    from importlib import metadata  # brings the parser of mails, and sockets with it
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -63,7 +63,7 @@ _SAYS_NOTHING = {
 }
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
-OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs")
+OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])  # as `head`, readers of theirs may have seen enough
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
@@ -113,6 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline.setup import docs_cli
 
             return docs_cli.main(arguments[1:])
+        if arguments and arguments[0] == "doctor":
+            from elastic.driver.commandline.setup import doctor_cli
+
+            return doctor_cli.main(arguments[1:], environ)
         _check_first_word(arguments, environ)
         options = read_options(arguments, environ)
         if options.version:
@@ -610,9 +614,8 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
 def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> list[tuple[str, str]]:
     """What must not be accepted in silence."""
     notes: list[tuple[str, str]] = []
-    other = check_build.other_horovod()
-    if other is not None:
-        notes.append(("warning", other))
+    others = (check_build.other_horovod(), check_build.other_elastic())
+    notes += [("warning", other) for other in others if other is not None]
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         value = environ.get(name, "")
         # What workers get from us, also of a job within a job.

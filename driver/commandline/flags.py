@@ -64,7 +64,7 @@ afterwards, from the file of --journal, or from the folder of --checkpoint-dir:
   explain, replay; checkpoints
 setup:
   agent (one on each host, with --etcd); secret (makes the file of --secret-file); k8s (a job on Kubernetes);
-  docs (the pages of the documentation)
+  doctor (checks hosts); docs (the pages of the documentation)
 """
 
 

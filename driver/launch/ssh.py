@@ -33,16 +33,24 @@ from elastic.version import __version__
 AT_ONCE = 32  # ssh processes that log in at a time; those that have done so don't count
 CLOSE_S = 10.0
 
-# Any login shell takes these words: a quoted text without quotes, backslashes, newlines or exclamation marks in it.
-REMOTE = (
-    "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
-    'for p in "$a" "$b"; do '
-    'case "$p" in "") false;; */*) test -f "$p" && test -x "$p";; *) command -v "$p" >/dev/null;; esac '
-    f'&& exec "$p" -c "{RUN_MODULE}" {AGENT_MODULE}; '
-    "done; "
-    f'echo "{NO_PYTHON}: $a $b" >&2; exit 127'
-    "'"
-)
+
+def remote(module: str) -> str:
+    """Runs a module on another host by the first python, of two lines of standard input, that is there.
+
+    Any login shell takes these words: a quoted text without quotes, backslashes, newlines or exclamation marks in it.
+    """
+    return (
+        "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
+        'for p in "$a" "$b"; do '
+        'case "$p" in "") false;; */*) test -f "$p" && test -x "$p";; *) command -v "$p" >/dev/null;; esac '
+        f'&& exec "$p" -c "{RUN_MODULE}" {module}; '
+        "done; "
+        f'echo "{NO_PYTHON}: $a $b" >&2; exit 127'
+        "'"
+    )
+
+
+REMOTE = remote(AGENT_MODULE)
 
 
 @dataclass(frozen=True)
@@ -120,20 +128,8 @@ class SshStarter:
         await self._children.close(spare=False)
 
     def command(self, host: str) -> list[str]:
-        """Nothing in it is secret, and the host can't be taken for an option."""
-        options = self._options
-        settings = {
-            "BatchMode": "yes",  # nobody is there to be asked
-            "ConnectTimeout": options.connect_s,
-            "ServerAliveInterval": options.alive_s,
-            "ServerAliveCountMax": options.alive_count,
-            "LogLevel": "DEBUG1",  # names the keys that were tried
-            "ControlMaster": "no",  # an existing connection may be used, but must not be left behind
-            "ClearAllForwardings": "yes",
-            "RemoteCommand": "none",
-        }
-        words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
-        return [options.program, "-T", *options.words(), *words, "--", host, REMOTE]
+        """See `ssh_command`."""
+        return ssh_command(self._options, host, REMOTE)
 
     async def _explain(self, host: str, process: ChildProcess, release: str | None) -> str:
         if process.code == SSH_FAILED:
@@ -146,3 +142,19 @@ class SshStarter:
             release=release,
             limit_s=self._options.ready_s,
         )
+
+
+def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
+    """Nothing in it is secret, and the host can't be taken for an option."""
+    settings = {
+        "BatchMode": "yes",  # nobody is there to be asked
+        "ConnectTimeout": options.connect_s,
+        "ServerAliveInterval": options.alive_s,
+        "ServerAliveCountMax": options.alive_count,
+        "LogLevel": "DEBUG1",  # names the keys that were tried
+        "ControlMaster": "no",  # an existing connection may be used, but must not be left behind
+        "ClearAllForwardings": "yes",
+        "RemoteCommand": "none",
+    }
+    words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
+    return [options.program, "-T", *options.words(), *words, "--", host, words_there]

@@ -15,7 +15,7 @@ from harness.sources import ROOT, facts, sources
 # From the ground up: a room imports from itself and from rooms above its line here, never from one below. A room that
 # is not named belongs to the nearest folder around it that is. So a new file gets its rules from where it stands.
 ROOMS = """
-    elastic.errors elastic.horovod_errors elastic.pickling elastic.version
+    elastic.errors elastic.horovod_errors elastic.other_packages elastic.pickling elastic.version
     elastic.protocol
     elastic.rendezvous
     elastic.failpoints
@@ -170,6 +170,7 @@ def test_the_driver_imports_only_what_both_sides_share():
     shared = {
         "elastic.driver",
         "elastic.errors",
+        "elastic.other_packages",
         "elastic.version",
         "elastic.protocol",
         "elastic.rendezvous.nccl_settings",

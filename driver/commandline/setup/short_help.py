@@ -46,7 +46,7 @@ output
   --version, --check-build     print the version, or what is installed here
 
 on a running job: jobs, status, scale, drain, remove, stacks, logs, stop
-after a job: explain, replay, checkpoints      setup: docs, agent, secret, k8s
+after a job: explain, replay, checkpoints      setup: doctor, docs, agent, secret, k8s
 Each has a --help of its own: elasticrun status --help. Pages of the documentation: elasticrun docs"""
 
 

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from elastic.chaos.harness.processes import lives
+from elastic.driver.commandline import cli
 from elastic.driver.launch.ssh import SshOptions, SshStarter
 from elastic.driver.launch.starter import Bootstrap
 from harness.history import SCRIPTS
@@ -183,6 +184,16 @@ class TestContract(StarterContract):
             await until(lambda: any(awaited in text for _, text in bench.log), awaited)
             await starter.close()
             assert not real()
+
+
+@pytest.mark.nightly
+def test_doctor_checks_another_host(hosts, capsys):
+    flags = ["-H", "alpha", "--ssh-config", str(hosts.config), "--remote-python", sys.executable]
+    assert cli.main(["doctor", *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    there = {each["what"]: each["level"] for each in found["alpha"]}
+    assert there["torch"] == there["clock"] == "ok"
+    assert {each["what"] for each in found["this host"]} == there.keys() - {"clock"}
 
 
 # ---- each way it fails

@@ -48,6 +48,7 @@ RUN = {
         "elasticrun --help",
         "elasticrun --help-all",
         "elasticrun docs",
+        "elasticrun doctor",
         "elasticrun docs many-hosts",
     },
     "docs/migration.md": {
@@ -127,6 +128,7 @@ NOT_RUN = {
     "elasticrun --digests": "a part of a command",
     "elasticrun --verbose": "a part of a command",
     "elasticrun --tls-cert": "a part of a command: test_hostile.py has its like",
+    "elasticrun doctor -H": "needs hosts of these names: test_ssh.py has its like",
     "elasticrun secret FILE": "many-hosts.md has it as it is run",
     "elasticrun agent": "needs an etcd of that name: tests/integration/etcd has its like",
     "elasticrun -np 8 --min-np 4 --job bert --etcd": "the same",

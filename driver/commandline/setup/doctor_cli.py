@@ -1,0 +1,121 @@
+"""``elasticrun doctor``: whether this host, and others by ssh, have what training needs, and what to do where not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic.driver.commandline.arguments import Parser, add_declared, flag, switch
+from elastic.driver.commandline.multi_host_flags import SshFlags
+from elastic.driver.commandline.setup import host_facts
+from elastic.driver.commandline.setup.host_checks import Check, HostFacts, Level, checks
+from elastic.driver.launch.ssh import SshOptions, remote, ssh_command
+from elastic.driver.launch.ssh_failures import SSH_FAILED, no_ssh, why_no_agent, why_ssh_failed
+from elastic.driver.network.hosts import ThisHost, parse_hosts
+from elastic.version import __version__
+
+MODULE = "elastic.driver.commandline.setup.host_facts"
+ANSWER_S = 120.0  # from the login to the facts; torch is imported meanwhile, maybe from a cold disk
+AT_ONCE = 32  # hosts
+DESCRIPTION = """\
+Checks torch, the C++ library, GPUs and NCCL, ports, network, shared memory, clocks and other packages, here and on the
+hosts of -H, over ssh. Exits with 1 if a check failed."""
+
+
+@dataclass
+class DoctorOptions(SshFlags):
+    """Flags as given."""
+
+    hosts: str | None = flag("-H --hosts", "LIST", "Hosts to check too: gpu1,gpu2, as for a job.")
+    json: bool = switch("--json", "Print the checks of each host as JSON.")
+
+
+def parser() -> Parser:
+    """All flags of ``elasticrun doctor``."""
+    made = Parser(
+        prog="elasticrun doctor", usage="elasticrun doctor [flags]", description=DESCRIPTION
+    )
+    add_declared(made.group("what to check"), DoctorOptions, "hosts", "json")
+    ssh = ("ssh_port", "ssh_identity_file", "ssh_config", "remote_python")
+    add_declared(made.group("ssh"), DoctorOptions, *ssh)
+    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit code: 1 where a check failed. Raises Invalid."""
+    options = DoctorOptions()
+    parser().parse_args(arguments, namespace=options)
+    this_host = ThisHost()
+    listed = parse_hosts(options.hosts, default_slots=1) if options.hosts else {}
+    away = [host for host in listed if this_host.elsewhere(host) is not None]
+    ssh = SshOptions(
+        port=options.ssh_port,
+        identity=options.ssh_identity_file,
+        config=options.ssh_config,
+        python=options.remote_python,
+    )
+    with ThreadPoolExecutor(min(AT_ONCE, 1 + len(away))) as pool:
+        here = pool.submit(host_facts.facts)
+        others = pool.map(lambda host: checks_by_ssh(host, ssh, environ), away)
+        several = bool(away)
+        found = {"this host": checks(here.result(), version=__version__, several=several)}
+        found |= dict(zip(away, others, strict=True))
+    if options.json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+    else:
+        print("\n".join(line for host, of in found.items() for line in lines(host, of)))
+    failed = any(each.level is Level.FAIL for of in found.values() for each in of)
+    return 1 if failed else 0
+
+
+def lines(host: str, found: Sequence[Check]) -> list[str]:
+    """A line for each check, and below it what to do."""
+    told = [f"{host}:"]
+    for each in found:
+        told.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")
+        if each.do:
+            told.append(f"  {'':<20}-> {each.do}")
+    return told
+
+
+def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> list[Check]:
+    """Those of another host; one that failed, if it can't be asked."""
+    pythons = [ssh.python] * 2 if ssh.python else [sys.executable, "python3"]
+    began = time.time()
+    try:
+        done = subprocess.run(
+            ssh_command(ssh, host, remote(MODULE)),
+            input="".join(f"{python}\n" for python in pythons),
+            capture_output=True,
+            text=True,
+            env=dict(environ) or dict(os.environ),
+            timeout=ANSWER_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        return [Check("ssh", Level.FAIL, no_ssh(host, ssh.program), "install an ssh client here")]
+    except subprocess.TimeoutExpired:
+        return [Check("ssh", Level.FAIL, f"no answer within {ANSWER_S:g} s", f"log in: ssh {host}")]
+    ended = time.time()
+    if done.returncode == SSH_FAILED:
+        words = " ".join([*ssh.words(), host])
+        return [Check("ssh", Level.FAIL, why_ssh_failed(host, done.stderr, words), f"ssh {words}")]
+    try:
+        facts = msgspec.json.decode(done.stdout.splitlines()[-1], type=HostFacts)
+    except (IndexError, msgspec.MsgspecError):
+        said = why_no_agent(
+            host, done.returncode, done.stderr, ours=__version__, release=None, limit_s=ANSWER_S
+        )
+        return [Check("hvd-elastic", Level.FAIL, said, f"install hvd-elastic=={__version__} there")]
+    # What the answer took is on the way: a clock within it is as this one.
+    ahead_s = facts.at - min(max(facts.at, began), ended)
+    return checks(facts, version=__version__, several=True, ahead_s=ahead_s)

@@ -1,0 +1,155 @@
+"""Judges what a host has: which of it lets training work, which not, and what to do. Pure."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from elastic.driver.commandline.check_build import Build
+from elastic.driver.reasons import counted
+from elastic.other_packages import remedy
+
+SHM_LEAST = 1 << 30  # bytes; a container has 64 MiB by default
+CLOCKS_S = 1.0  # that clocks may differ
+NAMED = 3
+
+
+class HostFacts(msgspec.Struct, frozen=True):
+    """``at``: when they were complete, in seconds since 1970."""
+
+    version: str
+    python: str
+    at: float
+    build: Build
+    driver_gpus: int  # that the kernel's driver lists
+    port_trouble: str  # why no port of loopback can be listened on and reached; empty: one can
+    addresses: list[str]  # that are not loopback, each with its interface
+    shm_bytes: int | None  # of /dev/shm; None: there is none
+    shm_free: int
+    foreign: list[str]  # files in our installed folders that are not ours, or no longer
+    others: list[str]  # packages that are known to install into them
+
+
+class Level(enum.Enum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """``what`` was looked at; ``do`` says what to change, where ``level`` is not OK."""
+
+    what: str
+    level: Level
+    found: str
+    do: str = ""
+
+
+def checks(
+    host: HostFacts, *, version: str, several: bool, ahead_s: float | None = None
+) -> list[Check]:
+    """``version``: of hvd-elastic here. ``ahead_s``: the host's clock, compared with this one's."""
+    return [
+        _versions(host, version),
+        _torch(host),
+        _library(host),
+        _gpus(host),
+        _ports(host),
+        _interfaces(host, several=several),
+        _memory(host),
+        *_clock(ahead_s),
+        _packages(host),
+    ]
+
+
+def _versions(host: HostFacts, version: str) -> Check:
+    found = f"hvd-elastic {host.version}, Python {host.python}"
+    if host.version == version:
+        return Check("version", Level.OK, found)
+    return Check("version", Level.FAIL, found, f"install hvd-elastic=={version}, as here")
+
+
+def _torch(host: HostFacts) -> Check:
+    build = host.build
+    if build.trouble:
+        return Check("torch", Level.FAIL, build.trouble, "install torch: pip install torch")
+    if not build.gloo:
+        return Check(
+            "torch", Level.FAIL, f"{build.torch} without Gloo", "install a torch with Gloo"
+        )
+    return Check("torch", Level.OK, f"{build.torch}, with Gloo")
+
+
+def _library(host: HostFacts) -> Check:
+    if host.build.trouble:
+        return Check("library", Level.WARN, "not tried: torch is missing", "install torch first")
+    if not host.build.shared:
+        return Check("library", Level.OK, "workers of a host reduce in shared memory")
+    do = "elasticrun docs install; without it tensors travel over Gloo, slower"
+    return Check("library", Level.WARN, host.build.shared, do)
+
+
+def _gpus(host: HostFacts) -> Check:
+    build, gpus = host.build, counted(host.build.gpus, "GPU")
+    if host.driver_gpus > build.gpus:
+        found = f"torch sees {build.gpus} of {counted(host.driver_gpus, 'GPU')}"
+        do = "install torch's CUDA build for this driver, and look at CUDA_VISIBLE_DEVICES"
+        return Check("GPUs, NCCL", Level.WARN, found, do)
+    if not build.gpus:
+        return Check("GPUs, NCCL", Level.OK, "no GPU; training on CPUs")
+    if not build.nccl:
+        return Check("GPUs, NCCL", Level.FAIL, f"{gpus}, no NCCL", "install torch's CUDA build")
+    return Check("GPUs, NCCL", Level.OK, f"{gpus}, NCCL {build.nccl_version}".rstrip())
+
+
+def _ports(host: HostFacts) -> Check:
+    if not host.port_trouble:
+        return Check("ports", Level.OK, "a free port of loopback can be listened on and reached")
+    do = "allow connections within this host in its firewall"
+    return Check("ports", Level.FAIL, f"loopback: {host.port_trouble}", do)
+
+
+def _interfaces(host: HostFacts, *, several: bool) -> Check:
+    if host.addresses:
+        more = len(host.addresses) - NAMED
+        found = ", ".join(host.addresses[:NAMED]) + (f" and {more} more" if more > 0 else "")
+        return Check("network", Level.OK, found)
+    level = Level.FAIL if several else Level.OK
+    do = "connect this host to a network" if several else ""
+    return Check("network", level, "loopback only", do)
+
+
+def _memory(host: HostFacts) -> Check:
+    do = "give /dev/shm more, as with docker run --shm-size=8g, if DataLoaders have num_workers"
+    if host.shm_bytes is None:
+        return Check("shared memory", Level.WARN, "there is no /dev/shm", do)
+    found = f"/dev/shm has {host.shm_bytes / 1e9:.1f} GB, {host.shm_free / 1e9:.1f} GB free"
+    enough = host.shm_free >= SHM_LEAST
+    return Check("shared memory", Level.OK if enough else Level.WARN, found, "" if enough else do)
+
+
+def _clock(ahead_s: float | None) -> list[Check]:
+    if ahead_s is None:
+        return []
+    if abs(ahead_s) <= CLOCKS_S:
+        return [Check("clock", Level.OK, f"within {CLOCKS_S:g} s of this host's")]
+    word = "ahead of" if ahead_s > 0 else "behind"
+    found = f"{abs(ahead_s):.1f} s {word} this host's"
+    return [
+        Check("clock", Level.WARN, found, "run an NTP client there; logs and timelines mislead")
+    ]
+
+
+def _packages(host: HostFacts) -> Check:
+    if not host.foreign and not host.others:
+        return Check(
+            "packages", Level.OK, "no other package writes into the folders of hvd-elastic"
+        )
+    if not host.foreign:
+        return Check("packages", Level.WARN, host.others[0], "use an environment for each")
+    more = len(host.foreign) - NAMED
+    named = ", ".join(host.foreign[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    found = f"files of other packages: {named}"
+    package = "horovod" if "/horovod/" in host.foreign[0] else "elastic"
+    return Check("packages", Level.FAIL, found, remedy(package))

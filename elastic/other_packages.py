@@ -1,0 +1,35 @@
+"""Other packages of the index that install into our folders: elastic (elastic constants) and horovod."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+# Files and folders that they have and we have not.
+MARKS = {
+    "elastic": ("elastic.py", "_version.py", "cli"),
+    "horovod": ("_keras", "common/basics.py", "spark/__init__.py"),
+}
+
+
+def warn_of_others(package: str, folder: str) -> None:
+    """One RuntimeWarning if the folder of this package has files of the other one. Workers leave it to the driver."""
+    if "ELASTIC_WORKER" in os.environ:
+        return
+    for mark in MARKS[package]:
+        if os.path.exists(f"{folder}/{mark}"):
+            warnings.warn(
+                f"{folder} holds files of another package named {package} ({mark}) that overwrite those of hvd-elastic;"
+                f" {remedy(package)}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def remedy(package: str) -> str:
+    """What to do about it."""
+    return (
+        "use an environment for each, or run: pip uninstall"
+        f" {package}; pip install --force-reinstall --no-deps hvd-elastic"
+    )
