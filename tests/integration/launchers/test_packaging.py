@@ -20,6 +20,11 @@ def test_the_wheel_holds_the_driver_inside_elastic(tmp_path):
         names = set(archive.namelist())
         [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
         commands = archive.read(entry_points).decode()
+        [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        fields = dict(
+            line.partition(": ")[::2]
+            for line in archive.read(metadata).decode().split("\n\n")[0].splitlines()
+        )
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"elastic", "horovod"}
     assert {
@@ -29,6 +34,7 @@ def test_the_wheel_holds_the_driver_inside_elastic(tmp_path):
         "elastic/docs/many-hosts.md",  # for `elasticrun docs`
     } <= names
     assert not [name for name in names if name.startswith("elastic/docs/site/")]
+    assert fields.keys() >= {"Author", "Keywords", "Summary", "License-Expression"}
     for command in ("elasticrun", "horovodrun"):
         assert f"{command} = elastic.driver.commandline.cli:main" in commands or (
             f"{command}=elastic.driver.commandline.cli:main" in commands
