@@ -314,9 +314,9 @@ def _first_world(facts: Mapping[str, Any]) -> str:
     if wanted is None:
         return f"first world: {counted(members, 'worker')} ready"
     slots = facts["slots"]
-    why = f"{_only_slots(slots)}; more workers join when there are more slots"
+    why = f"{_only_slots(slots)}; others join when there are more"
     if slots > members:
-        why = "the others are not ready yet, and join when they are"
+        why = "the others join when they are ready"
     return f"starting with {members} of {counted(wanted, 'worker')}: {why}"
 
 

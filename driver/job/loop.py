@@ -46,9 +46,9 @@ from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
 from elastic.driver.monitoring.exit_lines import ExitLines
-from elastic.driver.monitoring.recovery_line import phases_line, recovery_line
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.processes.exit_ordering import ExitBarrier
 from elastic.driver.reasons import Reason, Why, because, brief, in_one_line
@@ -651,12 +651,9 @@ class Driver:
         self._checkpoints.world(world.generation, [member.worker for member in world.members])
         self._reports.keep({*self.places, *self._decisions.running})
         self._promised.clear()
-        size, wanted = len(world.members), self.job.settings.np
-        if world.reason.kind is Why.FIRST_WORLD and size < wanted:
-            short = because(Why.FIRST_WORLD, members=size, wanted=wanted, slots=self._slots)
-            reason = str(short)
-        noun = "worker" if size == 1 else "workers"
-        text = f"generation {world.generation} has {size} {noun}: {reason}"
+        text = world_line(
+            world, before=self._said_last, wanted=self.job.settings.np, slots=self._slots
+        )
         return ("info", text)
 
     def _end(self, outcome: events.EndJob) -> Line | None:

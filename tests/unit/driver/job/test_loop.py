@@ -17,7 +17,7 @@ from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import EVENTS, event_of
-from elastic.driver.monitoring.recovery_line import phases_line, recovery_line
+from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
@@ -579,6 +579,16 @@ def test_every_message_has_the_fields_of_its_event():
         assert event.__struct_fields__ == ("worker", *said.__struct_fields__)
     assert event_of(A, protocol.Hello(A, 7, "2.9")) == events.WorkerConnected(A, 7, "2.9")
     assert event_of(A, protocol.Checked(1, 2, 3)) == events.WorkerChecked(A, 1, 2, 3)
+
+
+def test_a_new_world_does_not_repeat_the_cause_that_was_just_said():
+    lost = in_words("lost localhost:2#1 (signal 9 SIGKILL)")
+    why = because(Why.NEXT_WORLD, cause=lost, ready=3, members=4, new=1)
+    members = [events.Member(A, Place(0, 1, 0, 1, 0, 1))]
+    world = events.PublishWorld(3, members, Address("h", 1), 1, None, why)
+    again = world_line(world, before=f"generation 2 is over: {lost}", wanted=4, slots=4)
+    assert str(lost) not in again and len(again) <= 79
+    assert str(lost) in world_line(world, before="something else", wanted=4, slots=4)
 
 
 def test_a_recovery_is_one_line_without_its_phases():

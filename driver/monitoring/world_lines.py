@@ -1,11 +1,28 @@
-"""A recovery as lines of the log. Pure."""
+"""A new world, and a recovery, as lines of the log. Pure."""
 
 from __future__ import annotations
 
-from elastic.driver.events import ReportRecovery
-from elastic.driver.reasons import counted
+from elastic.driver.events import PublishWorld, ReportRecovery
+from elastic.driver.reasons import Why, because, counted
 
 _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
+
+
+def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> str:
+    """``generation 3 has 3 workers: 3 of 4 stayed``.
+
+    ``before``: the line about the world before, whose cause is not repeated. ``wanted``: workers of -np. ``slots``:
+    those that are listed.
+    """
+    size, reason = len(world.members), world.reason
+    if reason.kind is Why.FIRST_WORLD and size < wanted:
+        reason = because(Why.FIRST_WORLD, members=size, wanted=wanted, slots=slots)
+    text = f"generation {world.generation} has {counted(size, 'worker')}"
+    cause = reason.facts.get("cause")
+    if reason.kind is Why.NEXT_WORLD and cause is not None and before.endswith(str(cause)):
+        new = f", {reason.facts['new']} joined" if reason.facts["new"] else ""
+        return f"{text}: {reason.facts['ready']} of {reason.facts['members']} stayed{new}"
+    return f"{text}: {reason}"
 
 
 def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
@@ -19,7 +36,7 @@ def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
     text = f"{verb} in {_ms(report.total_ms)} ms with {size}, generation {report.generation}"
     if report.kind != "recovery" or held is None:
         return text
-    lost = "no committed step lost" if held else "no worker held a commit any more"
+    lost = "no committed step lost" if held else "no worker held a commit"
     return f"{text}; {lost}"
 
 
