@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from elastic.driver.reasons import Reason
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import (
     Address,
     Commit,
@@ -60,12 +61,13 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """A collective broke at this worker. ``differs``: its ranks have called different ones."""
+    """A collective broke at this worker. ``differs``: its ranks have called different ones, ``calls``."""
 
     worker: Worker
     generation: int
     reason: str
     differs: bool = False
+    calls: tuple[Called, ...] = ()
 
 
 class WorkerStranded(Event):
@@ -75,6 +77,7 @@ class WorkerStranded(Event):
     generation: int
     reason: str
     differs: bool = False
+    calls: tuple[Called, ...] = ()
 
 
 class WorkerChecked(Event):
@@ -200,6 +203,7 @@ class WorkerRaised(Event):
     # Of the training: no member of its world had a commit, and it has made none.
     beginning: bool = False
     code: int = 1  # of the job, if final
+    calls: tuple[Called, ...] = ()  # that do not fit together, of which all ranks were told
 
 
 class WorkerQuit(Event):

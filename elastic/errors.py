@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
@@ -134,8 +135,12 @@ class TensorMismatch(ElasticError, HorovodInternalError):
     """What the ranks submitted under one name does not fit together; every rank raises it, and names the difference.
 
     A Horovod error by name, and yet never recovered: the same lines would submit the same tensors again. It ends the
-    worker with its traceback.
+    worker with its traceback. ``calls``: the ranks' different calls, as `elastic.protocol.calls.Called`.
     """
+
+    def __init__(self, *args: object, calls: Sequence[Any] = ()) -> None:
+        super().__init__(*args)
+        self.calls = tuple(calls)
 
 
 class Invalid(ElasticError, ValueError):
@@ -204,5 +209,9 @@ class StaleValueWarning(UserWarning):
 
 def summary_of(error: BaseException) -> str:
     """``OSError: the first line of its message``; the class alone where that is empty. Notes are left out."""
-    lines = filter(None, map(str.strip, str(error).splitlines()))
+    try:
+        text = str(error)
+    except Exception as failure:  # its __str__ raised, and the class is what is known
+        text = f"its __str__ raised {type(failure).__name__}"
+    lines = filter(None, map(str.strip, text.splitlines()))
     return ": ".join([type(error).__name__, *itertools.islice(lines, 1)])

@@ -29,6 +29,7 @@ from elastic.errors import (
     ElasticError,
     HorovodInternalError,
     HostsUpdatedInterrupt,
+    Interrupted,
     Invalid,
     LeaveRequested,
     PeerLost,
@@ -42,6 +43,7 @@ from elastic.errors import (
 from elastic.monitoring import timeline
 from elastic.negotiation import process_sets
 from elastic.optimizer.gradients import gradient_layout
+from elastic.protocol.calls import distinct
 from elastic.protocol.messages import COPY, World
 from elastic.rendezvous import following_samplers
 from elastic.runtime import host_updates, lifecycle
@@ -118,9 +120,8 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
                 print(f"elastic: {end}", file=sys.stderr)
             sys.exit(0 if rt.session.asked_to_leave else 1)
         except SystemExit as end:
-            rt.training.quits(end.code)
-            raise
-        except StateMismatch:
+            if not rt.training.quits(end.code):
+                rt.training.raised(summary_of(end), traceback.format_exc())
             raise
         except ScriptMistakes as mistakes:
             if rt.place.rank == 0:
@@ -129,11 +130,16 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             sys.exit(2)
         except DeviceLost as lost:
             _end_now(rt, lost)
-        except Exception as error:
+        except Interrupted:
+            raise
+        except BaseException as error:  # KeyboardInterrupt too, and what a script has derived
+            if isinstance(error, StateMismatch) and not rt.training.in_user_code:
+                raise  # the driver has turned this worker away, or rank 0's state has
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
             summary, trace = summary_of(error), traceback.format_exc()
-            rt.training.raised(summary, trace, hardware_errors.at_fault(error))
+            calls = distinct(error.calls) if isinstance(error, TensorMismatch) else ()
+            rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
             raise
         finally:
             rt.training.leave()

@@ -10,18 +10,22 @@ requests that they stand for. Names are never given another number behind the ba
 old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
 all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
 
+A rank whose only submitting thread has waited a moment says for what. Where all that a collective concerns wait, each
+for another one, none of these can ever run, and each rank is told what all have called.
+
 A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 
 from elastic.negotiation.message_table import MessageTable, bits
 from elastic.negotiation.messages import (
     ALL,
     JOIN,
     LEAVE,
+    WAIT,
     Members,
     Request,
     RequestList,
@@ -30,6 +34,7 @@ from elastic.negotiation.messages import (
     ranks_in_words,
     settle,
 )
+from elastic.protocol.calls import distinct, sentence
 
 
 class Coordinator:
@@ -41,6 +46,8 @@ class Coordinator:
         self._sets: dict[Members, MessageTable] = {}
         self._joined: list[int] = []  # in the order in which they did
         self._gone: dict[int, str] = {}  # ranks that left, and why
+        # What they have said to wait for, and perhaps wait for no more.
+        self._waits: dict[int, tuple[Members, Request]] = {}
         self._since: dict[tuple[Members, str], float] = {}  # when it was first seen to wait
         self._said: set[tuple[Members, str]] = set()
 
@@ -48,13 +55,17 @@ class Coordinator:
 
     def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
         """What can run now that this rank has offered this. Each decision goes to all its members."""
+        if offer.requests and offer.requests[0].kind == WAIT:
+            self._waits[rank] = (offer.members, offer.requests[0])
+            return self._deadlocked()
+        self._waits.pop(rank, None)
         requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
         said = {r.kind for r in offer.requests} - {r.kind for r in requests}
         made = self._offer(rank, offer, requests) if requests or offer.known else []
         if LEAVE in said:
             made += self.leave(rank, "shut down")
         elif JOIN in said:
-            made += self._join(rank)
+            made += [*self._join(rank), *self._deadlocked()]
         return made
 
     def _offer(
@@ -224,6 +235,38 @@ class Coordinator:
             decisions += self._decide(each, list(each.waiting))
         return decisions
 
+    # ---- ranks that wait for each other -----------------------------------------------------------------------------
+
+    def _deadlocked(self) -> list[ResponseList]:
+        """The end of the collectives in which ranks wait for each other, each in another one, and so for ever."""
+        waits = {
+            rank: (members, wait)
+            for rank, (members, wait) in self._waits.items()
+            if rank in self._set(members).offers(wait.name)
+        }
+        lacking = {
+            rank: set(self._active(self._set(members))) - self._set(members).offers(wait.name)
+            for rank, (members, wait) in waits.items()
+        }
+        stuck = in_cycles(lacking)
+        concerned = {rank for each in stuck for rank in self._active(self._set(waits[each][0]))}
+        if not stuck or not concerned <= waits.keys():
+            return []  # another rank comes yet, and then all are told of all
+        asked = {
+            rank: self._set(waits[rank][0]).asked_by_all(waits[rank][1].name)
+            for rank in sorted(stuck)
+        }
+        called = [asked[rank][rank].called_by(rank, waits[rank][1].payload) for rank in asked]
+        error, calls = sentence(called), distinct(called)
+        made = []
+        for members, name in dict.fromkeys((waits[r][0], waits[r][1].name) for r in asked):
+            each = self._set(members)
+            first = next(iter(each.waiting[name].values()))
+            self._take(each, name)
+            ended = Response(first, error=error, calls=calls)
+            made.append(ResponseList(each.named_as, each.epoch, responses=(ended,)))
+        return made
+
     # ---- collectives that make no progress -------------------------------------------------------------------------
 
     def stalled(
@@ -282,12 +325,7 @@ class Coordinator:
         self._said.discard((each.named_as, name))
 
     def _end(self, each: MessageTable, name: str, after_s: float) -> Response:
-        number = each.numbers.get(name)
-        if name not in each.waiting and number is not None:
-            for rank, offered in each.offered.items():
-                if offered >> number & 1:
-                    each.ask(rank, each.asked(number, rank))
-        asked = each.waiting[name]
+        asked = each.asked_by_all(name)
         missing = [rank for rank in self._active(each) if rank not in asked]
         self._take(each, name)
         return Response(
@@ -295,6 +333,14 @@ class Coordinator:
             error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
             refused=True,
         )
+
+
+def in_cycles(waits_for: Mapping[int, Set[int]]) -> set[int]:
+    """The ranks that wait for each other, or for those that do."""
+    found = set(waits_for)
+    while free := {rank for rank in found if found.isdisjoint(waits_for[rank])}:
+        found -= free
+    return found
 
 
 def _few(names: list[str]) -> str:

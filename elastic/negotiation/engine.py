@@ -22,7 +22,7 @@ import torch
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed
-from elastic.monitoring import timeline
+from elastic.monitoring import timeline, user_line
 from elastic.negotiation import fusion
 from elastic.negotiation.execution import start
 from elastic.negotiation.local_transport import LocalController, silence_s
@@ -30,6 +30,7 @@ from elastic.negotiation.messages import (
     ALL,
     JOIN,
     LEAVE,
+    WAIT,
     Members,
     Request,
     RequestList,
@@ -42,6 +43,7 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
+BLOCKED_S = 0.3  # a collective that takes longer may wait for ranks that wait in others
 LEAVE_S = 0.3  # to reach rank 0 with a last word
 _MOST_CYCLES = 5  # that a growing batch is waited for
 DRAIN_S = 0.2  # for a thread that was woken to carry out what it was told
@@ -79,7 +81,8 @@ class Engine:
         self._unnamed: dict[tuple[Members, str], int] = {}
         self._joins = 0  # that are over
         self._undecided = 0
-        self._lock = threading.Lock()  # of the six above
+        self._submitters: set[int] = set()  # threads
+        self._lock = threading.Lock()  # of the seven above
         self._sending = threading.Lock()
         self._driving = threading.Lock()
         self._carrying = threading.Lock()
@@ -106,6 +109,7 @@ class Engine:
         with self._lock:
             if self._failure:
                 raise self._failure.again()
+            self._submitters.add(threading.get_ident())
             if not pending.name:
                 number = self._unnamed.get((members, pending.kind), 0)
                 self._unnamed[members, pending.kind] = number + 1
@@ -164,7 +168,25 @@ class Engine:
 
     def complete(self, pending: Pending) -> None:
         """Until it is decided. Raises CollectiveFailed."""
-        self.drive(lambda: pending.decided)
+        self.drive(lambda: pending.decided, time.monotonic() + BLOCKED_S)
+        if not pending.decided:
+            self._say_wait(pending)
+            self.drive(lambda: pending.decided)
+
+    def _say_wait(self, pending: Pending) -> None:
+        """That this rank submits nothing before this is over; so it is if no other thread ever has. Raises
+        CollectiveFailed.
+        """
+        here, line = threading.get_ident(), self._line
+        if line is None or pending.kind == JOIN or self._submitters != {here}:
+            return
+        wait = Request(WAIT, pending.name, payload=user_line.of_thread(here))
+        try:
+            self._send_fresh()
+            with self._sending:
+                line.send(RequestList(pending.members, 0, requests=(wait,)))
+        except CollectiveFailed as error:
+            raise self.fail(error) from error
 
     def offer(self) -> None:
         """Sends what was submitted, while another thread drives, and has that look whether it is done."""

@@ -64,7 +64,9 @@ def error_of(response: Response) -> BaseException | None:
     """What the ranks that submitted it raise."""
     if not response.error:
         return None
-    return (CollectiveFailed if response.refused else TensorMismatch)(response.error)
+    if response.refused:
+        return CollectiveFailed(response.error)
+    return TensorMismatch(response.error, calls=response.calls)
 
 
 def _start_allreduce(

@@ -57,6 +57,23 @@ class MessageTable:
                         asked[other] = self.asked(number, other)
         asked[rank] = request
 
+    def offers(self, name: str) -> set[int]:
+        """The ranks that have offered it."""
+        ranks = set(self.waiting.get(name, ()))
+        number = self.numbers.get(name)
+        if number is not None:
+            ranks |= {rank for rank, offered in self.offered.items() if offered >> number & 1}
+        return ranks
+
+    def asked_by_all(self, name: str) -> dict[int, Request]:
+        """What each rank that has offered it asks for; from here on it waits by name."""
+        number = self.numbers.get(name)
+        if name not in self.waiting and number is not None:
+            for rank, offered in self.offered.items():
+                if offered >> number & 1:
+                    self.ask(rank, self.asked(number, rank))
+        return self.waiting[name]
+
     def take(self, name: str) -> None:
         """Nobody waits for it any more."""
         del self.waiting[name]

@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from elastic.protocol.calls import Called, Calls, distinct
+
 Members = tuple[int, ...]  # ranks in the world, ascending; empty: all of them
 ALL: Members = ()
 
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
+WAIT = "wait"  # with a name: the only thread of this rank that submits waits for that collective
 
 _FEW = 4  # tensors of a group that a sentence lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -44,8 +47,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     root: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
     splits: tuple[int, ...] = ()  # of alltoall: rows for each member
-    payload: str = ""  # of agree
+    payload: str = ""  # of agree; of wait, the line of the script
     lasting: bool = False  # it was given a name, so that the same will come again
+
+    def called_by(self, rank: int, line: str = "") -> Called:
+        """What this rank has called, for people."""
+        tensors = [f"{dtype} {list(shape)}" for dtype, shape in self.tensors]
+        more = [f"{len(tensors) - _FEW} more"] if len(tensors) > _FEW else []
+        return Called(rank, self.name, line, ", ".join([*tensors[:_FEW], *more]))
 
     @property
     def size_bytes(self) -> int:
@@ -65,6 +74,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     number: int = -1  # by which it is known from now on; -1: by none
     error: str = ""
     refused: bool = False  # the error is nobody's mistake: a rank is gone
+    calls: Calls = ()  # of the ranks, where the error is that they differ
 
     def asked_by(self, position: int) -> Request:
         """What the member at this position asked for."""
@@ -110,7 +120,8 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
         has = "has" if len(joined) == 1 else "have"
         error = f"{first.name} can't run: {_ranks(joined)} {has} joined, and can only add zeros to an allreduce"
     if error:
-        return Response(first, error=error)
+        calls = distinct(requests[rank].called_by(rank) for rank in ranks)
+        return Response(first, error=error, calls=calls)
     rows: tuple[tuple[int, ...], ...] = ()
     if first.kind == ALLGATHER:
         rows = tuple(tuple(shape[0] for _, shape in requests[rank].tensors) for rank in ranks)

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from elastic.protocol.calls import Calls
+
 VERSION = 4
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
@@ -216,19 +218,21 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """A collective of this generation broke here. ``differs``: its ranks have called different ones."""
+    """A collective of this generation broke here. ``differs``: its ranks have called different ones, ``calls``."""
 
     generation: int
     reason: str
     differs: bool = False
+    calls: Calls = ()
 
 
 class Stranded(Message):
-    """A collective broke outside ``elastic.run``: this process can't recover. ``differs`` as in `Failed`."""
+    """A collective broke outside ``elastic.run``: this process can't recover. ``differs``, ``calls``: see `Failed`."""
 
     generation: int
     reason: str
     differs: bool = False
+    calls: Calls = ()
 
 
 class Checked(Message):
@@ -326,6 +330,7 @@ class Raised(Message):
     # Of the training: no member of its world had a commit, and it has made none.
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # of the job, if final
+    calls: Calls = ()  # that do not fit together, of which all ranks were told
 
 
 class Quit(Message):

@@ -13,6 +13,7 @@ import torch
 
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed, Invalid
+from elastic.protocol.calls import Called
 from elastic.ray.regroupings import Regroupings
 from elastic.rendezvous import environment
 from elastic.rendezvous.environment import Environment
@@ -40,7 +41,7 @@ class ServedSession(Session):
 
         self.update(decide)
 
-    def mark_broken(self, generation: int, reason: str, *, differs: bool = False) -> None:
+    def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
         if generation == self.recovery.generation:
             self.give_up(reason)
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from elastic.errors import DriverLost
+from elastic.monitoring import user_line
 from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.runtime import host_updates
-from elastic.runtime.failures import excepthook, stack_dump, user_line
+from elastic.runtime.failures import excepthook, stack_dump
 from elastic.runtime.link import CONNECT_S, Link
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase

@@ -30,6 +30,7 @@ import enum
 from dataclasses import dataclass, field
 
 from elastic.protocol import messages
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
 from elastic.runtime.failures.error_excuse import ErrorExcuse
 
@@ -90,7 +91,7 @@ class Recovery:
     newest: Commit | None = None
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
     _welcomed: bool = False
-    _differs: bool = False  # why it broke: ranks have called different collectives
+    _calls: tuple[Called, ...] = ()  # different ones of its ranks, of which it broke
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last one
     _own_failure: bool = False  # the world broke here first, and the driver was told
@@ -178,7 +179,7 @@ class Recovery:
 
     def _break(self, reason: str) -> None:
         self.phase = Phase.BROKEN
-        self._differs = False
+        self._calls = ()
         self.reason = reason
         self._hold_at = self._stop_at = None
 
@@ -205,9 +206,9 @@ class Recovery:
             case Phase.WAITING if self._ready is not None:
                 said.append(self._ready)
             case Phase.BROKEN if self._own_failure:
-                said.append(messages.Failed(self.generation, self.reason, self._differs))
+                said.append(_broke(messages.Failed, self.generation, self.reason, self._calls))
             case Phase.BROKEN if self._stranded:
-                said.append(messages.Stranded(self.generation, self.reason, self._differs))
+                said.append(_broke(messages.Stranded, self.generation, self.reason, self._calls))
             case Phase.RETURNED:
                 said.append(messages.Returned(self.generation))
             case Phase.OVER if self._last_word is not None:
@@ -273,9 +274,9 @@ class Recovery:
         )
         return [Send(self._ready)]
 
-    def fail(self, generation: int, reason: str, *, differs: bool = False) -> list[Action]:
+    def fail(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> list[Action]:
         """A collective broke here. Many threads may report one failure; only the first of a generation counts.
-        ``differs``: its ranks have called different ones.
+        ``calls``: its ranks have called different ones.
         """
         last = self.again and self.phase is Phase.FINISHED
         if generation != self.generation or not (
@@ -283,18 +284,19 @@ class Recovery:
         ):
             return []
         self._break(reason)
-        self._differs = differs
+        self._calls = calls
         if not self.running:
             return [Cut(generation, reason), *self.strand()]
         self._own_failure = True
-        return [Cut(generation, reason), Send(messages.Failed(generation, reason, differs))]
+        said = _broke(messages.Failed, generation, reason, calls)
+        return [Cut(generation, reason), Send(said)]
 
     def strand(self) -> list[Action]:
         """A collective was called outside ``elastic.run`` in a world that is over: nothing can undo half a program."""
         if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
-        return [Send(messages.Stranded(self.generation, self.reason, self._differs))]
+        return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
         """Numbers a commit that has just been saved: by the check that comes next, or that all have stopped at.
@@ -365,15 +367,18 @@ class Recovery:
         hardware: bool = False,
         final: bool = False,
         code: int = 1,
+        calls: tuple[Called, ...] = (),
     ) -> list[Action]:
-        """User code raised: the process will exit with this. ``code``: of the job, if ``final``."""
+        """User code raised: the process will exit with this. ``code``: of the job, if ``final``. ``calls``: of ranks,
+        which do not fit together.
+        """
         generation = self.generation
         nothing_held = self.world is not None and self.world.commit is None
         beginning = nothing_held and (self.newest is None or self.newest.number == 0)
         self.phase = Phase.OVER
         self.reason = summary
         self._last_word = messages.Raised(
-            generation, self.newest, summary, traceback, hardware, final, beginning, code
+            generation, self.newest, summary, traceback, hardware, final, beginning, code, calls
         )
         return [Send(self._last_word), Cut(generation, summary)]
 
@@ -386,6 +391,15 @@ class Recovery:
         self.reason = f"sys.exit was called under elastic.run: exit code {code}"
         self._last_word = messages.Quit(generation, code)
         return [Send(self._last_word), Cut(generation, self.reason)]
+
+
+def _broke(
+    kind: type[messages.Failed | messages.Stranded],
+    generation: int,
+    reason: str,
+    calls: tuple[Called, ...],
+) -> Message:
+    return kind(generation, reason, bool(calls), calls)
 
 
 def excuse_error(recovery: Recovery) -> bool:

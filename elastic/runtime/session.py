@@ -24,6 +24,7 @@ from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.monitoring.time_account import TimeAccount
 from elastic.protocol import messages
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import Message
 from elastic.rendezvous.environment import Environment
 from elastic.runtime.link import Link
@@ -168,13 +169,13 @@ class Session:
         """Whether the present generation is over. From any thread."""
         return self.recovery.phase in ENDED
 
-    def mark_broken(self, generation: int, reason: str, *, differs: bool = False) -> None:
+    def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
         """A collective of this generation failed: cuts the rest, tells the driver. From any thread; never raises.
-        ``differs``: its ranks have called different ones.
+        ``calls``: its ranks have called different ones.
         """
 
         def decide(recovery: Recovery) -> list[Action]:
-            actions = recovery.fail(generation, reason, differs=differs)
+            actions = recovery.fail(generation, reason, calls)
             if actions:
                 self.phases.mark("broken", time.monotonic())
             return actions

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from elastic.errors import PeerLost
 from elastic.monitoring import data_waits, timeline
+from elastic.protocol.calls import Called
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
@@ -23,6 +24,7 @@ class Training:
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
+        self.in_user_code = False  # in the training function itself
         self._entered = False
         self._trains_in: int | None = None  # the thread that is in elastic.run
 
@@ -56,6 +58,7 @@ class Training:
         now = time.monotonic()
         self._session.account.begin("training", now)
         self._session.account.committed(now)
+        self.in_user_code = True
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -76,6 +79,7 @@ class Training:
     def returned(self) -> None:
         """Says that the function returned; waits for the others. Raises PeerLost if one of them is lost first."""
         session = self._session
+        self.in_user_code = False
         session.account.begin("idle", time.monotonic())
         if session.alone:
             return
@@ -87,10 +91,16 @@ class Training:
         if phase is Phase.OVER:
             session.raise_over()
 
-    def raised(self, summary: str, traceback: str, hardware: bool = False) -> None:
-        """Tells the driver why this process is about to end. ``hardware``: see `failures.hardware_errors`."""
+    def raised(
+        self, summary: str, traceback: str, hardware: bool = False, calls: tuple[Called, ...] = ()
+    ) -> None:
+        """Tells the driver why this process is about to end. ``hardware``: see `failures.hardware_errors`. ``calls``:
+        of ranks, which do not fit together.
+        """
         if not self._session.alone:
-            self._session.update(lambda recovery: recovery.raised(summary, traceback, hardware))
+            self._session.update(
+                lambda recovery: recovery.raised(summary, traceback, hardware, calls=calls)
+            )
 
     def cannot_begin(self, why: str) -> None:
         """Tells the driver that the job can't go on, with this worker or with any other, and why."""
@@ -101,14 +111,18 @@ class Training:
         if not self._session.alone:
             self._session.update(lambda recovery: recovery.raised(why, "", final=True, code=2))
 
-    def quits(self, code: object) -> None:
+    def quits(self, code: object) -> bool:
         """Tells the driver that this process is about to exit, for ``SystemExit(code)``. The end of an interpreter with
         torch in it takes seconds, and its sockets stay open for as long; the others need not wait for that.
+
+        Returns False for a code that is an error message, as in ``sys.exit("no data")``: that is an exception.
         """
         if not self._session.recovers:
-            return  # in a static job the exit itself is the verdict
-        status = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
-        self._session.update(lambda recovery: recovery.quit(status))
+            return True  # in a static job the exit itself is the verdict
+        if code is not None and not isinstance(code, int):
+            return False
+        self._session.update(lambda recovery: recovery.quit((code or 0) & 0xFF))
+        return True
 
     def gave_up(self, reason: str) -> None:
         """User code gave this world up (it raised HorovodInternalError): regroup with everybody."""
@@ -116,6 +130,7 @@ class Training:
 
     def interrupted(self, *, planned: bool = False) -> None:
         """The training thread has come back to ``elastic.run``. ``planned``: the world changes, and nothing is lost."""
+        self.in_user_code = False
         now = time.monotonic()
         self._session.phases.raised(now)
         if planned:

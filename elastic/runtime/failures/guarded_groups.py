@@ -21,9 +21,11 @@ from elastic.collectives.construct import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Differing, PeerLost
+from elastic.monitoring import user_line
 from elastic.negotiation.engine import Engine
-from elastic.runtime.failures import differing_calls, user_line
-from elastic.runtime.failures.differing_calls import Called
+from elastic.protocol import calls
+from elastic.protocol.calls import Called
+from elastic.runtime.failures import differing_calls
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 
@@ -140,14 +142,15 @@ class GuardedGroups:
         if self._progress.leave(time.monotonic()):
             session.poke()
         differs = error.differs if isinstance(error, CollectiveFailed) else None
+        called: tuple[Called, ...] = ()
         if isinstance(error, CollectiveFailed) and differs is not None:
-            self._say_calls(error, differs, inside)
+            called = self._say_calls(error, differs, inside)
         if isinstance(error, CollectiveFailed) and error.late:
             self._say_who(error, awaited)
         if error is None:
             session.resumed()
         elif isinstance(error, CollectiveFailed):
-            session.mark_broken(generation, str(error), differs=differs is not None)
+            session.mark_broken(generation, str(error), called)
             why = session.why(error)
             if not session.recovers:
                 if str(error) != why:
@@ -156,14 +159,17 @@ class GuardedGroups:
             session.told(generation)  # unsaid so far if the driver's word came before the error
             raise PeerLost(why) from error
 
-    def _say_calls(self, error: CollectiveFailed, group: Differing, inside: str) -> None:
+    def _say_calls(
+        self, error: CollectiveFailed, group: Differing, inside: str
+    ) -> tuple[Called, ...]:
         """What each rank has called, and where, in the error and, on each rank, on stderr."""
         session = self._session
         line = user_line.of_thread(get_ident())
         mine = Called(session.recovery.place.rank, inside, line)
-        calls = differing_calls.of_all(session.groups.store, group, mine)
-        error.args = (differing_calls.sentence(calls),)
+        called = differing_calls.of_all(session.groups.store, group, mine)
+        error.args = (calls.sentence(called),)
         print(f"elastic: {error}", file=sys.stderr)
+        return calls.distinct(called)
 
     def _say_who(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
         """Where they are that did not come, in the error."""

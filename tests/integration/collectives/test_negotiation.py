@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,23 @@ import msgspec
 import pytest
 import torch
 
-from elastic.api.ops import Sum, allreduce, allreduce_async, barrier, poll, synchronize
-from elastic.errors import CollectiveFailed
+from elastic.api.ops import (
+    Sum,
+    allgather,
+    allreduce,
+    allreduce_async,
+    barrier,
+    broadcast,
+    poll,
+    synchronize,
+)
+from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.negotiation import local_transport, transport
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.local_transport import LocalController
 from elastic.negotiation.messages import ALL, Request, RequestList, ResponseList
 from elastic.negotiation.transport import ControllerClient, ControllerServer, rules_of
+from elastic.protocol.calls import Called
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
@@ -320,6 +331,32 @@ def test_rank_0_hears_what_the_others_are_being_told_while_the_world_ends():
     assert [decision.known for decision in heard.get(timeout=5)] == [b"told"]
     rank_0.join()
     line.close()
+
+
+def call_another(rank: int, size: int) -> tuple[Called, ...]:
+    with pytest.raises(TensorMismatch) as caught:
+        if rank == 0:
+            allreduce(torch.ones(3), name="x", op=Sum)
+        elif rank == 1:
+            broadcast(torch.ones(3, 2, dtype=torch.int64), 0, name="x")
+        else:
+            allgather(torch.ones(4), name="y")
+    alike = allreduce(torch.ones(1), name="again", op=Sum)
+    assert alike.item() == size, "nothing of it is left"
+    return caught.value.calls
+
+
+def test_ranks_that_call_different_collectives_all_learn_at_once_what_each_has_called(ranks):
+    found = ranks.run(call_another)
+    assert found[0] == found[1] == found[2]
+    assert [(each.rank, each.name, each.tensors) for each in found[0]] == [
+        (0, "allreduce.x", "float32 [3]"),
+        (1, "broadcast.x", "int64 [3, 2]"),
+        (2, "allgather.y", "float32 [4]"),
+    ]
+    first = call_another.__code__.co_firstlineno
+    file = Path(__file__).name
+    assert [each.line for each in found[0]] == [f"{file}:{first + n}" for n in (3, 5, 7)]
 
 
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}

@@ -18,8 +18,10 @@ from elastic.negotiation.messages import (
     ALLREDUCE,
     ALLTOALL,
     BARRIER,
+    BROADCAST,
     JOIN,
     LEAVE,
+    WAIT,
     Members,
     Request,
     RequestList,
@@ -28,6 +30,7 @@ from elastic.negotiation.messages import (
     mismatch,
 )
 from elastic.negotiation.response_cache import ResponseCache
+from elastic.protocol.calls import Called
 
 
 @dataclass
@@ -88,6 +91,12 @@ class Ranks:
         assert offer is not None
         self.said.append(offer)
         for decision in self.coordinator.offer(rank, offer):
+            self.deliver(decision)
+
+    def wait(self, rank: int, name: str, line: str = "", members: Members = ALL) -> None:
+        """It submits nothing before this is over."""
+        said = RequestList(members, 0, requests=(Request(WAIT, name, payload=line),))
+        for decision in self.coordinator.offer(rank, said):
             self.deliver(decision)
 
     def deliver(self, decision: ResponseList) -> None:
@@ -385,6 +394,123 @@ def test_a_mismatch_names_what_differs_and_who(first, second, words):
 
 def test_bits_are_told_in_ascending_order():
     assert list(bits((1 << 1000) | (1 << 9) | 1)) == [0, 9, 1000]
+
+
+def test_ranks_that_wait_for_each_other_are_told_at_once_what_all_have_called():
+    ranks = Ranks(3)
+    for _ in range(3):  # the names have numbers
+        for rank in range(3):
+            ranks.submit(rank, reduce("loss"))
+    ranks.submit(0, reduce("x", 3))
+    ranks.submit(1, Request(BROADCAST, "broadcast.x", (("int64", (2, 4)),)))
+    ranks.submit(2, reduce("loss"))  # a bit
+    before = len(ranks.decisions)
+    ranks.wait(0, "allreduce.x", "a.py:3")
+    ranks.wait(1, "broadcast.x", "a.py:5")
+    assert len(ranks.decisions) == before, "rank 2 may come yet"
+    ranks.wait(2, "allreduce.loss", "a.py:1")
+    calls = (
+        Called(0, "allreduce.x", "a.py:3", "float32 [3]"),
+        Called(1, "broadcast.x", "a.py:5", "int64 [2, 4]"),
+        Called(2, "allreduce.loss", "a.py:1", "float32 [2]"),
+    )
+    ended = [each for each in ranks.ran[0] if each.error]
+    assert [each.request.name for each in ended] == [each.name for each in calls]
+    assert all(each.calls == calls and not each.refused for each in ended)
+    assert ranks.ran[0][-3:] == ranks.ran[1][-3:] == ranks.ran[2][-3:]
+    for rank in range(3):  # nothing of it is left
+        ranks.submit(rank, reduce("loss"))
+    assert not ranks.ran[0][-1].error and ranks.ran[0][-1].request.name == "allreduce.loss"
+
+
+def test_a_wait_for_ranks_that_can_come_is_no_end():
+    ranks = Ranks(3)
+    ranks.submit(0, reduce("a"))
+    ranks.submit(1, reduce("a"))
+    ranks.wait(0, "allreduce.a")
+    ranks.wait(1, "allreduce.a")
+    ranks.submit(2, reduce("b"))
+    ranks.submit(2, reduce("a"))  # asynchronous: it waits for b, whose turn comes
+    ranks.wait(2, "allreduce.b")
+    ranks.submit(0, reduce("b"))
+    ranks.submit(1, reduce("b"))
+    ranks.wait(0, "allreduce.a")  # over before it was heard
+    ranks.wait(1, "allreduce.b")
+    assert not any(each.error for rank in ranks.ran for each in rank)
+    assert ranks.names(2) == ["a", "b"]
+
+
+def test_a_cycle_across_sets_is_one_and_a_joined_rank_is_in_none():
+    ranks = Ranks(3)
+    ranks.submit(2, Request(JOIN, JOIN))
+    ranks.submit(0, reduce("a"))
+    ranks.submit(1, reduce("b"), members=(0, 1))
+    ranks.wait(1, "allreduce.b", members=(0, 1))
+    ranks.wait(0, "allreduce.a")
+    calls = (
+        Called(0, "allreduce.a", "", "float32 [2]"),
+        Called(1, "allreduce.b", "", "float32 [2]"),
+    )
+    assert [each.calls for each in ranks.ran[0]] == [calls, calls]
+    assert [each.calls for each in ranks.ran[2]] == [calls]
+
+
+def test_a_rank_that_joins_last_shows_that_the_others_wait_for_each_other():
+    ranks = Ranks(3)
+    for rank, name in enumerate("ab"):
+        ranks.submit(rank, reduce(name))
+        ranks.wait(rank, f"allreduce.{name}")
+    assert not ranks.ran[0]
+    ranks.submit(2, Request(JOIN, JOIN))
+    assert [len(each.calls) for each in ranks.ran[0]] == [2, 2]
+
+
+def test_mismatched_tensors_come_with_what_each_kind_of_rank_has_called():
+    ranks = Ranks(3)
+    for rank, rows in enumerate((3, 4, 3)):
+        ranks.submit(rank, reduce("x", rows))
+    [found] = ranks.ran[2]
+    assert found.calls == (
+        Called(0, "allreduce.x", "", "float32 [3]"),
+        Called(1, "allreduce.x", "", "float32 [4]"),
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_order_of_the_same_calls_makes_ranks_wait_for_each_other(seed):
+    """Each rank submits all calls of a round in an order of its own, then waits for each, saying so at random."""
+    chance = random.Random(seed)
+    size = chance.randrange(2, 5)
+    coordinator = Coordinator(size, capacity=chance.choice([0, 2, 1024]))
+    sides = [ResponseCache[Call](ALL) for _ in range(size)]
+    up: list[deque[RequestList]] = [deque() for _ in range(size)]
+    down: list[deque[ResponseList]] = [deque() for _ in range(size)]
+    names = [f"n{number}" for number in range(4)]
+    rounds, over = [0] * size, [0] * size
+    for _ in range(20_000):
+        rank = chance.randrange(size)
+        side = sides[rank]
+        match chance.randrange(4):
+            case 0 if not side.in_flight and rounds[rank] < 5:
+                rounds[rank] += 1
+                for name in chance.sample(names, len(names)):
+                    side.submit(Call(reduce(name)))
+                    if chance.random() < 0.5 and (offer := side.offer()) is not None:
+                        up[rank].append(offer)
+            case 1 if side.in_flight:
+                if (offer := side.offer()) is not None:
+                    up[rank].append(offer)
+                wait = Request(WAIT, chance.choice([*side.in_flight]))
+                up[rank].append(RequestList(ALL, 0, requests=(wait,)))
+            case 2 if up[rank]:
+                for decision in coordinator.offer(rank, up[rank].popleft()):
+                    for each in down:
+                        each.append(decision)
+            case 3 if down[rank]:
+                for response, _ in side.take(down[rank].popleft()):
+                    assert not response.error, response.error
+                    over[rank] += 1
+    assert over == [5 * len(names)] * size
 
 
 @pytest.mark.parametrize("seed", range(30))

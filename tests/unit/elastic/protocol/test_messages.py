@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.protocol import messages as protocol
+from elastic.protocol.calls import Called
 from elastic.protocol.framing import TAG_BYTES, Wire, proof
 from elastic.protocol.messages import Address, Commit, Place, ProtocolError, Worker, encoded
 
@@ -22,6 +23,7 @@ FROM_WORKER = [
     protocol.Ready(0, None, STORE, running=False, number=2),
     protocol.Failed(3, "closed"),
     protocol.Stranded(1, "closed"),
+    protocol.Failed(3, "calls", True, (Called(0, "allreduce.x", "a.py:3"), Called(1, "join"))),
     protocol.Checked(3, 1, 9),
     protocol.Leaving("SIGTERM"),
     protocol.Resumed(3, {"formed": 2.5}, 10**9),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import (
     Address,
     Broken,
@@ -369,11 +370,12 @@ def test_on_a_new_connection_it_says_where_it_stands():
 
 
 def test_that_calls_differ_is_said_with_the_failure_and_again_to_the_next_driver():
+    calls = (Called(0, "allreduce.x", "a.py:3"), Called(1, "broadcast.x"))
     for r, failure in (
-        (training(2), Failed(2, "calls", True)),
-        (outside(), Stranded(1, "calls", True)),
+        (training(2), Failed(2, "calls", True, calls)),
+        (outside(), Stranded(1, "calls", True, calls)),
     ):
-        assert r.fail(failure.generation, "calls", differs=True)[-1] == Send(failure)
+        assert r.fail(failure.generation, "calls", calls)[-1] == Send(failure)
         assert said(r)[1:] == [failure]
     r.wait_for_world(STORE, "")
     r.receive(world(3))

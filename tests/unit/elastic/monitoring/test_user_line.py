@@ -7,7 +7,7 @@ import inspect
 import threading
 from typing import Any
 
-from elastic.runtime.failures import user_line
+from elastic.monitoring import user_line
 
 
 def here() -> str:

@@ -1,0 +1,50 @@
+"""What each rank of a group called, where that was not the same, and the sentence for it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+
+DISTINCT = 16  # that the driver is told of
+
+
+class Called(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's call. ``line``: of the script, ``train.py:12``; ``tensors``: ``float32 [3]``. Empty: not known."""
+
+    rank: int
+    name: str
+    line: str = ""
+    tensors: str = ""
+
+
+Calls = Annotated[tuple[Called, ...], msgspec.Meta(max_length=DISTINCT)]
+
+
+def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
+    """The first rank's of each kind, and no more than a message may have."""
+    found = {(each.name, each.line, each.tensors): each for each in reversed([*calls])}
+    return tuple(sorted(found.values(), key=lambda each: each.rank)[:DISTINCT])
+
+
+def sentence(calls: Sequence[Called]) -> str:
+    """``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
+    by_call: dict[tuple[str, str, str], list[int]] = {}
+    for each in calls:
+        by_call.setdefault((each.name, each.tensors, each.line), []).append(each.rank)
+    parts = [
+        f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}: {name}{f' of {tensors}' if tensors else ''}"
+        f"{f' at {line}' if line else ''}"
+        for (name, tensors, line), ranks in by_call.items()
+    ]
+    what = "ranks called different collectives"
+    if len({name for name, *_ in by_call}) == 1:
+        what += ", or one with other sizes, dtypes, reductions or roots"
+    return f"{what}: {'; '.join(parts)}; all ranks must make the same calls, in the same order"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """The first few, and how many more."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
