@@ -207,11 +207,14 @@ class WorkerRaised(Event):
 
 
 class WorkerQuit(Event):
-    """User code called ``sys.exit`` under ``elastic.run``; the process is about to exit with this code."""
+    """User code called ``sys.exit`` under ``elastic.run``; the process is about to exit with this code. ``call``:
+    ``sys.exit(3)``.
+    """
 
     worker: Worker
     generation: int
     code: int
+    call: str = ""
 
 
 class WorkerReturned(Event):

@@ -88,6 +88,8 @@ class Why(enum.Enum):
     LOST_ALIVE = "lost, alive"
     LOST_STRANDED = "lost, stranded"
     LOST_RAISED = "lost, raised"
+    LOST_QUIT = "lost, quit"
+    LOST_REJECTED = "lost, rejected"
     LOST_HOST = "lost host"
     HOST_SILENT = "host silent"
     LOST_WITH_HOST = "lost with host"
@@ -112,6 +114,10 @@ class Why(enum.Enum):
     # The job ends: all went well ...
     ALL_RETURNED = "all returned"
     ALL_EXITED = "all exited"
+    # ... but for what came after it, or a script that failed ...
+    FAILED_AFTER_TRAINING = "failed after training"
+    FAILED_IN_TRAINING = "failed in training"
+    FEWER_RETURNED = "fewer returned"
     # ... or there is nobody to go on with ...
     ALL_LOST = "all lost"
     NO_COMMIT = "no commit"
@@ -129,6 +135,9 @@ class Why(enum.Enum):
     LOST_PEER = "lost peer"
     LOST_PEER_OUTSIDE = "lost peer outside"
     CALLS_DIFFER = "calls differ"
+    SAME_CALLS = "same calls"
+    TENSORS_DIFFER = "tensors differ"
+    LAYOUTS_DIFFER = "layouts differ"
     ENDED_EARLY = "ended early"
     ENDED = "ended"
     SCRIPT_FAILS = "script fails"
@@ -281,6 +290,15 @@ def _ended(facts: Mapping[str, Any]) -> str:
     return f"{said}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
 
 
+def _all_returned(facts: Mapping[str, Any]) -> str:
+    """``failed``: why fewer returned than the job began with, where scripts are to blame. ``strict``: see `Ending`."""
+    if not facts.get("failed"):
+        return f"all {counted(facts['members'], 'member')} of generation {facts['generation']} returned"
+    why = "; ".join(map(str, facts["failed"]))
+    began = counted(facts["began"], "worker")
+    return f"finished on {facts['members']} of the {began} that started; {why}"
+
+
 def _scaled(facts: Mapping[str, Any]) -> str:
     """``before`` is None where only the slots limited it."""
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
@@ -422,6 +440,8 @@ SENTENCES: dict[Why, Sentence] = {
     Why.LOST_ALIVE: "lost {worker}, which can't be killed (it had to be: {killed_for:brief})",
     Why.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
     Why.LOST_RAISED: "{worker} raised {summary}",
+    Why.LOST_QUIT: "{worker} called {call}",
+    Why.LOST_REJECTED: "the state of {worker} differs from the world's",
     Why.LOST_HOST: ("lost host {host}", ": {text}"),
     Why.HOST_SILENT: "its agent is connected, but has not answered for {for_s:.1f} s, while all others wait for its"
     " workers: it is stopped, or cut off",
@@ -450,7 +470,12 @@ SENTENCES: dict[Why, Sentence] = {
     Why.RECONNECTED: "reconnected",
     Why.FROM_CHECKPOINT: "nobody holds a commit in memory, so training goes on from the newest checkpoint"
     " (restart {restart} of {limit} since the last one): {cause}",
-    Why.ALL_RETURNED: "all {members:+member} of generation {generation} returned",
+    Why.ALL_RETURNED: _all_returned,
+    Why.FAILED_AFTER_TRAINING: "{who} ended with {exit} in code that runs after training, which had succeeded: the job"
+    " fails with exit code 1",
+    Why.FAILED_IN_TRAINING: "{cause} in its training function, after all others had returned: the job fails with exit"
+    " code 1",
+    Why.FEWER_RETURNED: "--strict: scripts have failed, and the job fails with exit code 1",
     Why.ALL_EXITED: "{workers:+worker} ended with exit code 0",
     Why.ALL_LOST: "all {members:+member} of generation {generation} are lost,"
     f" and nobody is left to go on from: {{cause}}. {GONE}{{wrote:wrote}}",
@@ -469,6 +494,10 @@ SENTENCES: dict[Why, Sentence] = {
     Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",
     Why.LOST_PEER: "{who} lost a peer: {text}",
     Why.CALLS_DIFFER: "{text}",
+    Why.SAME_CALLS: "the world that went back to the commit broke in the same way: {cause}",
+    Why.TENSORS_DIFFER: "{summary}",
+    Why.LAYOUTS_DIFFER: "the state of {worker} differs from that of {rank_0}, and that of {first} before it differed in"
+    " the same way: build the same model, optimizer and state on every rank",
     Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
     Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     Why.ENDED: _ended,

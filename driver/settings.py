@@ -46,6 +46,9 @@ class Settings:
     starting_max: int | None = None  # newcomers that start at once beside a world that trains
     # From a checkpoint, with no newer one between; None: there are no checkpoints.
     restarts: int | None = None
+    # End a job whose script fails in the same way again, and tell which workers are missing because theirs failed.
+    judge_scripts: bool = False
+    strict: bool = False  # a job that lacks such workers at its end fails
     durable: bool = False  # commits are made durable: there is a folder for checkpoints
     timeline: str | None = None  # absolute path of the file that tells what all ranks did when
     env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker

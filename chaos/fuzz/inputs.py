@@ -92,6 +92,8 @@ class Inputs:
                 return self._draw(pick.choice(kind.types), depth)
             case inspect.ListType():
                 return [self._draw(kind.item_type, depth + 1) for _ in range(pick.randrange(4))]
+            case inspect.VarTupleType():
+                return [self._draw(kind.item_type, depth + 1) for _ in range(pick.randrange(4))]
             case inspect.TupleType():
                 return [self._draw(each, depth + 1) for each in kind.item_types]
             case inspect.DictType():

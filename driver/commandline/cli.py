@@ -345,6 +345,8 @@ def _checked_job(
             gpu_hang_s=stall.gpu_hang_s,
             gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
             restarts=checkpoints.restarts,
+            judge_scripts=True,
+            strict=bool(options.strict),
             durable=bool(checkpoints.env),
             starting_max=cores if own_slots else None,
             timeline=timeline,

@@ -360,7 +360,8 @@ class OutputFlags:
     )
     strict: bool = switch(
         "--strict",
-        "End the job with exit code 2 if its first steps show a mistake in the script.",
+        "End the job with exit code 2 if its first steps show a mistake in the script, and with 1 if it finishes on"
+        " fewer workers than it started because scripts failed.",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
     )

@@ -24,9 +24,11 @@ from elastic.driver.events import (
     StartWorker,
     StopRequested,
     WorkerExited,
+    WorkerQuit,
+    WorkerRaised,
 )
 from elastic.driver.job.ending import Ending
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import Reason, Why, because, in_words
 from elastic.protocol.messages import Place, Worker
 
 
@@ -58,6 +60,7 @@ class JobDecisions:
         self._membership = membership
         self._leave_s = leave_s
         self._idle_s = idle_s  # see `Ending`
+        self._failed: dict[Worker, Reason] = {}  # see `Ending`
         self._let_go: set[Worker] = set()  # and their exit was not handled yet
 
     @property
@@ -88,12 +91,19 @@ class JobDecisions:
         again = stopped and self.stop_code is not None
         if isinstance(event, StopRequested) and self.stop_code is None:
             self.stop_code = event.code
-        if isinstance(event, WorkerExited):
-            self.running.discard(event.worker)
+        match event:
+            case WorkerExited(worker):
+                self.running.discard(worker)
+            case WorkerRaised(worker, summary=summary):
+                self._failed[worker] = because(Why.LOST_RAISED, worker=str(worker), summary=summary)
+            case WorkerQuit(worker, call=call) if event.code:
+                self._failed[worker] = because(Why.LOST_QUIT, worker=str(worker), call=call)
         unseen = self._unseen(event)
         actions = [self._seen(action, now) for action in answer]
         self.running -= unseen
         if self.ending is not None:
+            if not begun:
+                actions += self.ending.begun
             if begun:
                 actions += self.ending.heard(event, now)
             if isinstance(event, StopRequested) and stopped and (begun or again):
@@ -126,6 +136,7 @@ class JobDecisions:
             alive=self.running,
             leave_s=self._leave_s,
             idle_s=self._idle_s,
+            failed=self._failed,
             now=now,
         )
         return outcome

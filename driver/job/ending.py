@@ -2,6 +2,7 @@
 
 outcome 0: members run on by themselves, as long as they like --> all gone --> exit code 0, or 1 if one failed
            others have been told to leave and get ``leave_s``
+           with --strict the code is 1 from the beginning if scripts have failed, so that fewer returned than began
            members that train again wait for each other: one that is frozen is killed after ``idle_s``, and once one has
            failed the others get ``leave_s``
 otherwise: everybody has been told; GRACE_S later all are killed --> all gone, or DEATH_S passed --> the code
@@ -13,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from elastic.driver import events
 from elastic.driver.membership.membership import describe_exit
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Place, Worker
 
 GRACE_S = 1.0  # between the word that the job is over and the kill
@@ -32,10 +33,17 @@ class Ending:
         alive: Collection[Worker],
         leave_s: float,
         idle_s: float = 0.0,
+        failed: Mapping[Worker, Reason] | None = None,
         now: float,
     ) -> None:
-        """``idle_s``: 0 for never."""
-        self.code = outcome.code
+        """``idle_s``: 0 for never. ``failed``: whose training function has raised or called sys.exit."""
+        lacking = outcome.code == 0 and bool(outcome.reason.facts.get("strict"))
+        self.code = 1 if lacking else outcome.code
+        self.begun: list[events.Action] = []
+        if lacking:
+            short = because(Why.FEWER_RETURNED)
+            self.begun.append(events.Report("error", str(short), short))
+        self._failed = {} if failed is None else failed
         self._leave_s = leave_s
         self._idle_s = idle_s
         self._again = False
@@ -96,14 +104,13 @@ class Ending:
         if self.code != 0 or event.code == 0 or place is None:
             return []
         self._fail(now)
-        return [
-            events.Report(
-                "error",
-                f"rank {place.rank} ({event.worker} on {event.worker.host}) ended with"
-                f" {event.reason or describe_exit(event.code)} in code that"
-                " runs after training, which had succeeded: the job fails with exit code 1",
-            )
-        ]
+        who = f"rank {place.rank} ({event.worker} on {event.worker.host})"
+        why = because(
+            Why.FAILED_AFTER_TRAINING, who=who, exit=event.reason or describe_exit(event.code)
+        )
+        if (cause := self._failed.get(event.worker)) is not None:
+            why = because(Why.FAILED_IN_TRAINING, cause=cause)
+        return [events.Report("error", str(why), why)]
 
     def _fail(self, now: float) -> None:
         self.code = 1

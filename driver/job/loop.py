@@ -665,7 +665,8 @@ class Driver:
         self.outcome = reason
         self._about_checkpoints.ended()
         if outcome.code == 0:
-            return ("info", f"training has ended: {reason}")
+            level = "warning" if outcome.reason.facts.get("failed") else "info"
+            return (level, f"training has ended: {reason}")
         # What a worker wrote is on the screen already.
         said = (
             f"the job ends with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"

@@ -59,7 +59,12 @@ class Failures(Part):
         elif self.worlds.phase is not Phase.GATHERING:
             # Many workers report one failure; only the first of a generation comes this far.
             worker, text = str(event.worker), event.reason
-            self.worlds.break_up(because(Why.COLLECTIVE_BROKE, worker=worker, text=text))
+            broke = because(Why.COLLECTIVE_BROKE, worker=worker, text=text)
+            if event.calls:
+                broke = because(Why.CALLS_DIFFER, text=text)
+                if self.worlds.mismatches.repeats(event.generation, event.calls):
+                    self.worlds.end(1, because(Why.SAME_CALLS, cause=broke))
+            self.worlds.break_up(broke)
 
     def stranded(self, event: WorkerStranded) -> None:
         record = self.roster.get(event.worker)
@@ -108,6 +113,9 @@ class Failures(Part):
             verdict = because(Why.SCRIPT_RAISED, who=who, summary=summary, trace=trace)
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
+        if event.worker in self.worlds.world.places and event.calls:
+            # All its ranks were told the same, and would be again.
+            self.worlds.end(1, because(Why.TENSORS_DIFFER, summary=event.summary))
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
             if earlier is not None:
@@ -124,7 +132,10 @@ class Failures(Part):
         self.actions.log("error", f"{raised}{blamed}")
         self.staff.dismiss(record, because(Why.RAISED), self.settings.leave_s)
         worker, summary = str(event.worker), event.summary
-        self.worlds.lose(record, because(Why.LOST_RAISED, worker=worker, summary=summary))
+        lost = because(Why.LOST_RAISED, worker=worker, summary=summary)
+        if not event.hardware:
+            self.worlds.give_up.script_failures.failed(record.slot, lost)
+        self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
         """Its interpreter, with torch in it, takes seconds to end. The others, cut off from it, go on at once."""
@@ -137,7 +148,12 @@ class Failures(Part):
             return  # nobody waits for it, so that it may take its time: its exit brings the end
         self.staff.dismiss(record, because(Why.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
-        self.worlds.lose(record, because(Why.LOST_EXITED, worker=worker, exit=ended))
+        lost = because(Why.LOST_EXITED, worker=worker, exit=ended)
+        if event.call:
+            lost = because(Why.LOST_QUIT, worker=worker, call=event.call)
+        if event.code:
+            self.worlds.give_up.script_failures.failed(record.slot, lost)
+        self.worlds.lose(record, lost)
 
     def exited(self, event: WorkerExited) -> None:
         self.worlds.signs.heard(event.worker)  # nobody waits for its answer
@@ -156,6 +172,11 @@ class Failures(Part):
             self.staff.last_output = event.output.rstrip()
         elif record.stage is not WorkerStage.DISMISSED:
             self.staff.last_output = ""
+        if record.stage is not WorkerStage.DISMISSED:
+            if event.code > 0 and record.killed_for is None:
+                self.worlds.give_up.script_failures.failed(record.slot, lost)
+            else:
+                self.worlds.give_up.script_failures.lost(record.slot)
         if record.stage is WorkerStage.FINISHED:
             if event.code:
                 self.actions.log(

@@ -26,7 +26,11 @@ from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member, Notice
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
-from elastic.driver.membership.failure_detection.root_cause import Exceptions, RootCauseSearch
+from elastic.driver.membership.failure_detection.root_cause import (
+    Exceptions,
+    Mismatches,
+    RootCauseSearch,
+)
 from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.stuck import Stuck
@@ -44,6 +48,7 @@ from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.script_failures import ScriptFailures
 from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World
@@ -51,6 +56,7 @@ from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Launches, Place, Times, Value, Worker
 
 OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
@@ -73,7 +79,9 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Gathering,
         Change,
         Exceptions,
+        Mismatches,
         RootCauseSearch,
+        ScriptFailures,
         SignsOfLife,
     ),
     *(
@@ -91,7 +99,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, Why)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
-    *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason),
+    *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )
@@ -383,16 +391,20 @@ class _Making:
 
 # Fields that older snapshots lack, and what they mean without them.
 ADDED: dict[str, dict[str, Any]] = {
-    "GiveUpRules": {"_restarts": 0},
+    "GiveUpRules": {"_restarts": 0, "script_failures": ScriptFailures()},
     "Membership": {"stop": None},
-    "Worlds": {"stopping": False, "all_go": False, "signs": SignsOfLife()},
+    "Worlds": {
+        **{"stopping": False, "all_go": False},
+        **{"signs": SignsOfLife(), "mismatches": Mismatches()},
+    },
     "PublishWorld": {"checkpoint": False},
     "TellWorld": {"checkpoint": False},
     "StopRequested": {"checkpoint_s": 0.0},
     "Gathering": {"anew": False, "whole": False},
-    "WorkerFailed": {"differs": False},
-    "WorkerStranded": {"differs": False},
-    "WorkerRaised": {"final": False, "beginning": False, "code": 1},
+    "WorkerFailed": {"differs": False, "calls": ()},
+    "WorkerStranded": {"differs": False, "calls": ()},
+    "WorkerRaised": {"final": False, "beginning": False, "code": 1, "calls": ()},
+    "WorkerQuit": {"call": ""},
     "WorkerSpent": {"commit": None},
     "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},
     "HostReported": {"notice": None},

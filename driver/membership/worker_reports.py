@@ -115,6 +115,7 @@ class WorkerReports(Part):
             record.layout and self.worlds.world.layout and record.layout != self.worlds.world.layout
         ):
             self.staff.reject(record, self.worlds.world.layout)
+            self.worlds.end_if(self.worlds.give_up.turned_away(self.worlds.world, record))
         else:
             record.stage = WorkerStage.READY
 

@@ -334,10 +334,13 @@ class Raised(Message):
 
 
 class Quit(Message):
-    """User code called ``sys.exit`` under ``elastic.run``: the process is about to exit with this code (0 to 255)."""
+    """User code called ``sys.exit`` under ``elastic.run``: the process is about to exit with this code (0 to 255).
+    ``call``: ``sys.exit(3)``.
+    """
 
     generation: int
     code: int
+    call: str = ""
 
 
 class Returned(Message):

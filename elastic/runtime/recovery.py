@@ -389,7 +389,7 @@ class Recovery:
         generation = self.generation
         self.phase = Phase.OVER
         self.reason = f"sys.exit was called under elastic.run: exit code {code}"
-        self._last_word = messages.Quit(generation, code)
+        self._last_word = messages.Quit(generation, code, f"sys.exit({code})")
         return [Send(self._last_word), Cut(generation, self.reason)]
 
 

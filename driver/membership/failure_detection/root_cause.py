@@ -3,6 +3,9 @@
 `RootCauseSearch`: in a job that can't recover, survivors may complain before the exit of the worker they lost is known.
 So a complaint waits a moment for an exit, and the first that did not complain itself is the culprit.
 
+`Mismatches`: ranks that call different collectives go back to the last commit, in case that chance or a fault has led
+them astray. If the next world ends in the same calls, the script is wrong.
+
 `Exceptions`: an exception that one worker raised is its own trouble, and the others go on. The same one again at the
 same commit is the script's, and would come for ever. What a worker reports as the hardware's fault is not asked here:
 one fault of a host's fabric reaches all its GPUs. Its slot cools down, as after any other loss.
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 
 from elastic.driver.events import WorkerRaised
 from elastic.driver.reasons import Reason
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import Commit, Worker
 
 
@@ -71,6 +75,23 @@ class RootCauseSearch:
         if self.root_cause is not None:
             return worker == self.root_cause
         return worker not in self.reporters
+
+
+@dataclass
+class Mismatches:
+    """The calls in which ranks differed, of the last world that broke for that."""
+
+    _generation: int = 0
+    _calls: frozenset[tuple[str, str]] = frozenset()  # name and line
+
+    def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
+        """Whether the world before this one broke for the same calls; remembers these. A rank that did not learn of the
+        others' calls has told its own.
+        """
+        now = frozenset((each.name, each.line) for each in calls)
+        again = generation == self._generation + 1 and not now.isdisjoint(self._calls)
+        self._generation, self._calls = generation, now
+        return again
 
 
 _BEGINNING = Commit(0, 0)  # of all worlds that had no commit, and the same checkpoint or none

@@ -32,6 +32,7 @@ from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Why, because, counted
+from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, Launches, Worker
 
 SOON_S = 0.001
@@ -409,6 +410,10 @@ class Stuck(Part):
                 return  # counted differently is no proof
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
+            calls = [Called(0, s.inside, s.line) for s in inside]
+            again = self.worlds.mismatches.repeats(self.worlds.generation, calls)
+            if again and self.settings.judge_scripts:
+                self.worlds.end(1, because(Why.SAME_CALLS, cause=wrong))
             self.worlds.break_up(wrong)
         else:
             why = "nobody is missing: is the network between them broken, or this much to send?"

@@ -6,9 +6,10 @@ Every question is answered with the reason to end the job, or with nothing: then
 from __future__ import annotations
 
 from elastic.driver.membership.actions import ActionList
-from elastic.driver.membership.roster import AT_STAKE, WorkerStage
+from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
+from elastic.driver.membership.worlds.script_failures import ScriptFailures
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Reason, Why, because, counted
 from elastic.driver.settings import Settings
@@ -27,6 +28,7 @@ class GiveUpRules:
         self._hung_in: set[int] = set()  # the same, where GPUs hung and nobody was to blame
         self._restarts = 0  # from a checkpoint, since the last one was made
         self._barren = 0  # recoveries in a row with nobody lost and no new commit
+        self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
         """The smallest world allowed now. Once some have finished, the rest need not find more."""
@@ -80,6 +82,20 @@ class GiveUpRules:
     def checkpoint_made(self) -> None:
         """There is progress that lasts."""
         self._restarts = 0
+
+    def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
+        """Its state differs from the world's. If that of a member before it in its slot did in the same way, it will
+        for ever.
+        """
+        worker = record.worker
+        lost = because(Why.LOST_REJECTED, worker=str(worker))
+        self.script_failures.failed(record.slot, lost)
+        member = worker in world.places
+        first = self.script_failures.repeats(worker, record.layout, member=member)
+        if first is None or not self._settings.judge_scripts:
+            return None
+        rank_0 = str(world.members[0])
+        return because(Why.LAYOUTS_DIFFER, first=str(first), worker=str(worker), rank_0=rank_0)
 
     def was_stuck(self, generation: int) -> None:
         """A member was fenced because it was stuck."""

@@ -12,16 +12,20 @@ from typing import NoReturn
 
 from elastic.driver import events
 from elastic.driver.membership.actions import ActionList
-from elastic.driver.membership.failure_detection.root_cause import Exceptions, RootCauseSearch
+from elastic.driver.membership.failure_detection.root_cause import (
+    Exceptions,
+    Mismatches,
+    RootCauseSearch,
+)
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.composition import Composition, compose
-from elastic.driver.membership.worlds.gathering import Gathering, Kind, candidates
+from elastic.driver.membership.worlds.gathering import NAMED, Gathering, Kind, candidates
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import Change
 from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
 from elastic.driver.membership.worlds.world import World
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Fact, Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
 
@@ -61,6 +65,7 @@ class Worlds:
         self.change = Change(settings)
         self.change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
         self.exceptions = Exceptions()
+        self.mismatches = Mismatches()
         self.signs = SignsOfLife()
         self.trained = False  # somebody has entered elastic.run
         self.stopping = False  # the job is told to stop, and waits for its last checkpoint
@@ -156,6 +161,7 @@ class Worlds:
             self.staff.release(record, record.leaving)
         for record in composition.rejected:
             self.staff.reject(record, composition.layout)
+            self.end_if(self.give_up.turned_away(self.world, record))
         if composition.arrangement.commit is None:
             self.end_if(self.give_up.nothing_held(self.world, self.gathering))
         have = len(composition.arrangement.order)
@@ -196,6 +202,7 @@ class Worlds:
             trained=before.trained,
         )
         self.exceptions.world_began(self.generation, arranged.commit)
+        self.give_up.script_failures.world_began(arranged.order)
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
@@ -314,8 +321,13 @@ class Worlds:
         if not self.roster.any_at(WorkerStage.MEMBER):
             members = len(self.live())
             self.finish("")
-            end = because(Why.ALL_RETURNED, members=members, generation=self.generation)
-            self.end(0, end)
+            facts: dict[str, Fact] = {"members": members, "generation": self.generation}
+            script_failures = self.give_up.script_failures
+            failed = script_failures.lacking(members)
+            if failed and self.settings.judge_scripts:
+                facts |= {"began": script_failures.began, "failed": [*failed[:NAMED]]}
+                facts["strict"] = self.settings.strict
+            self.end(0, because(Why.ALL_RETURNED, **facts))
 
     def finish(self, because: str) -> None:
         """Returned workers need not be there for the others any more."""

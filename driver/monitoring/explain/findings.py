@@ -200,7 +200,8 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
     elif end is None:
         yield JobFinding(What.CUT_OFF, {**facts, "abandoned": source.abandoned})
     elif story.code == 0:
-        yield JobFinding(What.DONE, facts)
+        short = one_line(end.reason) if end.reason.facts.get("failed") else None
+        yield JobFinding(What.DONE, {**facts, "short": short})
     elif story.stop is not None:
         yield JobFinding(What.STOPPED, {**facts, "by": story.stop})
     else:
@@ -224,7 +225,7 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
         yield JobFinding(What.CAUSE, facts)
     elif end is not None:
         yield JobFinding(What.CAUSE_UNKNOWN, {"reason": one_line(end.reason)})
-    if story.after is not None:
+    if story.after is not None and not story.after_raised:
         yield JobFinding(What.AFTER_TRAINING)
     elif end is not None:
         yield from _then(end.reason, cause)
@@ -251,7 +252,10 @@ def _since_the_store(story: Story, at: float) -> dict[str, float]:
     return {"after_store_s": at - story.store_away.at}
 
 
-_SAID_BY_THE_CAUSE = {Why.ENDED, Why.SCRIPT_RAISED, Why.ALL_RETURNED, Why.ALL_EXITED}
+_SAID_BY_THE_CAUSE = {
+    *(Why.ENDED, Why.SCRIPT_RAISED, Why.TENSORS_DIFFER),
+    *(Why.ALL_RETURNED, Why.ALL_EXITED),
+}
 _BRIEFLY = {
     Why.SAME_EXCEPTION: ("first", "worker", "commit"),
     Why.SCRIPT_FAILS: (),

@@ -126,6 +126,8 @@ def _death(facts: Facts) -> str:
             return f"{who} crashed with {facts['signal']}: {_CRASHES[facts['signal']]}"
         case Cause.SIGNAL:
             return f"{who} was killed with {facts['signal']} by something outside this job"
+        case Cause.EXIT_CODE if facts.get("call"):
+            return f"{who} called {facts['call']}"
         case Cause.EXIT_CODE:
             return f"{who} ended with exit code {facts['code']}"
         case Cause.NOT_STARTED:
@@ -175,6 +177,8 @@ def _cause(facts: Facts) -> str:
 
 def _done(facts: Facts) -> str:
     commit = f", at commit {facts['commit']}" if facts["commit"] else ""
+    if facts.get("short"):
+        return f"The job ended after {duration(facts['after_s'])}{commit}: {shown(facts['short'])}."
     return f"The job ended well after {duration(facts['after_s'])}{commit}."
 
 

@@ -94,6 +94,9 @@ class Story:
         self.end: events.EndJob | None = None
         self.end_at = 0.0
         self.after: Death | None = None  # training had succeeded, and its process failed later
+        self.after_raised = (
+            False  # not later: its training function raised, once the others had returned
+        )
         self.stop: str | None = None  # somebody has asked for it
         # Of operators, and whether they were done.
         self.requests: list[tuple[float, events.Event, bool]] = []
@@ -167,7 +170,8 @@ class Story:
         """The job's exit code; None: it has not ended."""
         if self.end is None:
             return None
-        return 1 if self.after is not None else self.end.code
+        failed = self.after is not None or self.end.reason.facts.get("strict")
+        return self.end.code or (1 if failed else 0)
 
     @property
     def last_incident(self) -> Incident | None:
@@ -198,9 +202,9 @@ class Story:
             case events.WorkerRaised(commit=commit):
                 self._knows(commit)
                 self._lost(of_raised(event, now, self._ranks.get(event.worker)), now)
-            case events.WorkerQuit(worker, _, code) if code:
-                rank = self._ranks.get(worker)
-                self._lost(Death(worker, now, Cause.EXIT_CODE, rank, code), now)
+            case events.WorkerQuit(worker, _, code, call) if code:
+                rank, facts = self._ranks.get(worker), {"call": call} if call else {}
+                self._lost(Death(worker, now, Cause.EXIT_CODE, rank, code, facts=facts), now)
             case events.WorkerExited(worker):
                 self._exited(event, now)
             case events.HostLost(host, reason):
@@ -229,6 +233,10 @@ class Story:
         worker = event.worker
         if worker in self._dead:
             self._complete(event)
+            told = [each for each in self.losses() if each.worker == worker]
+            if event.code and told:
+                self._failed_after(told[-1])
+                self.after_raised |= self.after is not None and self.after.worker == worker
         elif worker not in self._going:
             rank, connected = self._ranks.get(worker), worker in self._connected
             death = of_exit(event, now, rank, connected=connected)

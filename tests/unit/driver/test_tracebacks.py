@@ -118,3 +118,11 @@ def test_summary_of_an_error_has_one_line():
     assert summary_of(OSError(LINES)) == "OSError: can't connect"
     assert summary_of(ValueError("\n  first\nsecond")) == "ValueError: first"
     assert summary_of(ValueError()) == "ValueError"
+
+
+def test_summary_of_an_error_whose_str_raises_has_its_class():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    assert summary_of(Mute()).partition(":")[0] == "Mute"

@@ -20,6 +20,8 @@ from elastic.driver.events import (
     StopRequested,
     TimePassed,
     WorkerExited,
+    WorkerQuit,
+    WorkerRaised,
 )
 from elastic.driver.job.decisions import Decider, JobDecisions
 from elastic.driver.job.ending import GRACE_S
@@ -96,6 +98,46 @@ def test_the_exit_that_brings_the_end_about_is_no_failure_after_it():
     talk = Talk().trains()
     assert talk.hear(gone(A, 3), FAILED) == [FAILED]
     assert (talk.code, talk.decisions.running) == (7, {B, SPARE})
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        (
+            WorkerRaised(B, 1, None, "AssertionError: x", "Traceback"),
+            because(Why.LOST_RAISED, worker=str(B), summary="AssertionError: x"),
+        ),
+        (
+            WorkerQuit(B, 1, 3, "sys.exit(3)"),
+            because(Why.LOST_QUIT, worker=str(B), call="sys.exit(3)"),
+        ),
+    ],
+)
+def test_a_training_function_that_failed_once_the_others_had_returned_is_not_code_after_it(
+    event, cause
+):
+    talk = Talk().trains()
+    talk.hear(event, TRAINED)
+    [told] = talk.hear(gone(B, 1))
+    assert told.about == because(Why.FAILED_IN_TRAINING, cause=cause)
+    talk.hear(gone(A)), talk.hear(gone(SPARE))
+    assert (talk.decisions.over, talk.code) == (True, 1)
+
+
+def test_a_strict_job_on_fewer_workers_ends_as_a_success_does_but_for_its_exit_code():
+    talk = Talk().trains()
+    facts: dict[str, Any] = {"members": 1, "generation": 1, "began": 2, "failed": [WHY]}
+    short = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=True))
+    outcome, told = talk.hear(TimePassed(), short)
+    assert (outcome, told.about) == (short, because(Why.FEWER_RETURNED))
+    assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE], "members take their time"
+    for worker in (SPARE, A, B):
+        talk.hear(gone(worker))
+    assert (talk.decisions.over, talk.code) == (True, 1)
+    talk = Talk().trains()
+    lenient = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=False))
+    assert talk.hear(TimePassed(), lenient) == [lenient]
+    assert talk.code == 0
 
 
 def test_an_exit_after_success_fails_the_job():

@@ -142,7 +142,7 @@ async def test_half_of_a_snapshot_is_none_and_the_next_one_removes_it(tmp_path, 
     with pytest.raises(Killed):
         await drive.journal.rest()
     torn = [key for key in place.kept if "/000001-000001-" in key]
-    assert len(torn) == 1 and place.kept[torn[0]].startswith(b'{"piece":1,"of":4,')
+    assert len(torn) == 1 and place.kept[torn[0]].startswith(b'{"piece":1,"of":5,')
     second = Drive(place, settings, every=10)
     past = await second.go_on()
     assert past.replayed == 10 and taken(past.membership) == taken(drive.membership)

@@ -347,7 +347,7 @@ def test_a_user_exception_is_told_with_the_commit_it_came_after():
 def test_sys_exit_in_user_code_is_told_before_the_interpreter_ends():
     r = training()
     reason = "sys.exit was called under elastic.run: exit code 3"
-    assert r.quit(3) == [Send(Quit(2, 3)), Cut(2, reason)]
+    assert r.quit(3) == [Send(Quit(2, 3, "sys.exit(3)")), Cut(2, reason)]
     assert r.phase is Phase.OVER
     assert r.quit(3) == [] and r.wait_for_world(STORE, "d") == []
 
@@ -420,7 +420,7 @@ def test_that_it_wants_to_leave_and_what_it_raised_are_said_again():
     assert r.ask_to_leave("SIGTERM") == []
     r = training(2)
     r.quit(0)
-    assert said(r)[1:] == [Quit(2, 0)]
+    assert said(r)[1:] == [Quit(2, 0, "sys.exit(0)")]
 
 
 def test_asked_again_for_its_number_of_checks_it_gives_the_same_answer():

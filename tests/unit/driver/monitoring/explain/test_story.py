@@ -30,6 +30,7 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerRaised,
     WorkerReady,
+    WorkerReturned,
     WorkerSpent,
     WorkerThawed,
 )
@@ -185,6 +186,38 @@ def test_an_incident_is_over_when_all_have_resumed():
     assert [each.recovered_ms for each in told.story.incidents] == [50.0, 50.0]
     assert [(each.size, each.size_after) for each in told.story.incidents] == [(3, 2), (2, 1)]
     assert not told.story.in_trouble() and not told.found(What.CAUSE)
+
+
+def test_a_function_that_raised_once_the_others_had_returned_fails_the_job_and_is_its_cause():
+    told = Told()
+    told.at(8.0, WorkerReturned(A, 2))
+    told.at(8.1, WorkerReturned(B, 2))
+    facts = {"members": 2, "generation": 2}
+    said = "AssertionError: x"
+    told.at(
+        9.0, WorkerRaised(C, 2, None, said, said), EndJob(0, because(Why.ALL_RETURNED, **facts))
+    )
+    told.at(9.5, WorkerExited(C, 1, "", ""))
+    assert told.story.code == 1
+    [cause] = told.found(What.CAUSE)
+    assert (cause.facts["cause"], cause.facts["what"]) == ("exception", said)
+    assert not told.found(What.AFTER_TRAINING) and not told.found(What.DONE)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_end_on_fewer_workers_is_told_with_whose_script_failed(strict):
+    told = Told()
+    lost = because(Why.LOST_RAISED, worker=str(C), summary="ValueError: x")
+    told.at(5.0, WorkerRaised(C, 2, None, "ValueError: x", ""), BreakWorld(2, [A, B], lost))
+    ready = WorkerReady(A, 2, Commit(2, 7), STORE)
+    told.at(5.1, ready, world(3, A, B))
+    told.at(5.2, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
+    facts = {"members": 2, "generation": 3, "began": 3, "failed": [lost], "strict": strict}
+    reason = because(Why.ALL_RETURNED, **facts)
+    told.at(9.0, WorkerReturned(A, 3), EndJob(0, reason))
+    assert told.story.code == int(strict)
+    [found] = told.found(What.CAUSE_UNKNOWN if strict else What.DONE)
+    assert found.facts["reason" if strict else "short"] == str(reason)
 
 
 def test_exits_after_the_end_are_nobodys_loss():

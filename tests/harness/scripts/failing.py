@@ -1,0 +1,60 @@
+"""A script that fails at its fifth step, in the way that CASE says."""
+
+import os
+import sys
+import time
+
+import torch
+
+import horovod.torch as hvd
+
+
+class Mute(Exception):
+    """Has no words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def fail(case: str, rank: int) -> None:
+    match case:
+        case "names":
+            hvd.allreduce(torch.ones(3), name=f"x{rank}")
+        case "kinds" if rank == 0:
+            hvd.allreduce(torch.ones(3), name="x")
+        case "kinds":
+            hvd.broadcast(torch.ones(3), 0, name="x")
+        case "shapes":
+            hvd.allreduce(torch.ones(3 + rank), name="x")
+        case "dtypes":
+            hvd.allreduce(torch.ones(3, dtype=(torch.float32, torch.float64)[rank]), name="x")
+        case "exit with a message":
+            sys.exit("no data")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "mute" if rank == 1:
+            raise Mute
+        case "exit code" if rank == 1:
+            sys.exit(3)
+        case _:
+            pass
+
+
+CASE = os.environ["CASE"]
+hvd.init()
+model = torch.nn.Linear(2, 1 + hvd.rank() if CASE == "models" else 1)
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState) -> None:
+    while state.step < 10 or CASE == "models":
+        hvd.allreduce(torch.ones(1), name="loss")
+        if state.step == 5:
+            fail(CASE, hvd.rank())
+        state.step += 1
+        state.commit()
+        if CASE == "models":
+            time.sleep(0.01)
+
+
+train(hvd.elastic.TorchState(model=model, step=0))

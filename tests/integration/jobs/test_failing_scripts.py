@@ -1,0 +1,80 @@
+"""Scripts that fail, in real jobs: the same failure of all ranks ends the job, and an end on fewer workers says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from harness.history import RETURN, SCRIPTS, STAY_AWAY
+from harness.job import Job
+
+pytestmark = pytest.mark.forked
+
+FAILING = ["python", SCRIPTS / "failing.py"]
+
+
+def begun(job: Callable[..., Job], case: str, flags: str = "") -> Job:
+    return job(f"-np 2 --min-np 1 {flags}", FAILING, env={"CASE": case})
+
+
+def verdict(running: Job) -> tuple[int, str]:
+    [ended] = running.actions("EndJob")
+    return ended["code"], ended["reason"]["kind"]
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "tensors"),
+    [
+        ("names", ["allreduce.x0", "allreduce.x1"], ["float32 [3]"] * 2),
+        ("kinds", ["allreduce.x", "broadcast.x"], ["float32 [3]"] * 2),
+        ("shapes", ["allreduce.x"] * 2, ["float32 [3]", "float32 [4]"]),
+        ("dtypes", ["allreduce.x"] * 2, ["float32 [3]", "float64 [3]"]),
+    ],
+)
+def test_ranks_that_call_different_collectives_end_the_job_with_what_each_has_called(
+    job, case, names, tensors
+):
+    running = begun(job, case)
+    assert running.wait(60) == 1
+    assert verdict(running) == (1, "tensors differ")
+    calls = running.events("WorkerRaised")[0]["calls"]
+    assert [(name, what) for _, name, _, what in calls] == [*zip(names, tensors, strict=True)]
+    assert [rank for rank, *_ in calls] == [0, 1]
+    known = case in ("names", "kinds")
+    assert all(line.startswith("failing.py:") is known for _, _, line, _ in calls)
+    assert not running.actions("BreakWorld"), "nobody is lost"
+
+
+def test_models_that_differ_between_ranks_end_the_job(job):
+    running = begun(job, "models", RETURN)
+    assert running.wait(60) == 1
+    assert verdict(running) == (1, "layouts differ")
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [("exit with a message", "SystemExit"), ("interrupt", "KeyboardInterrupt")]
+)
+def test_what_all_ranks_raise_ends_the_job_by_its_name(job, case, name):
+    running = begun(job, case)
+    assert running.wait(60) == 1
+    assert verdict(running) == (1, "same exception")
+    assert {event["summary"].partition(":")[0] for event in running.events("WorkerRaised")} == {
+        name
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "flags", "code", "kind"),
+    [("mute", "", 0, "lost, raised"), ("exit code", "--strict", 1, "lost, quit")],
+)
+def test_an_end_on_fewer_workers_names_whose_script_failed_and_fails_with_strict(
+    job, case, flags, code, kind
+):
+    running = begun(job, case, f"{STAY_AWAY} {flags}")
+    assert running.wait(60) == code
+    [ended] = running.actions("EndJob")
+    facts = ended["reason"]["facts"]
+    assert (ended["code"], ended["reason"]["kind"]) == (0, "all returned")
+    assert (facts["members"], facts["began"], facts["strict"]) == (1, 2, bool(code))
+    assert [each["kind"] for each in facts["failed"]] == [kind]

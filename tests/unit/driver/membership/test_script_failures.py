@@ -1,0 +1,235 @@
+"""Scripts that fail in the same way again end their job, and an end on fewer workers says whose script failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    EndJob,
+    KillWorker,
+    PublishWorld,
+    RejectWorker,
+    WorkerFailed,
+    WorkerQuit,
+    WorkerRaised,
+)
+from elastic.driver.reasons import Reason, Why, because
+from elastic.protocol.calls import Called
+from elastic.protocol.messages import Commit
+from harness.conversation import (
+    Talk,
+    exited,
+    has,
+    inside,
+    raised,
+    ready,
+    returned,
+    running,
+    started,
+    the,
+    worker,
+)
+
+CALLS = (Called(0, "allreduce", "a.py:3"), Called(1, "broadcast", "a.py:5"))
+OTHERS = (Called(0, "allreduce", "a.py:30"), Called(1, "broadcast", "a.py:50"))
+
+
+def judged(workers: int = 3, **settings: object) -> Talk:
+    return running(workers, judge_scripts=True, workers_min=1, **settings)
+
+
+def differ(talk: Talk, *calls: Called) -> list[Action]:
+    """One of its ranks has learned that they call different collectives."""
+    return talk.tell(WorkerFailed(worker("h:0"), talk.m.generation, "calls", True, calls))
+
+
+def again(talk: Talk) -> None:
+    assert has(PublishWorld, talk.ready(*talk.members, commit=(2, 4)))
+
+
+def end(actions: list[Action]) -> tuple[int, Why]:
+    found = the(EndJob, actions)
+    return found.code, found.reason.kind
+
+
+# ---- calls that differ ---------------------------------------------------------------------------
+
+
+def test_calls_that_differ_again_in_the_next_world_end_the_job():
+    talk = judged()
+    first = differ(talk, *CALLS)
+    assert the(BreakWorld, first).reason == because(Why.CALLS_DIFFER, text="calls")
+    again(talk)
+    found = the(EndJob, differ(talk, CALLS[1]))  # one that did not learn of the others'
+    cause = because(Why.CALLS_DIFFER, text="calls")
+    assert (found.code, found.reason) == (1, because(Why.SAME_CALLS, cause=cause))
+
+
+@pytest.mark.parametrize("second", [OTHERS, ()])
+def test_other_calls_or_a_connection_that_broke_are_another_failure(second):
+    talk = judged()
+    differ(talk, *CALLS)
+    again(talk)
+    assert not has(EndJob, differ(talk, *second))
+
+
+def test_calls_that_differ_after_a_world_that_broke_for_something_else_are_another_failure():
+    talk = judged()
+    differ(talk, *CALLS)
+    again(talk)
+    talk.tell(exited("h:2"))
+    talk.ready("h:0", "h:1", commit=(3, 2))
+    assert not has(EndJob, differ(talk, *CALLS))
+    again(talk)
+    assert end(differ(talk, *CALLS)) == (1, Why.SAME_CALLS)
+
+
+def test_waits_in_different_collectives_again_in_the_next_world_end_the_job():
+    talk = judged(2)
+    for generation in (2, 3):
+        for name, collective in (("h:0", "loss"), ("h:1", "accuracy")):
+            talk.works(name)
+            talk.tell(inside(name, generation, collective, line="a.py:3"))
+        actions = talk.wait(31)
+        if generation == 2:
+            assert the(BreakWorld, actions).reason.kind is Why.DIFFERENT_COLLECTIVES
+            again(talk)
+    assert end(actions) == (1, Why.SAME_CALLS)
+
+
+def test_tensors_that_do_not_fit_together_end_the_job_whoever_is_heard_first():
+    talk = judged()
+    told = WorkerRaised(
+        *(worker("h:2"), 2, Commit(2, 4), "TensorMismatch: x", "Traceback"), calls=CALLS
+    )
+    found = the(EndJob, talk.tell(told))
+    assert (found.code, found.reason) == (
+        1,
+        because(Why.TENSORS_DIFFER, summary="TensorMismatch: x"),
+    )
+
+
+# ---- states that differ --------------------------------------------------------------------------
+
+
+def turned_away() -> Talk:
+    """Rank 1 of the world of init() comes to elastic.run with another model than the others."""
+    talk = started(3, judge_scripts=True, workers_min=1)
+    entered = [
+        ready("h:0", 1, layout="a"),
+        ready("h:1", 1, layout="b"),
+        ready("h:2", 1, layout="a"),
+    ]
+    actions = talk.tell(*entered)
+    assert the(RejectWorker, actions).worker == worker("h:1")
+    assert has(PublishWorld, actions)
+    talk.resume()
+    talk.tell(exited("h:1", 1))
+    talk.wait(1)
+    talk.connect("h:1#2")
+    return talk
+
+
+def test_the_same_other_state_in_the_same_slot_ends_the_job():
+    found = the(EndJob, turned_away().tell(ready("h:1#2", 0, layout="b")))
+    both = because(Why.LAYOUTS_DIFFER, first="h:1#1", worker="h:1#2", rank_0="h:0#1")
+    assert (found.code, found.reason) == (1, both)
+
+
+def test_a_third_state_is_turned_away_only():
+    actions = turned_away().tell(ready("h:1#2", 0, layout="c"))
+    assert has(RejectWorker, actions) and not has(EndJob, actions)
+
+
+def test_newcomers_with_another_state_end_nothing():
+    """A host with an older script must not end the job of all others."""
+    talk = started(3, judge_scripts=True, workers_min=1)
+    talk.tell(*(ready(f"h:{slot}", 1, layout="a") for slot in range(3)))
+    talk.resume()
+    talk.tell(exited("h:2"))
+    talk.tell(*(ready(f"h:{slot}", 2, (2, 4), layout="a") for slot in range(2)))
+    for incarnation in (2, 3, 4):
+        talk.wait(60)
+        talk.connect(f"h:2#{incarnation}")
+        actions = talk.tell(ready(f"h:2#{incarnation}", 0, layout="b"))
+        assert has(RejectWorker, actions) and not has(EndJob, actions)
+        talk.tell(exited(f"h:2#{incarnation}", 1))
+
+
+# ---- an end on fewer workers ---------------------------------------------------------------------
+
+
+def ended(talk: Talk) -> Reason:
+    """All that are left return."""
+    left = [str(record.worker) for record in talk.m.worlds.live()]
+    found = the(EndJob, talk.tell(*(returned(name, talk.m.generation) for name in left)))
+    assert (found.code, found.reason.kind) == (0, Why.ALL_RETURNED)
+    return found.reason
+
+
+def without(talk: Talk, *events: object) -> Reason:
+    talk.tell(*events)  # type: ignore[arg-type]
+    talk.ready("h:0", "h:2", commit=(2, 4))
+    return ended(talk)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_end_names_whose_script_failed(strict):
+    found = without(judged(strict=strict), raised("h:1", 2, (2, 4)), exited("h:1", 1))
+    assert found.facts == {
+        **{"members": 2, "generation": 3, "began": 3, "strict": strict},
+        "failed": [because(Why.LOST_RAISED, worker="h:1#1", summary="ValueError: x")],
+    }
+
+
+def test_the_end_names_a_call_of_sys_exit_and_an_exit_code():
+    quits = WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)")
+    found = without(judged(), quits, exited("h:1", 3))
+    assert found.facts["failed"] == [because(Why.LOST_QUIT, worker="h:1#1", call="sys.exit(3)")]
+    found = without(judged(), exited("h:1", 7))
+    assert found.facts["failed"] == [because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 7")]
+
+
+def test_a_worker_that_is_killed_or_quits_well_is_no_failure_of_its_script():
+    for events in (
+        [exited("h:1", -9)],
+        [WorkerQuit(worker("h:1"), 2, 0, "sys.exit(0)"), exited("h:1", 0)],
+        [raised("h:1", 2, (2, 4), hardware=True), exited("h:1", 1)],
+    ):
+        assert "failed" not in without(judged(), *events).facts
+
+
+def test_a_worker_that_does_not_end_after_its_exception_has_still_raised():
+    talk = judged()
+    talk.tell(raised("h:1", 2, (2, 4)))
+    talk.ready("h:0", "h:2", commit=(2, 4))
+    assert has(KillWorker, talk.wait(31))
+    talk.tell(exited("h:1", -9))
+    assert "failed" in ended(talk).facts
+
+
+def test_whose_place_was_taken_is_missing_no_more():
+    talk = judged()
+    talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
+    talk.ready("h:0", "h:2", commit=(2, 4))
+    talk.resume()
+    talk.wait(1)
+    talk.join("h:1#2")
+    talk.wait(1)
+    talk.stop_all()
+    assert len(talk.members) == 3
+    assert "failed" not in ended(talk).facts
+
+
+def test_a_job_whose_journal_is_older_ends_as_it_did():
+    found = without(running(3, workers_min=1), raised("h:1", 2, (2, 4)), exited("h:1", 1))
+    assert found == because(Why.ALL_RETURNED, members=2, generation=3)
+
+
+def test_a_call_of_sys_exit_is_what_the_others_are_told():
+    actions = judged().tell(WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)"))
+    assert the(BreakWorld, actions).reason == because(
+        Why.LOST_QUIT, worker="h:1#1", call="sys.exit(3)"
+    )
