@@ -73,6 +73,7 @@ def settings_for(
         cooldown_max_s=8.0,
         leave_s=10.0,
         restarts=restarts,
+        judge_scripts=True,
         silence_s=silence_s,
         idle_s=9.0,
         busy_warning_s=6.0,
