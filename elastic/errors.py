@@ -138,6 +138,8 @@ class TensorMismatch(ElasticError, HorovodInternalError):
     worker with its traceback. ``calls``: the ranks' different calls, as `elastic.protocol.calls.Called`.
     """
 
+    calls: tuple[Any, ...] = ()
+
     def __init__(self, *args: object, calls: Sequence[Any] = ()) -> None:
         super().__init__(*args)
         self.calls = tuple(calls)

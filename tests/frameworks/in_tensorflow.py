@@ -291,6 +291,15 @@ def test_shapes_that_differ_are_named_on_every_rank(rank, size):
     np.testing.assert_allclose(hvd.allreduce(tf.ones(2), op=hvd.Sum), [size, size])
 
 
+def test_a_mismatch_has_what_each_rank_has_called(rank, size):
+    with pytest.raises(TensorMismatch) as raised:
+        hvd.allreduce(tf.ones([rank + 1]), name="one of each size")
+    assert isinstance(raised.value, tf.errors.OpError)
+    assert [(each.rank, each.tensors) for each in raised.value.calls] == [
+        (each, f"float32 [{each + 1}]") for each in range(size)
+    ]
+
+
 def test_an_error_out_of_a_graph_is_turned_back_into_what_it_was(rank, size):
     with pytest.raises(TensorMismatch, match="rank") as raised, unwrapped():
         tf.function(lambda x: hvd.allreduce(x, name="in a graph"))(tf.ones([rank + 1]))

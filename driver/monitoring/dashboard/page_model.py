@@ -221,6 +221,10 @@ class PageModel:
             case events.WorkerReturned(worker):
                 grid.move(worker, "done", now)
                 self._job(phase="ending")
+            case events.WorkerRaised(worker, summary=summary):
+                grid.move(worker, "lost", now, f"its script raised {summary}"[:LINE])
+            case events.WorkerQuit(worker, call=call) if event.code:
+                grid.move(worker, "lost", now, f"its script called {call or 'sys.exit'}")
             case events.WorkerFrozen(worker, how):
                 grid.change(worker, frozen=how or "it is not able to run")
             case events.WorkerThawed(worker):

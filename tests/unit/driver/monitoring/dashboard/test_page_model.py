@@ -87,6 +87,24 @@ def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
     assert states(page)["h:1"] == "starting"
 
 
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        (events.WorkerRaised(B, 1, None, "ValueError: bad sample", ""), "ValueError: bad sample"),
+        (events.WorkerQuit(B, 1, 3, "sys.exit(3)"), "sys.exit(3)"),
+    ],
+)
+def test_a_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event, told):
+    page = training(A, B, C)
+    for each in (event, events.WorkerExited(B, 3)):
+        page.note(each, [], 20.0)
+        row = page.state.tables["workers"]["h:1"]
+        assert row["state"] == "lost" and told in row["note"]
+    page = training(A, B)
+    page.note(events.WorkerQuit(B, 1, 0, "sys.exit(0)"), [], 20.0)
+    assert states(page)["h:1"] == "training"
+
+
 def test_a_worker_that_waits_is_frozen_stands_by_or_leaves():
     page = training(A, B, C)
     page.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
