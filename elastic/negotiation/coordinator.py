@@ -99,7 +99,7 @@ class Coordinator:
         entries = each.entries if offer.epoch == each.epoch else each.before
         known = bits(int.from_bytes(offer.known, "little"))
         return [entries[number].request.name for number in known] + [
-            request.name for request in offer.requests
+            request.name for request in offer.requests if request.kind != WAIT
         ]
 
     def _set(self, members: Members) -> MessageTable:

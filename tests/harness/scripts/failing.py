@@ -28,6 +28,12 @@ def fail(case: str, rank: int) -> None:
             hvd.allreduce(torch.ones(3 + rank), name="x")
         case "dtypes":
             hvd.allreduce(torch.ones(3, dtype=(torch.float32, torch.float64)[rank]), name="x")
+        case "optimizers":
+            named = [("weight", torch.nn.Parameter(torch.ones(1 + rank)))]
+            plain = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+            optimizer = hvd.DistributedOptimizer(plain, named_parameters=named)
+            named[0][1].sum().backward()
+            optimizer.step()
         case "exit with a message":
             sys.exit("no data")
         case "interrupt":

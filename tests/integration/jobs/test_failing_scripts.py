@@ -53,7 +53,12 @@ def test_models_that_differ_between_ranks_end_the_job(job):
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [("exit with a message", "SystemExit"), ("interrupt", "KeyboardInterrupt")]
+    ("case", "name"),
+    [
+        ("exit with a message", "SystemExit"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("optimizers", "StateMismatch"),
+    ],
 )
 def test_what_all_ranks_raise_ends_the_job_by_its_name(job, case, name):
     running = begun(job, case)
