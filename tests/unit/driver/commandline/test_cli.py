@@ -85,6 +85,12 @@ def test_the_program_starts_at_the_first_word_that_is_no_flag(line, command):
     assert options.num_proc == 4
 
 
+def test_scripts_are_judged_and_strictly_where_the_flag_or_its_variable_says_so():
+    assert job("-np 2").settings.judge_scripts and not job("-np 2").settings.strict
+    assert job("-np 2 --strict").settings.strict
+    assert job("-np 2", ELASTIC_STRICT="1").settings.strict
+
+
 def test_horovods_spellings():
     line = (
         "-np 2 --min-num-proc 1 --max-num-proc 3 -hostfile h -prefix-timestamp -p 22 -i key"
