@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.http_requests import is_ours
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
@@ -88,10 +89,10 @@ class Figures:
         self.commits = 0  # of the whole job
         self.durable = 0
         self.durable_at = 0.0  # seconds since 1970
-        self.commits_per_s = 0.0
         self.reported: dict[int, dict[str, float]] = {}  # by rank and name
         self.over = False
         self.spent = TimeSpent()
+        self.rate = CommitRate(self.spent.stalls)
         self._expected_to_go: set[Worker] = set()
         self.waited_for = StragglerWaits()
         self._judge = Stragglers()
@@ -186,12 +187,12 @@ class Figures:
         same = self.commit is not None and self.commit.generation == commit.generation
         self.commits += commit.number - (self.commit.number if self.commit and same else 0)
         self.commit, self.committed_at = commit, self._now
+        self.rate.committed(self.commits, self._now)
 
     def _paced(self, event: events.WorkerPaced) -> None:
         if event.worker not in self.stages or event.generation != self.generation:
             return
         self._committed(event.commit)
-        self.commits_per_s = event.commits / event.over_s if event.over_s > 0 else 0.0
         waits = self.waits.setdefault(event.worker, Waits())
         waits.collectives += event.collectives
         waits.waited_s += event.waited_s
@@ -266,7 +267,8 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         yield _counter(name, text, "worker", values)
     yield _gauge(
         "spent_seconds",
-        "How the time of all workers went, by their last word; what has to be done again is lost.",
+        "How the time of all workers went, by their last word; what has to be done again is lost, and what went by in a"
+        " stall is stalled.",
         "part",
         msgspec.structs.asdict(figures.spent.total()).items(),
     )
@@ -281,6 +283,7 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         "part",
         figures.spent.stretches().items(),
     )
+    yield from _stalls(figures.spent)
     yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
     yield CounterMetricFamily(
         "elastic_durable_commits", "Commits that became durable.", value=figures.durable
@@ -313,7 +316,11 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
                 "When the driver last heard of a new commit, in seconds since 1970.",
                 figures.committed_at,
             ),
-            ("commits_per_second", "By the newest report of a worker.", figures.commits_per_s),
+            (
+                "commits_per_second",
+                "As measured last; falls to 0 while none can come.",
+                figures.rate.value(figures.spent.now) or 0.0,
+            ),
         ):
             yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
     reported = GaugeMetricFamily(
@@ -325,6 +332,34 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         for name, value in values_of_rank.items():
             reported.add_metric([name, str(rank)], value)
     yield reported
+
+
+def _stalls(spent: TimeSpent) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "elastic_stalls", "Stalls of training that are over.", value=spent.stalls.count
+    )
+    yield CounterMetricFamily(
+        "elastic_stalled_seconds",
+        "Time of the job in which ranks waited for others and nothing was trained, the present stall included.",
+        value=spent.stretches()["stalled"],
+    )
+    past = spent.stalls.past
+    for name, text, stall in (
+        (
+            "stall_seconds",
+            "How long the present stall has lasted, for each rank that the others wait for.",
+            spent.stall,
+        ),
+        ("last_stall_seconds", "How long the last stall lasted.", past[-1] if past else None),
+    ):
+        family = GaugeMetricFamily(f"elastic_{name}", text, labels=["rank", "worker", "line"])
+        culprits = (
+            [] if stall is None else [(str(c.rank), str(c.worker), c.line) for c in stall.culprits]
+        )
+        if stall is not None:
+            for labels in culprits or [("", "", stall.line)]:
+                family.add_metric(labels, stall.seconds)
+        yield family
 
 
 def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:

@@ -4,24 +4,46 @@ A worker says itself how its time went since ``init()``. What it can't say is ad
 it was joining, and from its last word to its exit it went on with what it did. A worker that died has no chance to step
 back: it lost as much as the first of its world that did, or, where all died, what it had trained since the newest
 checkpoint. So the parts of a worker add up to the time from its start to its exit.
+
+What a worker did while its world stalled (`stalls`), by its own account training, waiting for data or lost, is counted
+as stalled instead, and so is that time of the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from elastic.driver import events
+from elastic.driver.monitoring.stalls import Stall, Stalls
 from elastic.protocol.messages import Part, Times, Worker
 
-Stretch = Literal["starting", "training", "recovering", "changing", "ending"]
-STRETCHES: tuple[Stretch, ...] = ("starting", "training", "recovering", "changing", "ending")
+Stretch = Literal["starting", "training", "stalled", "recovering", "changing", "ending"]
+STRETCHES: tuple[Stretch, ...] = (
+    "starting",
+    "training",
+    "stalled",
+    "recovering",
+    "changing",
+    "ending",
+)
 SHOWN = 32  # workers in a summary
 LEAST_S = 0.005  # less is shown as 0.00
 KEPT = 100  # workers that are gone, one by one, and up to as many more; older ones are added up
+
+
+class Seconds(Times):  # type: ignore[misc]  # a struct is as frozen as its base
+    """What a worker says of its time, and what of that was stalled."""
+
+    stalled: float = 0.0
+
+
+PARTS: tuple[str, ...] = Seconds.__struct_fields__
 
 
 @dataclass
@@ -39,9 +61,27 @@ class Spent:
     joined: int = 0  # the generation of the first world that it trains in
     trains_since: float | None = None  # when that was
     lost: float = 0.0  # in addition to what it said itself
+    stalled: dict[str, float] = field(default_factory=dict)  # seconds, by what it did by its word
+    stalled_last: float = 0.0  # of that, since its last word in its last world
+    stalled_to: float = math.inf  # as far as that is counted; inf: it is in no world
 
-    def times(self, now: float) -> Times:
-        """They add up to its age."""
+    def counts(self, said: Times, seconds: float) -> None:
+        """So much was stalled of the time since its last word: it is taken first from what there is most of."""
+        before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(said)
+        parts = {part: after[part] - before[part] for part in after}
+        for part, more in parts.items():  # it has stepped back: that is lost
+            moved = min(self.stalled.get(part, 0.0), max(0.0, -more))
+            if moved:
+                self.stalled[part] -= moved
+                self.stalled["lost"] = self.stalled.get("lost", 0.0) + moved
+        for part in sorted(parts, key=lambda each: -parts[each]):
+            taken = min(seconds, max(0.0, parts[part]))
+            if taken > 0:
+                self.stalled[part] = self.stalled.get(part, 0.0) + taken
+                seconds -= taken
+
+    def times(self, now: float, stalled_s: float = 0.0) -> Seconds:
+        """They add up to its age. ``stalled_s``: of the time since its last word."""
         parts = msgspec.structs.asdict(self.said)
         end = now if self.ended is None else self.ended
         heard = self.trains_since if self.said_at is None else self.said_at
@@ -52,16 +92,36 @@ class Spent:
         lost = min(self.lost, parts["training"])
         parts["training"] -= lost
         parts["lost"] += lost
-        return Times(**parts)
+        stalled = defaultdict[str, float](float, self.stalled)
+        stalled[doing] += stalled_s
+        again = min(lost, self.stalled_last)  # nobody has committed in its last stall
+        stalled[doing] -= again
+        stalled["lost"] += again
+        return Seconds(**_less(parts, stalled))
+
+
+def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, float]:
+    """The parts without what was stalled, which is one of its own. Of a part of which there is less, others give it."""
+    found, rest = 0.0, 0.0
+    for part, seconds in stalled.items():
+        taken_s = min(seconds, max(0.0, parts[part]))
+        parts[part] -= taken_s
+        found, rest = found + taken_s, rest + seconds - taken_s
+    for part in ["lost", *sorted(parts, key=lambda each: -parts[each])]:
+        taken_s = min(rest, max(0.0, parts[part]))
+        parts[part] -= taken_s
+        found, rest = found + taken_s, rest - taken_s
+    return parts | {"stalled": found}
 
 
 class TimeSpent:
     """Of one job, as far as this driver has seen it."""
 
     def __init__(self) -> None:
+        self.stalls = Stalls()
         self.running: dict[Worker, Spent] = {}
         self.gone: list[Spent] = []
-        self.older = Times()  # of those that are gone and no longer listed
+        self.older = Seconds()  # of those that are gone and no longer listed
         self.older_count = 0
         self.job: dict[Stretch, float] = dict.fromkeys(STRETCHES, 0.0)
         self.count: dict[Stretch, int] = dict.fromkeys(STRETCHES, 0)
@@ -79,6 +139,7 @@ class TimeSpent:
         if self._since is None:
             self._since = now
         self.now = now
+        self.stalls.note(event, actions, now)
         match event:
             case events.WorkerSpent():
                 self._said(event, now)
@@ -125,12 +186,16 @@ class TimeSpent:
             case events.PublishWorld(generation, members, _, holders):
                 if not holders:
                     self._all_gone()
-                self._members = {member.worker for member in members}
+                before, self._members = self._members, {member.worker for member in members}
+                for worker in before - self._members:
+                    if worker in self.running:
+                        self._left(self.running[worker], now)
                 known = [self.running[w] for w in self._members if w in self.running]
                 self._trains = any(spent.running for spent in known)
                 self._trained = self._trained or self._trains
                 for spent in known:
                     spent.generation = generation
+                    spent.stalled_to = now if spent.stalled_to == math.inf else spent.stalled_to
                     if self._trains and not spent.joined:
                         spent.joined, spent.trains_since = generation, now
                 if self._stretch != "ending":
@@ -149,7 +214,9 @@ class TimeSpent:
 
     def _begin(self, stretch: Stretch, now: float) -> None:
         assert self._since is not None
-        self.job[self._stretch] += now - self._since
+        stalled = self._stalled_s(self._since, now)
+        self.job[self._stretch] += now - self._since - stalled
+        self.job["stalled"] += stalled
         self._stretch, self._since = stretch, now
         self.count[stretch] += 1
 
@@ -165,16 +232,38 @@ class TimeSpent:
             if event.generation:  # none of those that wait for their first world
                 self._members.add(event.worker)
                 self._trains = self._trained = True
+                spent.stalled_to = spent.began
+        self._count_stalls(spent, event.times, now)
         for dead in [*self._died]:
             if 0 < spent.joined <= dead.generation < event.generation:
                 dead.lost = max(0.0, event.times.lost - spent.said.lost)
                 self._died.remove(dead)
         spent.said, spent.said_at, spent.doing = event.times, now, event.doing
 
+    def _count_stalls(self, spent: Spent, said: Times, now: float) -> None:
+        """What of the time since its last word was stalled. Later words are about later times."""
+        if spent.stalled_to == math.inf:
+            return
+        spent.counts(said, self._stalled_s(spent.stalled_to, now))
+        spent.stalled_to = self.stalls.undecided_since(now)
+
+    def _left(self, spent: Spent, now: float) -> None:
+        """The world that it was in."""
+        if spent.stalled_to < now:
+            stalled = self._stalled_s(spent.stalled_to, now)
+            part = "training" if spent.said_at is None else spent.doing
+            spent.stalled[part] = spent.stalled.get(part, 0.0) + stalled
+            spent.stalled_last = stalled
+        spent.stalled_to = math.inf
+
+    def _stalled_s(self, since: float, now: float) -> float:
+        return self.stalls.seconds(since, now, self.stalls.current(now))
+
     def _ended(self, worker: Worker, now: float, *, died: bool) -> None:
         spent = self.running.pop(worker, None)
         if spent is None:
             return
+        self._left(spent, now)
         spent.ended = now
         self.gone.append(spent)
         if died and worker in self._members and self._stretch != "ending":
@@ -198,15 +287,28 @@ class TimeSpent:
     def stretches(self) -> dict[Stretch, float]:
         """Of the job. They add up to the time since this driver's first event."""
         job = dict(self.job)
-        job[self._stretch] += 0.0 if self._since is None else self.now - self._since
+        if self._since is not None:
+            stalled = self._stalled_s(self._since, self.now)
+            job[self._stretch] += self.now - self._since - stalled
+            job["stalled"] += stalled
         return job
 
-    def workers(self) -> list[tuple[Spent, Times]]:
+    @property
+    def stall(self) -> Stall | None:
+        """The one that lasts."""
+        return self.stalls.current(self.now)
+
+    def workers(self) -> list[tuple[Spent, Seconds]]:
         """Of each that is still listed, in the order in which they began."""
         everybody = sorted([*self.gone, *self.running.values()], key=lambda each: each.began)
-        return [(spent, spent.times(self.now)) for spent in everybody]
+        now, lasting = self.now, self.stall
+        found: list[tuple[Spent, Seconds]] = []
+        for spent in everybody:
+            since = min(spent.stalled_to, now)
+            found.append((spent, spent.times(now, self.stalls.seconds(since, now, lasting))))
+        return found
 
-    def total(self) -> Times:
+    def total(self) -> Seconds:
         """Of all of them."""
         return _sum([self.older, *(times for _, times in self.workers())])
 
@@ -219,13 +321,14 @@ class TimeSpent:
         return total.training / worked if worked and trained else None
 
 
-def _sum(each: Sequence[Times]) -> Times:
-    return Times(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
+def _sum(each: Sequence[Seconds]) -> Seconds:
+    return Seconds(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
 
 
 WORDS: dict[Stretch, str] = {
     "starting": "before the first world",
     "training": "training",
+    "stalled": "stalled",
     "recovering": "recovering",
     "changing": "changing the world",
     "ending": "after training",
@@ -244,7 +347,7 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
         if zeros or job[stretch] >= LEAST_S
     ]
     width = max([len("all workers"), *(len(name) for name, _ in rows[:SHOWN])])
-    had = [name for name in Times.__struct_fields__ if zeros or getattr(total, name) >= LEAST_S]
+    had = [name for name in PARTS if zeros or getattr(total, name) >= LEAST_S]
     lines = [
         f"how the time went, {sum(job.values()):.1f} s{until}: {', '.join(parts)}",
         f"  {'seconds':<{width}}" + "".join(f"{name:>11}" for name in ("total", *had)),

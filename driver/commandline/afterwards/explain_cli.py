@@ -61,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     wanted = "give one journal, as in: elasticrun explain job.journal"
     journal = parser().with_one(arguments, options, wanted)
     reading = read_journal(Path(journal))
+    if reading.source.runs and reading.offset is not None:
+        reading.story.go_on(time.time() - reading.offset)
     if options.html is not None:
         write_page(Path(options.html), as_page(reading))
     try:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from elastic.driver.monitoring.stalls import ENDS, StallEnd, in_words
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import Commit
 
@@ -22,6 +23,9 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         f"job {job['name']}: {job['phase']}, {counted(job['size'], 'worker')} ({_limits(job)}),"
         f" generation {job['generation']}, for {span(now - (job['began'] or now))}"
     ]
+    stall = values["stall"]
+    if stall is not None:
+        lines.append(f"  stalled for {span(now - stall['since'])}: {in_words(stall)}")
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")
@@ -30,7 +34,13 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         f"  last recovery {span(now - each['at'])} ago, in {each['total_ms']:.0f} ms: {each['why']}"
         for each in last
     ]
-    for each in values["held_up"]:
+    for each in state["add"]["stalls"][-1:]:
+        ago = span(now - each["since"] - each["seconds"])
+        how = ENDS[StallEnd(each["end"])]
+        lines.append(
+            f"  last stall {ago} ago, for {span(each['seconds'])}: {in_words(each)}; {how}"
+        )
+    for each in values["held_up"] if stall is None else ():
         lines.append(f"  held up by {_held_up(each, now)}")
     for host, row in rows["hosts"].items():
         if row["state"] != "up":
@@ -113,14 +123,16 @@ def _progress(state: State) -> list[str]:
         commit = values["commit"]
         ago = span(now - commit["at"])  # workers tell of the newest every few seconds
         said.append(f"{commit['total']} commits, {_commit(commit)} by the last word {ago} ago")
-    if state["add"]["speed"]:
-        said.append(f"{state['add']['speed'][-1][1]:g} commits/s")
+    if values["rate"] is not None:
+        said.append(f"{values['rate']:g} commits/s")
     durable = values["durable"]
     if durable is not None:
         said.append(f"durable {_commit(durable)} {span(now - durable['at'])} ago")
     goodput = values["goodput"]
     if goodput is not None and goodput["ratio"] is not None:
         said.append(f"goodput {100 * goodput['ratio']:.1f} %")
+    if goodput is not None and goodput["job"]["stalled"]:
+        said.append(f"stalled {span(goodput['job']['stalled'])} in all")
     for name, row in state["rows"]["reported"].items():
         if row["value"] is not None:
             said.append(f"{name} {row['value']:.6g}")

@@ -125,6 +125,7 @@ class LivePage:
 
     def _show_line(self) -> None:
         assert self._loop is not None and self._line is not None
+        self.model.go_on(time.time())
         if (text := one_line(self.model.state)) != self._line_shown:
             self._line_shown = text
             self._line(text)

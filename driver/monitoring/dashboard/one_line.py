@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.driver.monitoring.dashboard.page_state import PageState
+from elastic.driver.monitoring.stalls import in_words
 from elastic.driver.reasons import counted
 
 PACE_S = 60.0
@@ -30,9 +31,10 @@ def one_line(state: PageState) -> str:
         far.append(f"step {step:.0f}" + (f" of {steps:.0f}" if steps is not None else ""))
     elif commit is not None:
         far.append(counted(commit["total"], "commit"))
-    if state.series["speed"]:
-        far.append(f"{state.series['speed'][-1][1]:g} commits/s")
-    left_s = None if steps is None else _left_s(state, steps)
+    if state.values["rate"] is not None:
+        far.append(f"{state.values['rate']:g} commits/s")
+    stall = state.values["stall"]
+    left_s = None if steps is None or stall is not None else _left_s(state, steps)
     if left_s is not None:
         far.append(f"{_roughly(left_s)} left")
     loss = _value(reported, "loss")
@@ -40,7 +42,9 @@ def one_line(state: PageState) -> str:
         far.append(f"loss {loss:.4g}")
     if far:
         parts.append(", ".join(far))
-    if state.series["recoveries"]:
+    if stall is not None:
+        parts.append(f"stalled for {stall['seconds']:.0f} s: {in_words(stall)}")
+    elif state.series["recoveries"]:
         last = state.series["recoveries"][-1]
         verb = "recovered" if last["kind"] == "recovery" else "changed"
         if last["kind"] != "start":

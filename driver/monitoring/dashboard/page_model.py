@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver import events
+from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
 from elastic.driver.monitoring.time_spent import TimeSpent
@@ -39,7 +40,6 @@ STACK_LIMIT = 16_000  # characters of them
 STACK_S = 5.0  # after it was asked for: what comes then on stderr may be one
 SLOW_S = 1.0  # between two looks at what takes a walk over all workers ...
 SLOW_EACH_S = 0.002  # ... and so much more for each of them
-SPEED_S = 2.0  # between two points of the speed, at least
 REPORTED_S = 60.0  # a rank that has reported nothing for so long gives way to the next
 
 
@@ -62,6 +62,8 @@ class PageModel:
                 },
                 "commit": None,
                 "durable": None,
+                "rate": None,
+                "stall": None,
                 "goodput": None,
                 "held_up": [],
             }
@@ -70,7 +72,8 @@ class PageModel:
         self.spent = TimeSpent()
         self._grid = WorkerGrid(self.state)
         self._looked_at = -math.inf  # at all workers
-        self._speed_since: tuple[float, int] | None = None  # commits, when the speed was last told
+        self._rate = CommitRate(self.spent.stalls)
+        self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # of those, by an operator
         self._second, self._lines, self._left_out = -math.inf, 0, 0  # of the log
@@ -102,6 +105,7 @@ class PageModel:
         self._at(now)
         members = [worker for worker, (_, rank) in workers.items() if rank is not None]
         members.sort(key=lambda worker: workers[worker][1] or 0)
+        self.spent.stalls.adopt(((each, workers[each][1] or 0) for each in members), generation)
         for worker, (pid, _) in workers.items():
             self._grid.start(worker, now, "joining").pid = pid
         self._grid.published(members, now)
@@ -186,6 +190,10 @@ class PageModel:
     def changed(self) -> bool:
         """Whether there is a patch."""
         return self.state.changed
+
+    def go_on(self, now: float) -> None:
+        """It is so late, though nothing has happened."""
+        self._look_at_all(now)
 
     def patch(self, now: float) -> Patch:
         """What has changed since it was asked last."""
@@ -332,9 +340,26 @@ class PageModel:
         }
         if goodput != values["goodput"]:
             self.state.set("goodput", goodput)
-        held_up = self._grid.held_up()
+        self._look_at_stalls(now)
+        held_up = self._grid.held_up(self.spent.stalls.awaited(now))
         if held_up != values["held_up"]:
             self.state.set("held_up", held_up)
+
+    def _look_at_stalls(self, now: float) -> None:
+        stalls, stall, values = self.spent.stalls, self.spent.stall, self.state.values
+        told = None if stall is None else stall.facts()
+        if told != values["stall"]:
+            self.state.set("stall", told)
+        self._grid.stalled(stall)
+        new, self._stalls_told = stalls.count - self._stalls_told, stalls.count
+        for each in [*stalls.past][-new:] if new else ():
+            self.state.add("stalls", each.facts())
+        rate = self._rate.value(now)
+        rate = None if rate is None else round(rate, 3)
+        if rate != values["rate"]:
+            self.state.set("rate", rate)
+            if rate is not None and rate < self.state.series["speed"][-1][1]:
+                self.state.add("speed", [now, rate])
 
     def _job(self, **fields: Any) -> None:
         job = self.state.values["job"]
@@ -353,12 +378,14 @@ class PageModel:
         same = known is not None and known["generation"] == commit.generation
         total = (known["total"] if known else 0) + commit.number - (before[1] if same else 0)
         self._note_commit("commit", commit, total)
-        if self._speed_since is None:
-            self._speed_since = self.now, total
-        elif self.now - self._speed_since[0] >= SPEED_S:
-            since, had = self._speed_since
-            self._speed_since = self.now, total
-            self.state.add("speed", [self.now, round((total - had) / (self.now - since), 3)])
+        measured = self._rate.committed(total, self.now)
+        if measured is not None:
+            since, rate = measured[0], round(measured[1], 3)
+            speed = self.state.series["speed"]
+            if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
+                self.state.add("speed", [since, 0.0])  # until then there were none
+            self.state.set("rate", rate)
+            self.state.add("speed", [self.now, rate])
 
     def _note_commit(self, name: str, commit: Commit, total: int) -> None:
         numbers = {"generation": commit.generation, "number": commit.number}

@@ -12,17 +12,22 @@ The whole state is the patch that leads to it from nothing (`full`). The section
     set   job         name, command, phase, generation, size, least, most, began, ended: null or [exit code, why]
           commit      generation, number, at, total: the newest that is known, and how many there were
           durable     the same of the newest checkpoint that is whole; total counts them
+          rate        commits per second now, which fall to 0 while none can come; null: not known
+          stall       null, or the one that lasts: since, seconds, culprits: [{rank, worker, line, frozen}], more:
+                      culprits that are not listed, others: ranks that wait, where and line: of the first of these
           goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio: training
                       / all, or null while nobody has trained
           held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: who is waited for now; who waits
                       less than the others do, the worst first
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
-          workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note
+          workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note, awaits: ranks that a
+                      waiting one waits for, in a stall
           stacks      by host:slot: at, why, text
           reported    by name: rank, value, at: the last number under it of the lowest rank that has any
     add   world       [at, size]: each time that it changed
           speed       [at, commits per second]
           metrics     [at, name, value]: of `reported`, once a second
+          stalls      those that are over: as stall, with end: resumed, killed, lost, broken, job ended
           recoveries  {at, kind, generation, size, total_ms, phases_ms, why}
           decisions   [at, what, whom, why]
           log         [at, level, who, line]: empty who: the driver
@@ -39,6 +44,7 @@ TAILS = {
     "world": 1000,
     "speed": 1000,
     "metrics": 2000,
+    "stalls": 200,
     "recoveries": 200,
     "decisions": 200,
     "log": 500,

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.monitoring.dashboard.page_state import PageState
+from elastic.driver.monitoring.stalls import Stall
 from elastic.protocol.messages import Worker
 
 STATES = (
@@ -15,6 +16,7 @@ STATES = (
     "joining",  # it has, and waits for a place
     "training",
     "waiting",  # for a second or longer, inside a collective
+    "stalled",  # the others have waited for it for a while; see `stalls`
     "recovering",  # its world has broken
     "frozen",
     "standby",
@@ -23,6 +25,7 @@ STATES = (
     "lost",
 )
 HELD_UP = 8  # workers that others wait for
+AWAITED = 4  # of those in a stall, that are named at each that waits
 MUCH = 0.05  # of its time: who waits less than the others by so much is shown
 
 
@@ -39,11 +42,19 @@ class Cell:
     frozen: str = ""
     inside: float | None = None  # it waits in a collective since then
     share: float | None = None  # of its time that it last said it had waited
+    awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
+    stalled: str | None = None  # it is waited for, at this line; empty: not known where
 
     def row(self) -> dict[str, Any]:
-        state = self.state
+        state, note = self.state, self.frozen or self.note
         if state == "training":
             state = "frozen" if self.frozen else "waiting" if self.inside is not None else state
+            if self.stalled is not None:
+                state = "stalled"
+                note = "; ".join(filter(None, [self.stalled and f"at {self.stalled}", self.frozen]))
+            elif self.awaits:
+                state = "waiting"
+                note = f"waits for {_ranks(self.awaits)}"
         elif self.frozen and state not in ("lost", "done"):
             state = "frozen"
         return {
@@ -54,7 +65,8 @@ class Cell:
             "rank": self.rank,
             "state": state,
             "since": self.since if self.inside is None else self.inside,
-            "note": self.frozen or self.note,
+            "note": note,
+            "awaits": self.awaits,
         }
 
 
@@ -64,6 +76,7 @@ class WorkerGrid:
     def __init__(self, state: PageState) -> None:
         self.state = state
         self.members: set[Worker] = set()
+        self._shows_stall = False
         self._cells: dict[str, Cell] = {}
 
     def __len__(self) -> int:
@@ -121,7 +134,7 @@ class WorkerGrid:
         for rank, worker in enumerate(members):
             if self._of(worker) is None:
                 self.start(worker, now, "training")
-            self.change(worker, rank=rank, inside=None, share=None)
+            self.change(worker, rank=rank, inside=None, share=None, stalled=None, awaits=())
             self.move(worker, "training", now)
         self._forget_gone()
 
@@ -163,10 +176,30 @@ class WorkerGrid:
 
     # ---- who is waited for
 
-    def held_up(self) -> list[dict[str, Any]]:
-        """See `page_state`. Looks at every worker."""
+    def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
+        """See `page_state`. Looks at every worker. ``awaited``: whom the others wait for now."""
         members = [cell for cell in self._cells.values() if cell.worker in self.members]
-        return [*_awaited(members), *_slow(members)][:HELD_UP]
+        now = []
+        if awaited is not None:
+            others = {"others": awaited.others, "since": awaited.since}
+            now = [
+                {"worker": slot_of(each.worker), "rank": each.rank, **others}
+                for each in awaited.culprits
+            ]
+        return [*now, *_slow(members)][:HELD_UP]
+
+    def stalled(self, stall: Stall | None) -> None:
+        """Shows who holds the others up, at which line, and who waits for it."""
+        if stall is None and not self._shows_stall:
+            return
+        self._shows_stall = stall is not None
+        culprits = () if stall is None else stall.culprits
+        lines = {each.worker: each.line for each in culprits}
+        awaited = tuple(each.rank for each in culprits[:AWAITED])
+        for worker in self.members:
+            cell = self._of(worker)
+            inside = cell is not None and worker not in lines and cell.inside is not None
+            self.change(worker, stalled=lines.get(worker), awaits=awaited if inside else ())
 
     def _of(self, worker: Worker) -> Cell | None:
         cell = self._cells.get(slot_of(worker))
@@ -174,16 +207,6 @@ class WorkerGrid:
 
     def _show(self, cell: Cell) -> None:
         self.state.row("workers", slot_of(cell.worker), cell.row())
-
-
-def _awaited(members: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Now: those few that are not in the collective in which most are."""
-    waiting = [cell.inside for cell in members if cell.inside is not None]
-    late = [cell for cell in members if cell.inside is None and cell.state == "training"]
-    if not waiting or 2 * len(late) > len(members):
-        return []
-    others = {"others": len(waiting), "since": min(waiting)}
-    return [{"worker": slot_of(c.worker), "rank": c.rank, **others} for c in late[:HELD_UP]]
 
 
 def _slow(members: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -203,6 +226,10 @@ def _slow(members: Sequence[Cell]) -> list[dict[str, Any]]:
         for share, _, cell in slow[:HELD_UP]
         if median - share > MUCH
     ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def slot_of(worker: Worker) -> str:

@@ -8,7 +8,7 @@ seen, as a recovery of 60 ms, is shown for as long as one sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -16,6 +16,7 @@ from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.sentences import milliseconds
 from elastic.driver.monitoring.explain.story import Incident, Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, Span, WorkerRows
+from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400
 RING = (188.0, 196.0, 128.0)  # its middle and radius
@@ -36,6 +37,8 @@ COLOURS = {
     "leaving": "#8591a0",
     "done": "#5f6b7a",
     "lost": "#ea5a61",
+    "waiting": "#e0a92e",
+    "stalled": "#ea5a61",
     "": "#202733",  # nobody is there
 }
 BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5a61"
@@ -70,7 +73,7 @@ def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "
         ' role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
         f"<title>{escape(title or 'A job, its workers and their losses')}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="14" fill="{BACK}" stroke="{LINE}"/>',
-        *_ring(rows, cut),
+        *_ring(rows, cut, story.spent.stalls.past),
         *_counters(story, rows, cut),
         *_captions(story, cut),
         *_curve(rows, cut),
@@ -119,8 +122,8 @@ def _animate(attribute: str, keys: Sequence[Key], cut: Cut, mode: str) -> str:
 # ---- the ring -------------------------------------------------------------------------------------------------------
 
 
-def _ring(rows: WorkerRows, cut: Cut) -> list[str]:
-    table = rows.table(cut.ends)
+def _ring(rows: WorkerRows, cut: Cut, stalls: Iterable[Stall]) -> list[str]:
+    table = rows.table(cut.ends, stalls)
     names = sorted(table, key=_in_order)
     shown = names[:WORKERS]
     middle_x, middle_y, radius = RING

@@ -5,6 +5,7 @@ Pure. `sentences` has the words.
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ import msgspec
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
 from elastic.driver.monitoring.explain.causes import FOLLOWS, Cause, Death
 from elastic.driver.monitoring.explain.story import Incident, StoreSilence, Story
-from elastic.driver.monitoring.time_spent import STRETCHES
+from elastic.driver.monitoring.stalls import Stall, StallEnd, blamed
+from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Times
 
 FIRST, LAST = 12, 12  # incidents that are told one by one
 MUCH_LOST = 0.1  # of the workers' time: worth a word
 MUCH_JOINING = 0.3
+MUCH_STALLED_S = 30.0
 # What is lost was a wait.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
@@ -37,6 +39,7 @@ class What(enum.Enum):
     FAILED = "failed"
     STOPPED = "stopped"
     RUNS = "runs"
+    STALLS_NOW = "stalls now"
     CUT_OFF = "cut off"
     NOTHING_HAPPENED = "nothing happened"
     # Why, where it did not end well: the first that was lost, and what made an end of that.
@@ -53,6 +56,8 @@ class What(enum.Enum):
     TRAINING_BEGAN = "training began"
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
+    STALL = "stall"
+    MORE_STALLS = "more stalls"
     MORE_INCIDENTS = "more incidents"
     REQUEST = "request"  # of an operator
     PLANNED = "planned changes"
@@ -90,6 +95,7 @@ class Advice(enum.Enum):
     TEST_GPU = "test gpu"
     TEST_HOST = "test host"
     TEST_HOSTS = "test hosts"
+    LOOK_AT_LINE = "look at line"
     LOOK_AT_STACKS = "look at stacks"
     WHO_FROZE_IT = "who froze it"
     LOOK_AT_NETWORK = "look at network"
@@ -197,6 +203,8 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
     facts |= _since_the_store(story, story.last)
     if end is None and source.runs:
         yield JobFinding(What.RUNS, facts)
+        if story.spent.stall is not None:
+            yield JobFinding(What.STALLS_NOW, _stall(story.spent.stall, story))
     elif end is None:
         yield JobFinding(What.CUT_OFF, {**facts, "abandoned": source.abandoned})
     elif story.code == 0:
@@ -358,10 +366,22 @@ def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
         causes = Counter(_kind(each) for each in between)
         facts = {"count": len(between) + story.more_incidents, "causes": dict(causes.most_common())}
         yield between[0].at, JobFinding(What.MORE_INCIDENTS, facts)
+    past = story.spent.stalls.past
+    for stall in [*past][-FIRST:]:
+        yield stall.since, JobFinding(What.STALL, _stall(stall, story))
+    if (more := story.spent.stalls.count - FIRST) > 0:
+        first = past[-FIRST].since
+        over = story.spent.stalls.seconds
+        seconds = over(-math.inf, math.inf, None) - over(first, math.inf, None)
+        yield first, JobFinding(What.MORE_STALLS, {"count": more, "seconds": seconds})
     for at, event, done in story.requests:
         yield at, _request(at, event, done, story)
     for silence in story.silences:
         yield silence.at, JobFinding(What.STORE_SILENT, _silence(silence, story))
+
+
+def _stall(stall: Stall, story: Story) -> dict[str, Any]:
+    return {"at_s": _since(story, stall.since), **stall.facts()}
 
 
 def _silence(silence: StoreSilence, story: Story) -> dict[str, Any]:
@@ -467,7 +487,7 @@ def _cost(story: Story) -> Iterator[JobFinding]:
 def time_facts(story: Story) -> dict[str, Any]:
     """The numbers of the summary: of the job by stretch, of all workers by part, in seconds."""
     total = story.spent.total()
-    parts = dict(zip(Times.__struct_fields__, msgspec.structs.astuple(total), strict=True))
+    parts = dict(zip(PARTS, msgspec.structs.astuple(total), strict=True))
     worked = sum(parts.values())
     stretches = story.spent.stretches()
     return {
@@ -543,6 +563,15 @@ def _against(death: Death) -> tuple[Advice, dict[str, Any]]:
 
 
 def _about_time(story: Story, failed: bool) -> Iterator[tuple[Advice, dict[str, Any]]]:
+    longest = max(
+        [*story.spent.stalls.past, *filter(None, [story.spent.stall])],
+        key=lambda stall: stall.seconds,
+        default=None,
+    )
+    if longest is not None and longest.end is not StallEnd.KILLED:  # its stacks were written then
+        facts = longest.facts()
+        if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):
+            yield Advice.LOOK_AT_LINE, {"who": blamed(facts), "rank": longest.culprits[0].rank}
     parts = story.spent.total()
     worked = sum(msgspec.structs.astuple(parts))
     if not worked or story.trained_at is None:

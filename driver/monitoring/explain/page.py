@@ -28,10 +28,12 @@ from elastic.driver.monitoring.explain.sentences import (
 )
 from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.stalls import in_words
 from elastic.driver.monitoring.time_spent import WORDS
 
 COLOURS = {
     "training": "training",
+    "stalled": "stalled",
     "committing": "standby",
     "data": "starting",
     "storage": "joining",
@@ -84,12 +86,15 @@ def _embedded(value: Any) -> str:
 
 def _data(job: PageJob, began: float) -> dict[str, Any]:
     rows, end = job.rows, job.story.last
+    stalls = [*job.story.spent.stalls.past, *filter(None, [job.story.spent.stall])]
     return {
         "seconds": round(end - began, 3),
         "states": STATES,
         "rows": {
             row: [[round(a - began, 3), round(b - began, 3), *more] for a, b, *more in spans]
-            for row, spans in sorted(rows.table(end).items(), key=lambda each: _in_order(each[0]))
+            for row, spans in sorted(
+                rows.table(end, stalls).items(), key=lambda each: _in_order(each[0])
+            )
         },
         "worlds": [[round(at - began, 3), size, number] for at, size, number in rows.worlds],
         "recoveries": [
@@ -97,6 +102,10 @@ def _data(job: PageJob, began: float) -> dict[str, Any]:
             for a, b, number, kind in rows.recoveries
         ],
         "deaths": [[round(at - began, 3), row, code] for at, row, code in rows.deaths],
+        "stalls": [
+            [round(each.since - began, 3), round(each.until - began, 3), in_words(each.facts())]
+            for each in stalls
+        ],
         "series": _series(job, began),
     }
 
@@ -182,7 +191,10 @@ def _tiles(job: PageJob) -> Iterable[str]:
         tiles.append((f"{reported.again:,}", "steps done again"))
     joined = max(0, story.started - story.largest)
     tiles.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
-    goodput = time_facts(story)["goodput"]
+    facts = time_facts(story)
+    goodput = facts["goodput"]
+    if facts["job"]["stalled"]:
+        tiles.append((f"{facts['job']['stalled']:.1f} s", "stalled"))
     if goodput is not None:
         tiles.append((f"{goodput:.3f}", "goodput"))
     cells = "".join(

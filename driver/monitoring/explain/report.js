@@ -123,6 +123,8 @@ function tell(event) {
       lines.push(names[index] + "#" + span[3] + " is " + data.states[span[2]] + rank + " from " + clock(span[0]) + " to " + clock(span[1]));
     }
   }
+  const stall = data.stalls.find(each => each[0] <= at && at <= each[1]);
+  if (stall) lines.push("stalled for " + (stall[1] - stall[0]).toFixed(1) + " s: " + stall[2]);
   const near = data.recoveries.find(each => each[0] <= at && at <= Math.max(each[1], each[0] + (to - from) / 200));
   if (near) lines.push(near[3] + " to generation " + near[2] + ": " + (1000 * (near[1] - near[0])).toFixed(0) + " ms");
   document.getElementById("under").textContent = lines.join("; ") || clock(at);

@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.findings import Advice, JobFinding, What
+from elastic.driver.monitoring.stalls import ENDS, StallEnd, in_words
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
 from elastic.driver.reasons import Why, commit_id, counted
 
@@ -27,6 +28,8 @@ _SECTIONS = {
     What.TRAINING_BEGAN: "course",
     What.NEVER_TRAINED: "course",
     What.INCIDENT: "course",
+    What.STALL: "course",
+    What.MORE_STALLS: "course",
     What.MORE_INCIDENTS: "course",
     What.REQUEST: "course",
     What.PLANNED: "course",
@@ -440,6 +443,7 @@ def _time(facts: Facts) -> str:
 
 
 _MEANT = {
+    "stalled": "nothing was trained, as ranks waited for another one",
     "storage": "reading a checkpoint, or waiting for one",
     "recovering": "from the end of a world until the next one trains",
     "joining": "from its start until it trains, and while others join or leave",
@@ -504,6 +508,10 @@ _ADVICE = {
     Advice.TEST_HOST: "Have the memory and the processor of {host} tested, and leave it out until then.",
     Advice.TEST_HOSTS: (
         "Have the memory and the processors of all hosts tested: whose bits have changed could not be told."
+    ),
+    Advice.LOOK_AT_LINE: (
+        "Look at what {who} does. While it lasts, `elasticrun stacks {rank}` shows where it is. If the pause is"
+        ' intended, put it into `with elastic.long_phase("evaluate"):`.'
     ),
     Advice.LOOK_AT_STACKS: (
         "Look at the stacks of {who} in the log: they were written before it was killed. If the pause is"
@@ -574,6 +582,7 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
         f"The job was stopped after {duration(f['after_s'])}: {shown(f['by'])}."
     ),
     What.RUNS: _runs,
+    What.STALLS_NOW: lambda f: f"Training is stalled, for {f['seconds']:.1f} s now: {in_words(f)}.",
     What.CUT_OFF: _cut_off,
     What.NOTHING_HAPPENED: _nothing,
     What.CAUSE: _cause,
@@ -594,6 +603,12 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
         f"Training never began; {counted(f['started'], 'worker')} started."
     ),
     What.INCIDENT: _incident,
+    What.STALL: lambda f: (
+        f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {in_words(f)}; {ENDS[StallEnd(f['end'])]}."
+    ),
+    What.MORE_STALLS: lambda f: (
+        f"Before that it stalled {f['count']} times, for {f['seconds']:.1f} s in all."
+    ),
     What.MORE_INCIDENTS: _more_incidents,
     What.REQUEST: _request,
     What.PLANNED: _planned,

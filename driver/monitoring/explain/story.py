@@ -141,6 +141,7 @@ class Story:
         """What stands here begins in the middle of a job, in this world."""
         self.began = self.last = now
         self.members = dict(members)
+        self.spent.stalls.adopt(self.members.items(), generation)
         self._ranks.update(self.members)
         self._connected.update(self.members)
         self.hosts.update(worker.host for worker in self.members)
@@ -162,6 +163,12 @@ class Story:
     def bug(self, error: str) -> None:
         """Handling an event has raised this in the driver."""
         self.torn_driver = error
+
+    def go_on(self, now: float) -> None:
+        """It is so late, and the job still runs."""
+        if self.began is not None and self.end is None and now > self.last:
+            self.last = now
+            self.spent.go_on(now)
 
     # ---- asked -----------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ recovery  [began, ended, generation, kind]            from the cause to the firs
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.driver import events
+from elastic.driver.monitoring.stalls import Stall
 from elastic.protocol.messages import Worker
 
 STATES = (
@@ -23,6 +25,9 @@ STATES = (
     "leaving",
     "done",
     "lost",  # it has raised, or its host is gone, and its process may live
+    # Of what was training, as far as the stalls that `table` is given tell.
+    "waiting",
+    "stalled",
 )
 SPANS = 200_000  # of all rows; later ones are left out
 Span = list[float | int]
@@ -64,11 +69,22 @@ class WorkerRows:
             self._begin(worker, "training", now).rank = rank
         self.worlds.append((now, len(self._now), generation))
 
-    def table(self, until: float) -> dict[str, list[Span]]:
-        """All rows, with what is not over yet as far as ``until``."""
+    def table(self, until: float, stalls: Iterable[Stall] = ()) -> dict[str, list[Span]]:
+        """All rows, with what is not over yet as far as ``until``. In a stall its culprits were stalled, and the other
+        members waited."""
         rows = {row: [*spans] for row, spans in self.rows.items()}
         for worker, now in self._now.items():
             rows[now.row].append(_span(worker, now, max(until, now.since)))
+        told = sorted(stalls, key=lambda stall: stall.since)
+        begins, ends = [each.since for each in told], [each.until for each in told]
+        for row, spans in rows.items() if told else ():
+            rows[row] = [
+                part
+                for span in spans
+                for part in _parted(
+                    span, told[bisect_right(ends, span[0]) : bisect_left(begins, span[1])]
+                )
+            ]
         return rows
 
     def _happened(self, event: events.Event, now: float) -> None:
@@ -151,6 +167,25 @@ class WorkerRows:
             return
         self._spans += 1
         self.rows[at.row].append(_span(worker, at, now))
+
+
+def _parted(span: Span, stalls: Sequence[Stall]) -> list[Span]:
+    """What of it was before, in and after each stall."""
+    start, end, state, incarnation, rank = span
+    if STATES[int(state)] != "training" or rank < 0:
+        return [span]
+    parts: list[Span] = []
+    for stall in stalls:
+        culprit = any(each.rank == rank for each in stall.culprits)
+        inside = STATES.index("stalled" if culprit else "waiting")
+        begin, until = max(start, stall.since), min(end, stall.until)
+        parts += [
+            [start, begin, state, incarnation, rank],
+            [begin, until, inside, incarnation, rank],
+        ]
+        start = until
+    parts.append([start, end, state, incarnation, rank])
+    return [part for part in parts if part[1] > part[0]]
 
 
 def _span(worker: Worker, at: _Now, end: float) -> Span:

@@ -11,17 +11,19 @@ from elastic.driver.events import (
     DriverRestarted,
     EndJob,
     HostLost,
+    KillWorker,
     Member,
     PublishWorld,
     StartWorker,
     TimePassed,
     WorkerExited,
+    WorkerProgressed,
     WorkerReady,
     WorkerSpent,
 )
 from elastic.driver.monitoring import time_spent
-from elastic.driver.monitoring.time_spent import TimeSpent, summary
-from elastic.driver.reasons import in_words
+from elastic.driver.monitoring.time_spent import Seconds, TimeSpent, summary
+from elastic.driver.reasons import Why, because, in_words
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 
 A, B, C = (Worker("h", slot) for slot in range(3))
@@ -88,7 +90,7 @@ def test_what_a_worker_can_not_say_is_added_to_what_it_said():
     spent = trains()
     spent.note(TimePassed(), [], 150.0)
     # 2 s before init(); and it has gone on training for 10 s.
-    assert of(spent, A) == Times(training=39.0, committing=1.0, joining=10.0)
+    assert of(spent, A) == Seconds(training=39.0, committing=1.0, joining=10.0)
 
 
 def test_a_dead_worker_has_lost_what_the_first_of_its_world_has():
@@ -97,8 +99,8 @@ def test_a_dead_worker_has_lost_what_the_first_of_its_world_has():
     spent.note(ready(A, 2), [published(3, A)], 151.0)
     said = Times(training=36.0, committing=1.0, joining=8.0, recovering=1.0, lost=3.0)
     spent.note(WorkerSpent(A, 3, said, "training"), [], 151.0)
-    assert of(spent, B) == Times(training=36.0, committing=1.0, joining=10.0, lost=3.0)
-    assert of(spent, A) == Times(
+    assert of(spent, B) == Seconds(training=36.0, committing=1.0, joining=10.0, lost=3.0)
+    assert of(spent, A) == Seconds(
         training=36.0, committing=1.0, joining=10.0, recovering=1.0, lost=3.0
     )
 
@@ -140,7 +142,7 @@ def test_without_a_checkpoint_all_training_is_lost():
     broken(spent, A, 150.0)
     broken(spent, B, 150.0)
     spent.note(ready(C, 0), [published(3, C, holders=0)], 155.0)
-    assert of(spent, A) == Times(committing=1.0, joining=10.0, lost=39.0)
+    assert of(spent, A) == Seconds(committing=1.0, joining=10.0, lost=39.0)
 
 
 def test_who_dies_before_it_has_said_anything_has_trained_since_its_first_world():
@@ -148,7 +150,7 @@ def test_who_dies_before_it_has_said_anything_has_trained_since_its_first_world(
     spent.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
     spent.note(ready(A, 0), [published(1, A, holders=0)], 104.0)
     broken(spent, A, 106.5)
-    assert of(spent, A) == Times(training=2.5, joining=4.0)
+    assert of(spent, A) == Seconds(training=2.5, joining=4.0)
 
 
 def test_the_workers_of_a_lost_host_end_with_it():
@@ -164,7 +166,7 @@ def test_a_worker_of_the_driver_before_this_one_is_as_old_as_it_says():
     spent = TimeSpent()
     spent.note(WorkerSpent(A, 5, Times(training=70.0, joining=5.0), "training"), [], 20.0)
     spent.note(WorkerExited(A, 0), [], 30.0)
-    assert of(spent, A) == Times(training=80.0, joining=5.0)
+    assert of(spent, A) == Seconds(training=80.0, joining=5.0)
 
 
 def test_thousands_that_are_gone_are_added_up(monkeypatch):
@@ -194,6 +196,7 @@ def test_the_job_is_in_one_stretch_after_another():
     assert spent.stretches() == {
         "starting": 10.0,
         "training": 59.0,
+        "stalled": 0.0,
         "recovering": 1.0,
         "changing": 0.0,
         "ending": 2.0,
@@ -240,6 +243,72 @@ def test_a_static_job_has_one_world():
     assert spent.goodput() is None and "no worker was in elastic.run" in summary(spent)[-1]
 
 
+# ---- stalls --------------------------------------------------------------------------------------
+
+
+def stalls(spent: TimeSpent, worker: Worker, since: float) -> None:
+    """Waits from here on, and says so after a second."""
+    spent.note(WorkerProgressed(worker, 2, 7, "gradients", 1.0), [], since + 1.0)
+
+
+def test_stalled_time_is_a_part_of_its_own_of_the_job_and_of_all_members():
+    spent = trains()
+    stalls(spent, A, 145.0)
+    spent.go_on(149.0)
+    assert spent.stall is None and spent.total().stalled == 0.0
+    spent.go_on(185.0)
+    assert spent.stall is not None and spent.stall.seconds == 40.0
+    assert spent.stretches()["stalled"] == 40.0 and spent.stretches()["training"] == 35.0
+    # No worker has said anything since: all of it was training, by their own word.
+    assert of(spent, A) == of(spent, B) == Seconds(34.0, 1.0, joining=10.0, stalled=40.0)
+    assert spent.goodput() == 34.0 / 85.0
+    spent.note(WorkerProgressed(A, 2, 7), [], 185.0)
+    spent.go_on(195.0)
+    assert spent.stall is None
+    assert spent.stretches()["stalled"] == 40.0 and spent.stretches()["training"] == 45.0
+    assert of(spent, A) == Seconds(44.0, 1.0, joining=10.0, stalled=40.0)
+    assert sum(spent.stretches().values()) == 95.0 == age(of(spent, A))
+
+
+def test_a_stall_is_taken_from_what_each_worker_did_in_it_by_its_own_word():
+    """B waits for its data, and says so in the middle and afterwards."""
+    spent = trains()
+    stalls(spent, A, 145.0)
+    said = Times(training=29.0, committing=1.0, joining=8.0, data=0.5)
+    spent.note(WorkerSpent(B, 2, msgspec.structs.replace(said, data=3.0), "data"), [], 148.0)
+    spent.note(
+        WorkerSpent(B, 2, msgspec.structs.replace(said, data=25.0, training=34.0), "data"),
+        [],
+        170.0,
+    )
+    spent.note(WorkerProgressed(A, 2, 7), [], 185.0)
+    spent.note(
+        WorkerSpent(B, 2, msgspec.structs.replace(said, data=41.0, training=38.0), "training"),
+        [],
+        190.0,
+    )
+    found = of(spent, B)
+    assert found.stalled == 40.0 and found.data <= 5.0 and age(found) == 90.0
+
+
+def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_lost():
+    spent = trains()
+    stalls(spent, A, 145.0)
+    said = Times(training=59.0, committing=1.0, joining=8.0)
+    spent.note(WorkerSpent(A, 2, said, "training"), [], 170.0)
+    kill = KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where=""))
+    spent.note(TimePassed(), [kill, BreakWorld(2, [A], WHY)], 185.0)
+    spent.note(WorkerExited(B, -9), [], 185.1)
+    spent.note(ready(A, 2), [published(3, A)], 185.2)
+    # It went back to a commit of 144: all since then is lost by its own account.
+    said = Times(training=33.0, committing=1.0, joining=8.0, recovering=0.2, lost=41.0)
+    spent.note(WorkerSpent(A, 3, said, "training"), [], 185.2)
+    found = msgspec.structs.astuple(of(spent, A))
+    assert found == pytest.approx((33.0, 1.0, 0.0, 0.0, 0.2, 10.0, 1.0, 0.0, 40.0))
+    assert of(spent, B).stalled == 40.0 and of(spent, B).lost == pytest.approx(1.0)
+    assert spent.stretches()["stalled"] == 40.0
+
+
 # ---- in words ------------------------------------------------------------------------------------
 
 
@@ -249,7 +318,7 @@ def test_the_summary_is_a_table_with_its_sum():
     first, head, a, b, everybody, last = summary(spent)
     assert first == (
         "how the time went, 40.0 s: before the first world 10.0 s, training 30.0 s,"
-        " recovering 0.00 s (0 times), changing the world 0.00 s (0 times), after training 0.00 s"
+        " stalled 0.00 s, recovering 0.00 s (0 times), changing the world 0.00 s (0 times), after training 0.00 s"
     )
     assert head.split()[:3] == ["seconds", "total", "training"]
     assert a.split() == [
@@ -261,6 +330,7 @@ def test_the_summary_is_a_table_with_its_sum():
         "0.00",
         "0.00",
         "10.00",
+        "0.00",
         "0.00",
         "0.00",
     ]

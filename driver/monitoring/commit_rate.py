@@ -1,0 +1,49 @@
+"""How many commits a second a job makes now: as measured last, and less and less while none can come. Pure."""
+
+from __future__ import annotations
+
+from elastic.driver.monitoring.stalls import STALL_S, Stalls
+
+MEASURED_S = 2.0  # between two measurements, at least
+HEARD_S = 11.0  # rank 0 tells of the newest commit every 5 s: after twice as long there is none
+
+
+class CommitRate:
+    """Of one job. Times are those of the caller's clock."""
+
+    def __init__(self, stalls: Stalls) -> None:
+        self._stalls = stalls
+        self._since: tuple[float, int] | None = (
+            None  # when it was measured last, and commits by then
+        )
+        self._measured: float | None = None
+        self._newest_at = 0.0
+
+    def committed(self, total: int, now: float) -> tuple[float, float] | None:
+        """A newer commit was told of, the ``total``-th. Where that measures the rate: since when, and the rate. What
+        lies before the end of a stall does not count."""
+        self._newest_at = now
+        if self._since is None:
+            self._since = now, total
+            return None
+        since, had = self._since
+        if self._stalls.past:
+            since = max(since, self._stalls.past[-1].until)
+        if now - since < MEASURED_S:
+            return None
+        self._since, self._measured = (now, total), (total - had) / (now - since)
+        return since, self._measured
+
+    def value(self, now: float) -> float | None:
+        """None: not known yet. Ranks that wait for others commit nothing: after a usual interval between two commits
+        the rate falls, to 0 within STALL_S. It is 0 as well where no newer commit was told of for two such intervals.
+        """
+        rate = self._measured
+        if not rate:
+            return rate
+        late = now - self._newest_at > max(HEARD_S, 2 / rate)
+        if late or self._stalls.current(now) is not None:
+            return 0.0
+        since = self._stalls.waits_since
+        idle_s = 0.0 if since is None else now - since - 1 / rate
+        return rate * min(1.0, max(0.0, 1.0 - idle_s / STALL_S))

@@ -1,0 +1,405 @@
+"""Decides whether training stalls, since when, and which ranks the others wait for. Pure: told events with their times.
+
+    a member waits inside a collective, or where all are to stop
+      --STALL_S, and a usual interval between collectives-->  stall: the members that do not wait are its culprits
+      --ALL_WAIT_S, where every member waits-->               stall without a culprit: the network, or different calls
+    the collective completes, a culprit is killed or exits, the world breaks, the job ends  -->  over
+
+A stall counts from the moment at which the first of the others began to wait, not from when it was noticed. A member in
+a phase that the script marks as long is no culprit. The page, ``status``, metrics, ``explain`` and the report all read
+the same `Stalls`, which `TimeSpent` holds.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.driver import events
+from elastic.driver.reasons import counted
+from elastic.protocol.messages import COPY, Worker
+
+STALL_S = (
+    5.0  # others wait for this long: about as long as it takes until the driver looks for the line
+)
+ALL_WAIT_S = (
+    30.0  # as in failure_detection.stuck: a large collective may take long, and nobody is to blame
+)
+CULPRITS = 8  # that are named
+KEPT = 200  # stalls that are kept one by one
+INTERVALS = 9  # reports by which the usual interval between collectives is known
+
+
+class StallEnd(enum.Enum):
+    """How a stall ended."""
+
+    RESUMED = "resumed"
+    KILLED = "killed"  # the driver killed a culprit
+    LOST = "lost"  # a culprit exited by itself, or its host was lost
+    BROKEN = "broken"  # the world broke for another reason
+    JOB_ENDED = "job ended"
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A member that the others wait for. ``line``: of the script, ``train.py:12``; empty: not known."""
+
+    worker: Worker
+    rank: int
+    line: str = ""
+    frozen: str = ""  # why it can't run, as its agent sees it; empty: it can
+
+
+@dataclass(frozen=True)
+class Stall:
+    """``until``: when it ended, or where ``end`` is None the time for which it was asked."""
+
+    since: float
+    until: float
+    culprits: tuple[Culprit, ...] = ()
+    more: int = 0  # culprits that are not named
+    others: int = 0  # members that wait
+    where: str = ""  # the collective in which the first of them waits
+    line: str = ""  # of the script, at which that one waits
+    end: StallEnd | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
+
+    def facts(self, offset: float = 0.0) -> dict[str, Any]:
+        """As JSON; ``offset`` is added to its times."""
+        return {
+            "since": self.since + offset,
+            "seconds": self.seconds,
+            "culprits": [
+                {"rank": c.rank, "worker": str(c.worker), "line": c.line, "frozen": c.frozen}
+                for c in self.culprits
+            ],
+            "more": self.more,
+            "others": self.others,
+            "where": self.where,
+            "line": self.line,
+            "end": None if self.end is None else self.end.value,
+        }
+
+
+@dataclass
+class OpenWait:
+    """Of the members in one collective."""
+
+    since: float
+    last: float  # when the latest of them began to wait
+    where: str
+    line: str
+    workers: set[Worker] = field(default_factory=set)
+
+
+class Stalls:
+    """Of one job. Costs per event do not grow with the number of members, but where a world or a wait ends."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[Worker, int] = {}  # members of the present world
+        self.past: deque[Stall] = deque(maxlen=KEPT)
+        self.count = 0  # of all that are over
+        self._generation = 0
+        self._whole = False  # the world has not broken, as far as is known
+        self._running: set[Worker] = set()  # in elastic.run, when they were last ready
+        self._trains = False  # members of the world are
+        self._waits: dict[tuple[str, int], OpenWait] = {}
+        self._waits_in: dict[Worker, tuple[str, int]] = {}
+        self._late: dict[Worker, None] = {}  # members that do not wait, and have not returned
+        self._got_on_at: dict[Worker, float] = {}
+        self._marked: set[Worker] = set()  # in a phase that the script marks as long
+        self._lines: dict[Worker, str] = {}
+        self._frozen: dict[Worker, str] = {}
+        self._intervals: deque[float] = deque(maxlen=INTERVALS)
+        # Of all that are over, merged: their ends, and how long they and all before them took.
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+        self._sums: list[float] = []
+
+    # ---- told ------------------------------------------------------------------------------------------------------
+
+    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int) -> None:
+        """The world that the driver before this one has left."""
+        ranks = dict(members)
+        self._running.update(ranks)
+        self._new_world(ranks, generation)
+
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        """One event, and what was decided about it."""
+        self._happened(event, now)
+        for action in actions:
+            self._decided(action, now)
+
+    def _happened(self, event: events.Event, now: float) -> None:
+        match event:
+            case events.WorkerProgressed(worker, generation):
+                if generation == self._generation and worker in self.ranks and self._whole:
+                    self._progressed(event, now)
+            case events.WorkerLocated(worker, generation, line):
+                if generation == self._generation and line:
+                    self._lines[worker] = line
+            case events.WorkerPaced(worker, generation):
+                if generation == self._generation and event.over_s > 0 and event.collectives:
+                    self._paced(event, now)
+            case events.WorkerReady(worker, running=running):
+                if worker in self.ranks and self._whole:
+                    self._leave(worker, now)
+                    if self._trains:
+                        self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
+                    self._late.pop(worker, None)  # a script that prepares itself holds up nobody
+                (self._running.add if running else self._running.discard)(worker)
+            case events.WorkerReturned(worker):
+                self._leave(worker, now)
+                self._late.pop(worker, None)
+            case events.WorkerFrozen(worker, how):
+                self._frozen[worker] = how or "not able to run"
+            case events.WorkerThawed(worker):
+                self._frozen.pop(worker, None)
+            case events.WorkerRaised(worker) | events.WorkerQuit(worker):
+                self._gone(worker, now, StallEnd.LOST)
+            case events.WorkerExited(worker):
+                self._gone(worker, now, StallEnd.LOST)
+                self._frozen.pop(worker, None)
+                self._running.discard(worker)
+            case events.HostLost(host):
+                for worker in [each for each in self._late if each.host == host]:
+                    self._gone(worker, now, StallEnd.LOST)
+            case events.DriverRestarted():
+                self._forget()  # workers report again how long they have waited
+            case _:
+                pass
+
+    def _decided(self, action: events.Action, now: float) -> None:
+        match action:
+            case events.KillWorker(worker):
+                self._gone(worker, now, StallEnd.KILLED)
+            case events.BreakWorld():
+                self._over(now, StallEnd.BROKEN)
+            case events.CallOffChange():
+                self._complete(("", -1), now)
+            case events.PublishWorld(generation, members):
+                self._over(now, StallEnd.RESUMED)  # where it is whole: a planned change
+                self._new_world({m.worker: rank for rank, m in enumerate(members)}, generation)
+            case events.FinishWorld():
+                self._over(now, StallEnd.RESUMED)
+            case events.EndJob():
+                self._over(now, StallEnd.JOB_ENDED)
+            case _:
+                pass
+
+    def _progressed(self, event: events.WorkerProgressed, now: float) -> None:
+        worker, key = event.worker, (event.inside, event.entered)
+        if event.phase:
+            self._marked.add(worker)
+        elif worker in self._marked:
+            self._marked.discard(worker)
+            self._got_on_at[worker] = now
+        if event.inside and self._waits_in.get(worker) == key:
+            return  # said again
+        self._leave(worker, now)
+        if event.inside:
+            since = now - event.waited_s
+            self._enter(worker, key, OpenWait(since, since, event.inside, event.line))
+        elif not event.phase:
+            self._got_on_at[worker] = now
+
+    def _paced(self, event: events.WorkerPaced, now: float) -> None:
+        since = now - event.over_s
+        # In collectives that are none of the others' business: those of another process set.
+        self._got_on_at[event.worker] = max(since, self._got_on_at.get(event.worker, since))
+        if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
+            self._intervals.append(event.over_s / event.collectives)
+
+    # ---- asked -----------------------------------------------------------------------------------------------------
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when members wait in a collective, for however short a time; None: they do not."""
+        return min((wait.since for wait in self._waits.values()), default=None)
+
+    def current(self, now: float) -> Stall | None:
+        """The stall that lasts; None: there is none."""
+        found = [self._stall(wait, now) for wait in self._waits.values()]
+        return min(
+            (stall for stall in found if stall is not None), key=lambda s: s.since, default=None
+        )
+
+    def awaited(self, now: float) -> Stall | None:
+        """Whom the others wait for, however short a time yet, if these are no more than half of the members."""
+        if not self._waits or 2 * len(self._late) > len(self.ranks):
+            return None
+        wait = min(self._waits.values(), key=lambda each: each.since)
+        return self._of(wait, now, [*self._late]) if self._late else None
+
+    def seconds(self, since: float, until: float, lasting: Stall | None) -> float:
+        """How much of this time was stalled. ``lasting``: `current`, at ``until``; nothing that is over ended later."""
+        first = bisect_right(self._ends, since)
+        before = self._sums[first - 1] if first else 0.0
+        found = (self._sums[-1] if self._sums else 0.0) - before
+        if first < len(self._ends):
+            found -= max(0.0, since - self._begins[first])
+        if lasting is not None:
+            since = max(since, lasting.since, self._ends[-1] if self._ends else lasting.since)
+            found += max(0.0, until - since)
+        return found
+
+    def undecided_since(self, now: float) -> float:
+        """What came before is decided: no stall that is not known yet can have begun there."""
+        if self.current(now) is not None:
+            return now
+        return min([now, *(wait.since for wait in self._waits.values())])
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _new_world(self, ranks: dict[Worker, int], generation: int) -> None:
+        self.ranks, self._generation, self._whole = ranks, generation, len(ranks) > 1
+        self._trains = not self._running.isdisjoint(ranks)
+        self._late = dict.fromkeys(ranks)
+        for known in (self._got_on_at, self._lines):
+            known.clear()
+        self._marked.clear()
+
+    def _enter(self, worker: Worker, key: tuple[str, int], made: OpenWait) -> None:
+        if len(self._late) == 1 and worker in self._late:  # from here on all wait
+            for each in self._waits.values():
+                stall = self._stall(each, made.since)
+                if stall is not None:
+                    self._record(replace(stall, end=StallEnd.RESUMED))
+                    each.since = made.since
+        wait = self._waits.setdefault(key, made)
+        if made.since < wait.since:
+            wait.since, wait.line = made.since, made.line
+        wait.last = max(wait.last, made.since)
+        wait.workers.add(worker)
+        self._waits_in[worker] = key
+        self._late.pop(worker, None)
+
+    def _leave(self, worker: Worker, now: float) -> None:
+        key = self._waits_in.get(worker)
+        if key is not None:
+            self._complete(key, now)  # the others leave it as well, and say so next
+
+    def _complete(self, key: tuple[str, int], now: float) -> None:
+        wait = self._waits.get(key)
+        if wait is not None:
+            self._close(key, wait, now, StallEnd.RESUMED, ())
+
+    def _close(
+        self,
+        key: tuple[str, int],
+        wait: OpenWait,
+        now: float,
+        end: StallEnd,
+        blamed: Sequence[Worker],
+    ) -> None:
+        stall = self._stall(wait, now, blamed)
+        if stall is not None:
+            self._record(replace(stall, end=end))
+        del self._waits[key]
+        for worker in wait.workers:
+            if self._waits_in.get(worker) == key:
+                del self._waits_in[worker]
+                self._late[worker] = None
+                self._got_on_at[worker] = now
+
+    def _over(self, now: float, end: StallEnd, blamed: Sequence[Worker] = ()) -> None:
+        for key, wait in [*self._waits.items()]:
+            self._close(key, wait, now, end, blamed)
+        self._whole = False
+
+    def _gone(self, worker: Worker, now: float, end: StallEnd) -> None:
+        """A process that is gone, or about to be: what it held up is over, whatever becomes of the others."""
+        if worker not in self.ranks:
+            return
+        if worker in self._late or (end is StallEnd.KILLED and not self._late):
+            self._over(now, end, [] if worker in self._late else [worker])
+        self._late.pop(worker, None)
+
+    def _forget(self) -> None:
+        for wait in self._waits.values():
+            self._late.update(dict.fromkeys(wait.workers))
+        self._waits.clear()
+        self._waits_in.clear()
+
+    def _stall(self, wait: OpenWait, now: float, blamed: Sequence[Worker] = ()) -> Stall | None:
+        least_s = self._least_s()
+        if now - wait.since < least_s:
+            return None
+        if self._late:
+            late = [
+                worker
+                for worker in self._late
+                if worker not in self._marked and now - self._held_since(worker, wait) >= least_s
+            ]
+            return self._of(wait, now, late) if late else None
+        if now - wait.last < max(least_s, ALL_WAIT_S) and not blamed:
+            return None
+        return None if wait.where == COPY else self._of(wait, now, blamed)
+
+    def _least_s(self) -> float:
+        usual = sorted(self._intervals)
+        return max(STALL_S, usual[len(usual) // 2] if usual else 0.0)
+
+    def _held_since(self, worker: Worker, wait: OpenWait) -> float:
+        return max(wait.since, self._got_on_at.get(worker, wait.since))
+
+    def _of(self, wait: OpenWait, now: float, late: Sequence[Worker]) -> Stall:
+        ranked = sorted(late, key=lambda worker: self.ranks[worker])
+        named = tuple(
+            Culprit(w, self.ranks[w], self._lines.get(w, ""), self._frozen.get(w, ""))
+            for w in ranked[:CULPRITS]
+        )
+        held = [self._held_since(worker, wait) for worker in late if worker in self._late]
+        since = min(held, default=wait.last)
+        more, others = len(ranked) - len(named), len(self._waits_in)
+        return Stall(since, now, named, more, others, wait.where, wait.line)
+
+    def _record(self, stall: Stall) -> None:
+        last = self.past[-1] if self.past else None
+        if last is not None and stall.since < last.until and last.culprits == stall.culprits:
+            # The same ranks held up a second process set.
+            self.past[-1] = replace(stall, since=min(last.since, stall.since))
+        else:
+            self.past.append(stall)
+            self.count += 1
+        begin = max([stall.since, *self._ends[-1:]])
+        self._begins.append(begin)
+        self._ends.append(max(begin, stall.until))
+        self._sums.append((self._sums[-1] if self._sums else 0.0) + max(0.0, stall.until - begin))
+
+
+ENDS = {
+    StallEnd.RESUMED: "it went on by itself",
+    StallEnd.KILLED: "the job killed it",
+    StallEnd.LOST: "it exited",
+    StallEnd.BROKEN: "another rank failed",
+    StallEnd.JOB_ENDED: "the job ended",
+}
+
+
+def blamed(facts: Mapping[str, Any]) -> str:
+    """``rank 1 (h:1#1) at train.py:12``, of the facts of a stall; empty: nobody is to blame."""
+    names = [
+        f"rank {each['rank']} ({each['worker']})"
+        + (f" at {each['line']}" if each["line"] else "")
+        + (f", frozen ({each['frozen']})" if each["frozen"] else "")
+        for each in facts["culprits"]
+    ]
+    more = [f"{facts['more']} more"] if facts["more"] else []
+    return " and ".join([", ".join(names), *more]) if names else ""
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """``3 ranks wait for rank 1 (h:1#1) at train.py:12``, of the facts of a stall."""
+    who, others = blamed(facts), counted(facts["others"], "rank")
+    if who:
+        return f"{others} {'waits' if facts['others'] == 1 else 'wait'} for {who}"
+    place = f" at {facts['line']}" if facts["line"] else ""
+    return f"all {others} wait in {facts['where']!r}{place}, and no rank is missing"

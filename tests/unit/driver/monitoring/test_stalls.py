@@ -1,0 +1,247 @@
+"""Whether training stalls, since when, and for whom the others wait: events go in, stalls and seconds come out."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver import events
+from elastic.driver.monitoring.stalls import Stall, StallEnd, Stalls
+from elastic.driver.reasons import Why, because, in_words
+from elastic.protocol.messages import COPY, Address, Place, Worker
+
+A, B, C, D = (Worker("h", slot) for slot in range(4))
+STORE, WHY = Address("h", 1), in_words("because")
+
+
+def published(generation: int, *workers: Worker) -> events.PublishWorld:
+    size = len(workers)
+    members = [
+        events.Member(worker, Place(rank, size, rank, size, 0, 1))
+        for rank, worker in enumerate(workers)
+    ]
+    return events.PublishWorld(generation, members, STORE, 1, None, WHY)
+
+
+def world(*workers: Worker, at: float = 100.0) -> Stalls:
+    stalls = Stalls()
+    for worker in workers:
+        stalls.note(events.WorkerReady(worker, 0, None, STORE), [], at)
+    stalls.note(events.TimePassed(), [published(1, *workers)], at)
+    return stalls
+
+
+def waits(
+    stalls: Stalls, *workers: Worker, since: float, number: int = 7, name: str = "gradients"
+) -> None:
+    """They say so when they have waited for a second."""
+    for worker in workers:
+        said = events.WorkerProgressed(worker, 1, number, name, 1.0, line="train.py:30")
+        stalls.note(said, [], since + 1.0)
+
+
+def goes_on(stalls: Stalls, worker: Worker, at: float, number: int = 7) -> None:
+    stalls.note(events.WorkerProgressed(worker, 1, number), [], at)
+
+
+def held(stalls: Stalls, since: float = 120.0) -> Stalls:
+    """Rank 1 loops from here on."""
+    waits(stalls, A, C, since=since)
+    return stalls
+
+
+def ranks(stall: Stall | None) -> list[int]:
+    assert stall is not None
+    return [culprit.rank for culprit in stall.culprits]
+
+
+def test_a_stall_counts_from_the_wait_of_the_others_not_from_when_it_was_noticed():
+    stalls = held(world(A, B, C))
+    assert stalls.waits_since == 120.0
+    assert stalls.current(124.9) is None
+    stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
+    stall = stalls.current(160.0)
+    assert stall is not None
+    assert (stall.since, stall.seconds, stall.others, stall.where) == (120.0, 40.0, 2, "gradients")
+    assert [(c.worker, c.rank, c.line) for c in stall.culprits] == [(B, 1, "train.py:12")]
+    assert stall.end is None
+
+
+def test_a_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
+    stalls = held(world(A, B, C))
+    stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
+    goes_on(stalls, A, 160.2)
+    goes_on(stalls, C, 160.3)
+    assert stalls.current(170.0) is None and stalls.waits_since is None
+    [stall] = stalls.past
+    assert (stall.since, stall.until, stall.end) == (120.0, 160.2, StallEnd.RESUMED)
+    assert ranks(stall) == [1] and stall.culprits[0].line == "train.py:12"
+    assert stalls.count == 1
+    # The line is of that wait: another one is looked for.
+    waits(stalls, A, C, since=200.0, number=8)
+    assert stalls.current(206.0).culprits[0].worker == B
+
+
+@pytest.mark.parametrize(
+    ("event", "actions", "end"),
+    [
+        (
+            events.TimePassed(),
+            [
+                events.KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where="")),
+                events.BreakWorld(1, [A, C], WHY),
+            ],
+            StallEnd.KILLED,
+        ),
+        (events.WorkerExited(B, -9), [events.BreakWorld(1, [A, C], WHY)], StallEnd.LOST),
+        (
+            events.WorkerRaised(B, 1, None, "ValueError", ""),
+            [events.BreakWorld(1, [A, C], WHY)],
+            StallEnd.LOST,
+        ),
+        (events.HostLost("h", "no answer"), [], StallEnd.LOST),
+        (events.WorkerExited(A, -9), [events.BreakWorld(1, [B, C], WHY)], StallEnd.BROKEN),
+        (events.StopRequested("SIGTERM"), [events.EndJob(143, WHY)], StallEnd.JOB_ENDED),
+    ],
+)
+def test_a_stall_ends_where_its_culprit_is_gone_the_world_breaks_or_the_job_ends(
+    event, actions, end
+):
+    stalls = held(world(A, B, C))
+    stalls.note(event, actions, 160.0)
+    stalls.note(events.TimePassed(), [published(2, A, C)], 161.0)
+    [stall] = stalls.past
+    assert (ranks(stall), stall.seconds, stall.end) == ([1], 40.0, end)
+    assert stalls.current(200.0) is None
+
+
+def test_short_waits_and_those_of_a_usual_step_are_no_stalls():
+    stalls = world(A, B, C)
+    waits(stalls, A, C, since=120.0)
+    goes_on(stalls, A, 124.0)
+    for worker in (A, B, C):  # one collective in 36 s
+        stalls.note(events.WorkerPaced(worker, 1, 1, 4.0, 36.0), [], 156.0)
+    waits(stalls, A, C, since=160.0, number=8)
+    assert stalls.current(195.0) is None
+    assert stalls.current(197.0) is not None
+    goes_on(stalls, A, 195.0, number=8)
+    assert not stalls.past
+
+
+def test_a_report_about_the_time_of_a_stall_does_not_make_it_usual():
+    stalls = held(world(A, B, C))
+    goes_on(stalls, A, 160.0)
+    stalls.note(events.WorkerPaced(A, 1, 1, 40.0, 60.0), [], 170.0)
+    waits(stalls, A, C, since=200.0, number=8)
+    assert stalls.current(206.0) is not None
+
+
+def test_who_has_marked_a_phase_as_long_is_no_culprit():
+    stalls = world(A, B, C)
+    stalls.note(events.WorkerProgressed(B, 1, 6, phase="evaluation"), [], 119.0)
+    waits(stalls, A, C, since=120.0)
+    assert stalls.current(180.0) is None
+    stalls.note(events.WorkerProgressed(B, 1, 6), [], 180.0)  # the phase is over, and it loops
+    stall = stalls.current(200.0)
+    assert (ranks(stall), stall.since) == ([1], 180.0)
+
+
+def test_ranks_of_another_process_set_that_get_on_are_no_culprits():
+    stalls = world(A, B, C, D)
+    waits(stalls, A, since=120.0)  # for B; C and D train by themselves
+    for worker in (C, D):
+        stalls.note(events.WorkerPaced(worker, 1, 9, 1.0, 3.0), [], 128.0)
+    assert ranks(stalls.current(129.0)) == [1]
+
+
+def test_where_all_wait_no_rank_is_blamed_and_a_large_collective_gets_longer():
+    stalls = world(A, B)
+    waits(stalls, A, since=120.0)
+    waits(stalls, B, since=122.0)
+    assert stalls.current(150.0) is None
+    stall = stalls.current(160.0)
+    assert (ranks(stall), stall.since, stall.others) == ([], 122.0, 2)
+    hang = because(Why.GPU_HANGS, for_s=60.0, number=3, group="world")
+    stalls.note(events.TimePassed(), [events.KillWorker(B, hang)], 190.0)
+    [past] = stalls.past
+    assert (ranks(past), past.since, past.seconds, past.end) == ([1], 122.0, 68.0, StallEnd.KILLED)
+
+
+def test_copying_the_state_to_newcomers_is_no_stall():
+    stalls = world(A, B)
+    waits(stalls, A, B, since=120.0, name=COPY)
+    assert stalls.current(300.0) is None
+
+
+def test_who_does_not_come_to_a_planned_stop_holds_up_those_that_have():
+    stalls = world(A, B)
+    stalls.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
+    assert ranks(stalls.current(130.0)) == [1]
+    stalls.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 140.0)
+    [stall] = stalls.past
+    assert (stall.seconds, stall.end) == (20.0, StallEnd.RESUMED)
+
+
+def test_who_takes_longer_to_prepare_its_training_is_no_culprit():
+    stalls = Stalls()
+    for worker in (A, B):
+        stalls.note(events.WorkerReady(worker, 0, None, STORE, running=False), [], 100.0)
+    stalls.note(events.TimePassed(), [published(1, A, B)], 100.0)
+    stalls.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
+    assert stalls.current(180.0) is None
+    stalls.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 180.0)
+    assert not stalls.past
+
+
+def test_who_has_returned_neither_waits_nor_holds_anybody_up():
+    stalls = world(A, B, C)
+    stalls.note(events.WorkerReturned(A, 1), [], 120.0)
+    assert stalls.current(200.0) is None
+    waits(stalls, B, since=200.0)
+    assert ranks(stalls.current(210.0)) == [2]
+
+
+def test_a_frozen_culprit_says_why():
+    stalls = held(world(A, B, C))
+    stalls.note(events.WorkerFrozen(B, "stopped by a signal"), [], 121.0)
+    assert stalls.current(130.0).culprits[0].frozen == "stopped by a signal"
+
+
+def test_a_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
+    stalls = held(world(A, B, C))
+    stalls.note(events.DriverRestarted(), [], 130.0)
+    assert stalls.current(130.0) is None
+    next_one = Stalls()
+    next_one.adopt([(A, 0), (B, 1), (C, 2)], 1)
+    for each in (stalls, next_one):
+        each.note(events.WorkerProgressed(A, 1, 7, "gradients", 12.0), [], 132.0)
+        assert (ranks(each.current(133.0)), each.current(133.0).since) == ([1, 2], 120.0)
+        each.note(events.WorkerProgressed(C, 1, 7, "gradients", 13.0), [], 133.0)
+        assert ranks(each.current(133.0)) == [1]
+
+
+def test_the_seconds_of_any_time_are_those_of_all_stalls_in_it():
+    stalls = held(world(A, B, C))
+    goes_on(stalls, A, 130.0)
+    waits(stalls, A, C, since=150.0, number=8)
+    goes_on(stalls, A, 170.0, number=8)
+    waits(stalls, A, C, since=200.0, number=9)
+
+    def seconds(since: float, until: float) -> float:
+        return stalls.seconds(since, until, stalls.current(until))
+
+    assert seconds(100.0, 202.0) == 30.0  # the last wait is no stall yet
+    assert seconds(100.0, 210.0) == 40.0
+    assert seconds(125.0, 210.0) == 35.0
+    assert seconds(130.0, 204.0) == 20.0
+    assert seconds(160.0, 210.0) == 20.0
+    assert seconds(205.0, 210.0) == 5.0
+    assert stalls.undecided_since(204.0) == 200.0 and stalls.undecided_since(206.0) == 206.0
+
+
+def test_only_the_newest_stalls_are_kept_one_by_one_and_all_count():
+    stalls = world(A, B)
+    for number in range(300):
+        waits(stalls, A, since=1000.0 + 20 * number, number=number + 1)
+        goes_on(stalls, A, 1010.0 + 20 * number, number=number + 1)
+    assert stalls.count == 300 and len(stalls.past) == 200
+    assert stalls.seconds(0.0, 1e6, None) == 3000.0
