@@ -74,11 +74,14 @@ class Spent:
             if moved:
                 self.stalled[part] -= moved
                 self.stalled["lost"] = self.stalled.get("lost", 0.0) + moved
-        for part in sorted(parts, key=lambda each: -parts[each]):
+        most = sorted(parts, key=lambda each: -parts[each])
+        for part in most:
             taken = min(seconds, max(0.0, parts[part]))
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
+        if seconds > 0:  # from before its last word, when that was no stall yet
+            self.stalled[most[0]] = self.stalled.get(most[0], 0.0) + seconds
 
     def times(self, now: float, stalled_s: float = 0.0) -> Seconds:
         """They add up to its age. ``stalled_s``: of the time since its last word."""

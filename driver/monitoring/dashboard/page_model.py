@@ -85,6 +85,8 @@ class PageModel:
         """One event, and what was decided about it, ``now`` seconds since 1970."""
         self._at(now)
         self.spent.note(event, actions, now)
+        if self.spent.stalls.count != self._stalls_told:
+            self._looked_at = -math.inf  # one is over: that is shown at once
         self._happened(event)
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)

@@ -38,6 +38,7 @@ PARTS = [
     "joining",
     "lost",
     "idle",
+    "stalled",
 ]
 NAME = r"\S+:\d+#\d+"
 Seconds = dict[str, float]

@@ -291,6 +291,17 @@ def test_a_stall_is_taken_from_what_each_worker_did_in_it_by_its_own_word():
     assert found.stalled == 40.0 and found.data <= 5.0 and age(found) == 90.0
 
 
+def test_a_word_in_the_first_seconds_of_a_stall_leaves_nothing_of_it_out():
+    spent = trains()
+    stalls(spent, A, 145.0)
+    for at, training in ((149.0, 38.0), (151.0, 40.0), (190.0, 79.0)):  # one before it is known
+        said = Times(training=training, committing=1.0, joining=8.0)
+        spent.note(WorkerSpent(B, 2, said, "training"), [], at)
+        if at == 151.0:
+            spent.note(WorkerProgressed(A, 2, 7), [], 185.0)
+    assert of(spent, B) == Seconds(39.0, 1.0, joining=10.0, stalled=40.0)
+
+
 def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_lost():
     spent = trains()
     stalls(spent, A, 145.0)
