@@ -98,6 +98,13 @@ class Figures:
         self._judge = Stragglers()
         self._now = 0.0
 
+    def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
+        """The world that the driver before this one has left."""
+        self.generation, self.size = generation, len(members)
+        self._judge = Stragglers(size=self.size)
+        self.stages.update((worker, "training") for worker, _ in members)
+        self.spent.stalls.adopt(members, generation)
+
     def report(self, report: Report) -> None:
         """The numbers of the outermost dict. Of a rank that is no more, or too far behind, nothing is kept."""
         if report.rank >= min(RANKS, self.size):
@@ -453,6 +460,11 @@ class Metrics(Collector):
             if self._epoch is None:
                 self._epoch = time.time() - now
             self._figures.note(event, actions, self._epoch + now)
+
+    def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
+        """See `Figures.adopt`."""
+        with self._changing:
+            self._figures.adopt(members, generation)
 
     def report(self, report: Report) -> None:
         with self._changing:

@@ -26,6 +26,7 @@ from elastic.driver.events import (
     WorkerDigested,
     WorkerExited,
     WorkerPaced,
+    WorkerProgressed,
     WorkerReady,
     WorkerReturned,
     WorkerSpent,
@@ -183,6 +184,18 @@ def test_commits_are_counted_while_the_world_stays_the_same_and_after_it():
     figures.note(TimePassed(), [published(A, B, generation=2)], 1031.0)
     figures.note(WorkerPaced(A, 2, 300, 1.0, 30.0, 10, Commit(2, 10)), [], 1061.0)
     assert {"elastic_commits_total 160.0", "elastic_commit_number 10.0"} <= lines(figures)
+
+
+def test_the_world_and_stalls_of_the_driver_before_this_one():
+    figures = Figures()
+    figures.adopt([(A, 0), (B, 1)], 4)
+    figures.note(WorkerProgressed(A, 4, 7, "gradients", 12.0), [], 1000.0)
+    assert {
+        "elastic_generation 4.0",
+        "elastic_world_size 2.0",
+        'elastic_stall_seconds{line="",rank="1",worker="localhost:1#1"} 12.0',
+        'elastic_workers{stage="training"} 2.0',
+    } <= lines(figures)
 
 
 def test_durable_commits():
