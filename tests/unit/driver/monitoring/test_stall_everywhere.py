@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -53,7 +54,7 @@ class Surfaces:
         for worker in (A, C):
             self.note(events.WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 121.0)
 
-    def note(self, event: events.Event, actions: list[events.Action], at: float) -> None:
+    def note(self, event: events.Event, actions: Sequence[events.Action], at: float) -> None:
         for each in (self.page, self.figures, self.story, self.rows):
             each.note(event, actions, at)
 

@@ -49,6 +49,13 @@ def held(stalls: Stalls, since: float = 120.0) -> Stalls:
     return stalls
 
 
+def now(stalls: Stalls, at: float) -> Stall:
+    """The stall that lasts."""
+    stall = stalls.current(at)
+    assert stall is not None
+    return stall
+
+
 def ranks(stall: Stall | None) -> list[int]:
     assert stall is not None
     return [culprit.rank for culprit in stall.culprits]
@@ -78,7 +85,7 @@ def test_a_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     assert stalls.count == 1
     # The line is of that wait: another one is looked for.
     waits(stalls, A, C, since=200.0, number=8)
-    assert stalls.current(206.0).culprits[0].worker == B
+    assert now(stalls, 206.0).culprits[0].worker == B
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_who_has_marked_a_phase_as_long_is_no_culprit():
     waits(stalls, A, C, since=120.0)
     assert stalls.current(180.0) is None
     stalls.note(events.WorkerProgressed(B, 1, 6), [], 180.0)  # the phase is over, and it loops
-    stall = stalls.current(200.0)
+    stall = now(stalls, 200.0)
     assert (ranks(stall), stall.since) == ([1], 180.0)
 
 
@@ -158,7 +165,7 @@ def test_where_all_wait_no_rank_is_blamed_and_a_large_collective_gets_longer():
     waits(stalls, A, since=120.0)
     waits(stalls, B, since=122.0)
     assert stalls.current(150.0) is None
-    stall = stalls.current(160.0)
+    stall = now(stalls, 160.0)
     assert (ranks(stall), stall.since, stall.others) == ([], 122.0, 2)
     hang = because(Why.GPU_HANGS, for_s=60.0, number=3, group="world")
     stalls.note(events.TimePassed(), [events.KillWorker(B, hang)], 190.0)
@@ -203,7 +210,7 @@ def test_who_has_returned_neither_waits_nor_holds_anybody_up():
 def test_a_frozen_culprit_says_why():
     stalls = held(world(A, B, C))
     stalls.note(events.WorkerFrozen(B, "stopped by a signal"), [], 121.0)
-    assert stalls.current(130.0).culprits[0].frozen == "stopped by a signal"
+    assert now(stalls, 130.0).culprits[0].frozen == "stopped by a signal"
 
 
 def test_a_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
@@ -214,7 +221,7 @@ def test_a_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
     next_one.adopt([(A, 0), (B, 1), (C, 2)], 1)
     for each in (stalls, next_one):
         each.note(events.WorkerProgressed(A, 1, 7, "gradients", 12.0), [], 132.0)
-        assert (ranks(each.current(133.0)), each.current(133.0).since) == ([1, 2], 120.0)
+        assert (ranks(now(each, 133.0)), now(each, 133.0).since) == ([1, 2], 120.0)
         each.note(events.WorkerProgressed(C, 1, 7, "gradients", 13.0), [], 133.0)
         assert ranks(each.current(133.0)) == [1]
 

@@ -55,7 +55,7 @@ def trains() -> TimeSpent:
     return spent
 
 
-def of(spent: TimeSpent, worker: Worker) -> Times:
+def of(spent: TimeSpent, worker: Worker) -> Seconds:
     return next(times for each, times in spent.workers() if each.worker == worker)
 
 
@@ -257,7 +257,8 @@ def test_stalled_time_is_a_part_of_its_own_of_the_job_and_of_all_members():
     spent.go_on(149.0)
     assert spent.stall is None and spent.total().stalled == 0.0
     spent.go_on(185.0)
-    assert spent.stall is not None and spent.stall.seconds == 40.0
+    lasting = [each.seconds for each in [spent.stalls.current(185.0)] if each is not None]
+    assert lasting == [40.0]
     assert spent.stretches()["stalled"] == 40.0 and spent.stretches()["training"] == 35.0
     # No worker has said anything since: all of it was training, by their own word.
     assert of(spent, A) == of(spent, B) == Seconds(34.0, 1.0, joining=10.0, stalled=40.0)
