@@ -66,7 +66,9 @@ class Spent:
     stalled_to: float = math.inf  # as far as that is counted; inf: it is in no world
 
     def counts(self, said: Times, seconds: float) -> None:
-        """So much was stalled of the time since its last word: it is taken first from what there is most of."""
+        """So much was stalled of the time since its last word. It is taken first from what is lost, as nobody commits
+        in a stall, and then from what there is most of.
+        """
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(said)
         parts = {part: after[part] - before[part] for part in after}
         for part, more in parts.items():  # it has stepped back: that is lost
@@ -74,14 +76,14 @@ class Spent:
             if moved:
                 self.stalled[part] -= moved
                 self.stalled["lost"] = self.stalled.get("lost", 0.0) + moved
-        most = sorted(parts, key=lambda each: -parts[each])
+        most = sorted(parts, key=lambda each: (each != "lost", -parts[each]))
         for part in most:
             taken = min(seconds, max(0.0, parts[part]))
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
         if seconds > 0:  # from before its last word, when that was no stall yet
-            self.stalled[most[0]] = self.stalled.get(most[0], 0.0) + seconds
+            self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def times(self, now: float, stalled_s: float = 0.0) -> Seconds:
         """They add up to its age. ``stalled_s``: of the time since its last word."""

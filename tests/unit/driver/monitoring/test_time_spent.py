@@ -303,11 +303,13 @@ def test_a_word_in_the_first_seconds_of_a_stall_leaves_nothing_of_it_out():
     assert of(spent, B) == Seconds(39.0, 1.0, joining=10.0, stalled=40.0)
 
 
-def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_lost():
+@pytest.mark.parametrize("in_the_middle", [False, True])
+def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_lost(in_the_middle):
     spent = trains()
     stalls(spent, A, 145.0)
     said = Times(training=59.0, committing=1.0, joining=8.0)
-    spent.note(WorkerSpent(A, 2, said, "training"), [], 170.0)
+    if in_the_middle:
+        spent.note(WorkerSpent(A, 2, said, "training"), [], 170.0)
     kill = KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where=""))
     spent.note(TimePassed(), [kill, BreakWorld(2, [A], WHY)], 185.0)
     spent.note(WorkerExited(B, -9), [], 185.1)
