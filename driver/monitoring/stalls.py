@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,7 +115,8 @@ class Stalls:
         self._late: dict[Worker, None] = {}  # members that do not wait, and have not returned
         self._got_on_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # in a phase that the script marks as long
-        self._lines: dict[Worker, str] = {}
+        # Of the present wait: at which lines a member was seen, and how often. It may have gone on at the last look.
+        self._lines: dict[Worker, Counter[str]] = {}
         self._frozen: dict[Worker, str] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         # Of all that are over, merged: their ends, and how long they and all before them took.
@@ -143,8 +144,8 @@ class Stalls:
                 if generation == self._generation and worker in self.ranks and self._whole:
                     self._progressed(event, now)
             case events.WorkerLocated(worker, generation, line):
-                if generation == self._generation and line:
-                    self._lines[worker] = line
+                if generation == self._generation and line and self._waits:
+                    self._lines.setdefault(worker, Counter())[line] += 1
             case events.WorkerPaced(worker, generation):
                 if generation == self._generation and event.over_s > 0 and event.collectives:
                     self._paced(event, now)
@@ -273,6 +274,7 @@ class Stalls:
                 if stall is not None:
                     self._record(replace(stall, end=StallEnd.RESUMED))
                     each.since = made.since
+            self._lines.clear()
         wait = self._waits.setdefault(key, made)
         if made.since < wait.since:
             wait.since, wait.line = made.since, made.line
@@ -303,6 +305,8 @@ class Stalls:
         if stall is not None:
             self._record(replace(stall, end=end))
         del self._waits[key]
+        if not self._waits:
+            self._lines.clear()
         for worker in wait.workers:
             if self._waits_in.get(worker) == key:
                 del self._waits_in[worker]
@@ -353,13 +357,17 @@ class Stalls:
     def _of(self, wait: OpenWait, now: float, late: Sequence[Worker]) -> Stall:
         ranked = sorted(late, key=lambda worker: self.ranks[worker])
         named = tuple(
-            Culprit(w, self.ranks[w], self._lines.get(w, ""), self._frozen.get(w, ""))
+            Culprit(w, self.ranks[w], self._line(w), self._frozen.get(w, ""))
             for w in ranked[:CULPRITS]
         )
         held = [self._held_since(worker, wait) for worker in late if worker in self._late]
         since = min(held, default=wait.last)
         more, others = len(ranked) - len(named), len(self._waits_in)
         return Stall(since, now, named, more, others, wait.where, wait.line)
+
+    def _line(self, worker: Worker) -> str:
+        seen = self._lines.get(worker)
+        return seen.most_common(1)[0][0] if seen else ""
 
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
@@ -397,9 +405,11 @@ def blamed(facts: Mapping[str, Any]) -> str:
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """``3 ranks wait for rank 1 (h:1#1) at train.py:12``, of the facts of a stall."""
+    """``3 ranks wait for rank 1 (h:1#1) at train.py:12``, of the facts of a stall; once it is over, they waited."""
     who, others = blamed(facts), counted(facts["others"], "rank")
+    now = "waits" if facts["others"] == 1 else "wait"
+    verb = now if facts["end"] is None else "waited"
     if who:
-        return f"{others} {'waits' if facts['others'] == 1 else 'wait'} for {who}"
+        return f"{others} {verb} for {who}"
     place = f" at {facts['line']}" if facts["line"] else ""
-    return f"all {others} wait in {facts['where']!r}{place}, and no rank is missing"
+    return f"all {others} {verb} in {facts['where']!r}{place}, and no rank was missing"

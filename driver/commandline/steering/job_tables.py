@@ -66,6 +66,7 @@ def job_row(
     """Of one job in a list of them."""
     job = state["set"]["job"]
     row = {name: job[name] for name in ("phase", "size", "least", "most", "generation")}
+    row["stalled"] = state["set"]["stall"] is not None
     return {"name": name, "pid": pid, "began": began, "command": list(command), **row}
 
 
@@ -78,7 +79,8 @@ def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
         workers = f"{row['size']} ({_limits(row)})"
         began = span(now - row["began"])
         command = " ".join(row["command"])
-        table.append((row["name"], str(row["pid"]), row["phase"], workers, began, command[:60]))
+        phase = "stalled" if row["stalled"] else row["phase"]
+        table.append((row["name"], str(row["pid"]), phase, workers, began, command[:60]))
     return columns(table)
 
 
@@ -135,7 +137,8 @@ def _progress(state: State) -> list[str]:
         said.append(f"stalled {span(goodput['job']['stalled'])} in all")
     for name, row in state["rows"]["reported"].items():
         if row["value"] is not None:
-            said.append(f"{name} {row['value']:.6g}")
+            old = f" {span(now - row['at'])} ago" if values["stall"] is not None else ""
+            said.append(f"{name} {row['value']:.6g}{old}")
     return said or ["no commit yet"]
 
 

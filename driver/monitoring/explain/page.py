@@ -33,7 +33,7 @@ from elastic.driver.monitoring.time_spent import WORDS
 
 COLOURS = {
     "training": "training",
-    "stalled": "stalled",
+    "stalled": "waiting",
     "committing": "standby",
     "data": "starting",
     "storage": "joining",

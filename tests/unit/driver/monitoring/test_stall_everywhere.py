@@ -114,6 +114,11 @@ def test_while_it_lasts():
     assert f"stalled for 40 s: 2 ranks wait for rank 1 (h:1#1) at {LINE}" in one_line(
         job.page.state
     )
+    job.page.report(0, {"tokens_per_s": 800.0}, 119.0)
+    [row] = [r for r in job_tables.status(job.page.full(160.0)) if "tokens_per_s" in r]
+    assert "800 41.0 s ago" in row
+    listed = job_tables.job_row("bert", 1, 98.0, ["train.py"], job.page.full(160.0))
+    assert listed["stalled"] and "stalled" in job_tables.jobs([listed], 160.0)[1]
     assert job.page.state.values["goodput"]["job"]["stalled"] == 40.0
     assert job.page.state.values["goodput"]["workers"]["stalled"] == 120.0
     # Prometheus.

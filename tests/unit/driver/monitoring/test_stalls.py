@@ -84,8 +84,19 @@ def test_a_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     assert ranks(stall) == [1] and stall.culprits[0].line == "train.py:12"
     assert stalls.count == 1
     # The line is of that wait: another one is looked for.
+    stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 165.0)
     waits(stalls, A, C, since=200.0, number=8)
+    assert now(stalls, 206.0).culprits[0].line == ""
     assert now(stalls, 206.0).culprits[0].worker == B
+
+
+def test_the_line_is_the_one_at_which_it_was_seen_most_often():
+    """It may have gone on by the last look, before the others have said that they no longer wait."""
+    stalls = held(world(A, B, C))
+    for at, line in ((125.0, "train.py:12"), (130.0, "train.py:12"), (160.1, "train.py:30")):
+        stalls.note(events.WorkerLocated(B, 1, line), [], at)
+    goes_on(stalls, A, 160.2)
+    assert stalls.past[-1].culprits[0].line == "train.py:12"
 
 
 @pytest.mark.parametrize(
