@@ -69,6 +69,8 @@ class Spent:
         """So much was stalled of the time since its last word. It is taken first from what is lost, as nobody commits
         in a stall, and then from what there is most of.
         """
+        if not seconds and not self.stalled:
+            return
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(said)
         parts = {part: after[part] - before[part] for part in after}
         for part, more in parts.items():  # it has stepped back: that is lost
@@ -112,6 +114,8 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
         taken_s = min(seconds, max(0.0, parts[part]))
         parts[part] -= taken_s
         found, rest = found + taken_s, rest + seconds - taken_s
+    if rest <= 0:
+        return parts | {"stalled": found}
     for part in ["lost", *sorted(parts, key=lambda each: -parts[each])]:
         taken_s = min(rest, max(0.0, parts[part]))
         parts[part] -= taken_s
