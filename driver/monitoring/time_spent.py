@@ -101,7 +101,9 @@ class Spent:
         parts["lost"] += lost
         stalled = defaultdict[str, float](float, self.stalled)
         stalled[doing] += stalled_s
-        again = min(lost, self.stalled_last)  # nobody has committed in its last stall
+        again = min(
+            lost, self.stalled_last, stalled[doing]
+        )  # nobody has committed in its last stall
         stalled[doing] -= again
         stalled["lost"] += again
         return Seconds(**_less(parts, stalled))
