@@ -371,6 +371,17 @@ def test_a_job_that_began_on_this_machine_alone_takes_another_host(hosts, job, t
 # ---- who lives on
 
 
+@pytest.mark.nightly
+def test_an_exception_of_ranks_on_several_hosts_is_printed_once(hosts, job, tmp_path):
+    running = job(
+        f"-np 4 -H alpha:2,beta:2 --ssh-config {hosts.config}",
+        ["python", SCRIPTS / "raising.py", "all-value", "before"],
+    )
+    assert running.wait(100) == 1
+    assert len(re.findall(r"^\[\d\] ValueError: ", running.output, re.MULTILINE)) == 1
+    assert running.output.count("Traceback (most recent call last)") == 1
+
+
 def test_ctrl_c_kill_and_hangup_reach_only_those_that_end_with_the_driver(hosts, tmp_path):
     names = {"alpha": True, "beta": False, "here1": True, "here2": False}
     told = {"python": stand_in(tmp_path), "config": str(hosts.config), "hosts": names}
