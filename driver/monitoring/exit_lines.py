@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 from elastic.driver.reasons import Reason, Why
 from elastic.driver.sinks import Log
@@ -32,11 +31,12 @@ class ExitLines:
     def say(self) -> None:
         """Say what is waiting."""
         more, self._more = self._more or [], None
-        if len(more) == 1:
-            self._log("warning", str(more[0]))
-            return
-        alike = Counter((str(each.facts["exit"]), each.facts["wait_s"]) for each in more)
-        for (ended, wait_s), workers in alike.items():
-            noun, slots = ("worker", "its slot") if workers == 1 else ("workers", "their slots")
-            text = f"{workers} more {noun} ended with {ended}; {slots} may return in {wait_s:g} s"
-            self._log("warning", text)
+        alike: dict[tuple[str, str], list[Reason]] = {}
+        for about in more:
+            key = str(about.facts["exit"]), f"{about.facts['wait_s']:g}"
+            alike.setdefault(key, []).append(about)
+        for (ended, wait_s), some in alike.items():
+            text = (
+                f"{len(some)} more workers ended with {ended}; their slots may return in {wait_s} s"
+            )
+            self._log("warning", str(some[0]) if len(some) == 1 else text)

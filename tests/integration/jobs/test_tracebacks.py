@@ -12,7 +12,8 @@ from harness.history import SCRIPTS
 from harness.job import Job
 
 pytestmark = pytest.mark.forked
-FIXED, ELASTIC = "", "--min-np 1"
+# No slot is used again meanwhile: its next worker would raise a second exception.
+FIXED, ELASTIC = "", "--min-np 1 --blacklist-cooldown-range 60 60"
 MORE = 6  # lines beside the traceback
 CLASSES = {
     "value": "ValueError",
