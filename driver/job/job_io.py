@@ -25,6 +25,7 @@ from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.explain.run_report import RunReport
+from elastic.driver.monitoring.quiet_timer import QuietTimer
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces
 from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
@@ -41,7 +42,6 @@ from elastic.protocol.report_values import Report
 if TYPE_CHECKING:
     from elastic.driver.monitoring.metrics import Metrics
 
-REST_S = 1.0  # for workers to raise what another one has raised, until they are told of together
 STOPPED_S = 2.0  # for what is not written yet, per stream, when a job was stopped
 
 # Horovod's names; ours have four levels.
@@ -136,24 +136,14 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             most=job.settings.workers_max,
         )
     )
-    loop = asyncio.get_running_loop()
-    waits: list[asyncio.TimerHandle] = []
-
-    def say_soon() -> None:
-        if found and not waits:
-            waits.append(loop.call_later(REST_S, say))
-
-    def say() -> None:
-        waits.clear()
-        found[0].say_rest()
-
+    timer = QuietTimer(lambda: found[0].say_rest() if found else None)
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
         stdout=stdout,
         stderr=stderr,
         timestamps=job.prefix_timestamps,
         verbose=_LEVELS[job.log_level] == "debug",
-        unsaid=say_soon,
+        unsaid=timer.touch,
         asked=page.model.was_asked,
         folder=Path(job.output_dir) if job.output_dir else None,
         heard=page.printed,
@@ -201,6 +191,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         if not found[0].stopped:
             wait_s = None
     finally:
+        timer.cancel()
         if found:
             found[0].say_rest()
         if found and found[0].spent is not None:

@@ -1,13 +1,10 @@
-"""The lines about slots whose workers have ended: the first at once, and one for those that follow within a second."""
+"""The lines about slots whose workers have ended: the first at once, and one for those that follow it closely."""
 
 from __future__ import annotations
 
-import asyncio
-
+from elastic.driver.monitoring.quiet_timer import QuietTimer
 from elastic.driver.reasons import Reason, Why
 from elastic.driver.sinks import Log
-
-TOGETHER_S = 1.0
 
 
 class ExitLines:
@@ -15,21 +12,23 @@ class ExitLines:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._more: list[Reason] | None = None  # None: no line within the last second
+        self._more: list[Reason] | None = None  # None: no line that others follow closely
+        self._timer = QuietTimer(self.say)
 
     def shares(self, about: Reason | None) -> bool:
         """Whether this is said in a line that comes later, with others."""
         if about is None or about.kind is not Why.SLOT_COOLS:
             return False
+        self._timer.touch()
         if self._more is not None:
             self._more.append(about)
             return True
         self._more = []
-        asyncio.get_running_loop().call_later(TOGETHER_S, self.say)
         return False
 
     def say(self) -> None:
         """Say what is waiting."""
+        self._timer.cancel()
         more, self._more = self._more or [], None
         alike: dict[tuple[str, str], list[Reason]] = {}
         for about in more:
