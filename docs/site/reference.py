@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from elastic.driver.commandline.setup import docs_cli, doctor_cli
 from elastic.driver.commandline.steering import job_commands
 from elastic.driver.monitoring.metrics import Figures, families
 from elastic.protocol.messages import Commit
+
+sys.path.insert(0, str(Path(__file__).parent))
+from python_names import GROUPS, PRELUDE
 
 FOLDER = Path(__file__).parents[1] / "reference"
 MADE = "<!-- Made by docs/site/reference.py: do not edit. -->"
@@ -131,16 +135,23 @@ def _metric_rows() -> Iterator[str]:
 
 
 def api() -> str:
-    """Every public name of `elastic`, from its docstring."""
+    """Every public name of `elastic`, by what it is for, with its docstring and an example."""
     homes: dict[str, str] = vars(elastic)["_HOME"]
     parts = [
         MADE,
         "# Python",
         "All of it is `elastic.NAME`; nothing is imported before its first use. `horovod.torch` has the same under"
-        " Horovod's names: [every name](../horovod.md).",
+        " Horovod's names: [every name](../horovod.md). Each example goes on from the ones before it in its section,"
+        " and all but those that start jobs from this:",
+        f"```python\n{PRELUDE}```",
     ]
-    by_kind = sorted(homes, key=lambda name: (not name[0].islower(), name.lower()))
-    parts += [f"::: {homes[name]}.{name}" for name in by_kind]
+    for group in GROUPS:
+        parts.append(f"## {group.title}")
+        for entry in group.entries:
+            for name in entry.names.split():
+                options = f"    options: {{heading_level: 3, heading: elastic.{name}}}"
+                parts.append(f"::: {homes[name]}.{name}\n{options}")
+            parts.append(f"```python\n{textwrap.dedent(entry.example).strip()}\n```")
     return "\n\n".join(parts) + "\n"
 
 
