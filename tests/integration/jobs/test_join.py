@@ -97,8 +97,11 @@ def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimiz
     training.succeed()
     history = History(training)
     history.check(steps=9, optimizer=optimizer)
-    joined = [e for e in history.all("enter") if e["worker"] == "localhost:2#2"]
-    assert [enter["step"] for enter in joined][:2] == [6, 6]
+    first, again, *_ = [
+        enter["step"] for enter in history.all("enter") if enter["worker"] == "localhost:2#2"
+    ]
+    assert first in (5, 6)  # a step early, where it is ready before the others are held at step 6
+    assert again == 6
 
 
 def test_collectives_of_reset_callbacks_are_among_those_who_call_them(job):
