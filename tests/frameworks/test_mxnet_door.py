@@ -14,7 +14,7 @@ from frameworks import behaviours
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
 NEEDS = ("mxnet",)
-FIRST_S = 60.0  # imports included
+FIRST_S = 150.0  # imports included
 
 pytestmark = pytest.mark.nightly
 

@@ -7,7 +7,7 @@ import pytest
 from conformance.worlds import World
 from frameworks import behaviours
 
-FIRST_S = 60.0  # imports included
+FIRST_S = 150.0  # imports included
 
 worlds = pytest.mark.parametrize(
     "world", [2, pytest.param(3, marks=pytest.mark.nightly)], indirect=True, ids="{}-ranks".format
