@@ -11,6 +11,7 @@ from types import FrameType
 _LIBRARIES = {
     "accelerate", "cloudpickle", "datasets", "elastic", "horovod", "jax", "keras", "lightning", "lightning_fabric",
     "lightning_utilities", "numpy", "pytorch_lightning", "runpy", "tensorflow", "tf_keras", "torch", "transformers",
+    "typing_extensions",
 }  # fmt: skip
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = "site-packages"

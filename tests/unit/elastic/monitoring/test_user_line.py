@@ -7,6 +7,8 @@ import inspect
 import threading
 from typing import Any
 
+import pytest
+
 from elastic.monitoring import user_line
 
 
@@ -14,10 +16,11 @@ def here() -> str:
     return user_line.of_thread(threading.get_ident())
 
 
-def test_the_line_that_called_into_libraries_is_named():
+@pytest.mark.parametrize("module", ["torch.distributed.made_up", "typing_extensions"])
+def test_the_line_that_called_into_libraries_is_named(module):
     found: dict[str, str] = {}
     script = compile("\n\nadd()", "/somewhere/train.py", "exec")
-    library: dict[str, Any] = {"__name__": "torch.distributed.made_up", "found": found}
+    library: dict[str, Any] = {"__name__": module, "found": found}
     exec("def add():\n    with stack:\n        found['line'] = of(number)", library)
     library |= {
         "stack": contextlib.nullcontext(),
