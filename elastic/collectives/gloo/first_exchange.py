@@ -20,6 +20,7 @@ DIRECT_BYTES = 256 << 10  # that a rank sends
 DIRECT_RANKS = 32
 _HEADER = struct.Struct("=BBHiq")
 _ALIGNED = _HEADER.size  # a multiple of the size of each dtype that is reduced
+_SPLITS = 2 * torch.int64.itemsize  # bytes that an alltoall's splits take for each rank
 _SPARE = 4  # places that are kept for the next exchanges
 
 
@@ -41,6 +42,17 @@ def header(
     return Header(_HEADER.pack(kind, op, dtype, root, nbytes), nbytes)
 
 
+def splits(sent: list[int], received: list[int]) -> torch.Tensor:
+    """What a rank gives to each in an alltoall, then what it takes from each, in rows: int64 ``[2 * size]``."""
+    return torch.tensor([*sent, *received], dtype=torch.int64, device="cpu")
+
+
+def splits_agree(of_ranks: list[torch.Tensor]) -> bool:
+    """Whether each rank takes from each what that one gives it, by the `splits` of all ranks."""
+    sent, received = torch.stack(of_ranks).split(len(of_ranks), dim=1)
+    return torch.equal(sent, received.T)
+
+
 class Header:
     """What has to be equal on all ranks, as bytes."""
 
@@ -57,7 +69,7 @@ class FirstExchange:
         self._rank = rank
         self._size = size
         small = DIRECT_BYTES // size if size <= DIRECT_RANKS else 0
-        self._row = _ALIGNED + -(-small // _ALIGNED) * _ALIGNED
+        self._row = _ALIGNED + -(-max(small, _SPLITS * size) // _ALIGNED) * _ALIGNED
         self._small = small
         self._received = self._splits(self._row)
         self._spare: collections.deque[Places] = collections.deque(maxlen=_SPARE)

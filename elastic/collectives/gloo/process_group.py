@@ -107,6 +107,7 @@ class GlooCollectives:
         self._beginning = threading.Lock()
         # Those whose first exchange, or second, has not begun. Its first is the only one that may be in the first.
         self._queue: collections.deque[GlooWork] = collections.deque()
+        self._following = False  # a thread begins what is left in it
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -239,9 +240,12 @@ class GlooCollectives:
     ) -> Work:
         row = math.prod(tensor.shape[1:]) * tensor.element_size()
         called = first_exchange.header(CollectiveKind.ALLTOALL, row)
-        splits = [rows * row for rows in received], [rows * row for rows in sent]
+        nbytes = [rows * row for rows in received], [rows * row for rows in sent]
         return self._call(
-            called, second=("alltoall_base", as_bytes(output), as_bytes(tensor), *splits)
+            called,
+            first_exchange.splits(sent, received),
+            compare=first_exchange.splits_agree,
+            second=("alltoall_base", as_bytes(output), as_bytes(tensor), *nbytes),
         )
 
     def barrier(self) -> Work:
@@ -279,19 +283,45 @@ class GlooCollectives:
         *,
         own: torch.Tensor | None = None,
         put: Callable[[list[torch.Tensor]], object] | None = None,
+        compare: Callable[[list[torch.Tensor]], bool] | None = None,
         second: tuple[Any, ...] | None = None,
         then: Callable[[], object] | None = None,
     ) -> GlooWork:
         """A collective that begins with the first exchange. ``payload`` travels with it, and ``put`` is given every
-        rank's, this one's being ``own``, by default the same. ``second``: the method of Gloo's group that does the rest
-        and its arguments; ``then`` puts what came of that in place.
+        rank's, this one's being ``own``, by default the same; ``compare`` tells from them whether all ranks have called
+        the same. ``second``: the method of Gloo's group that does the rest and its arguments; ``then`` puts what came
+        of that in place.
         """
         self._raise_if_failed()
-        work = GlooWork(self, called, payload, payload if own is None else own, put, second, then)
+        own = payload if own is None else own
+        work = GlooWork(self, called, payload, own, put, compare, second, then)
         with self._beginning:
             self._queue.append(work)
             self._begin_next()
+            if self._queue and not self._following:
+                self._following = True
+                threads.begin("elastic-gloo-second", self._follow)
         return work
+
+    def _follow(self) -> None:
+        """Begins second exchanges while the script does not wait for them: it may first wait for another group, for a
+        message, or compute, and other ranks would wait for this one meanwhile.
+        """
+        try:
+            while True:
+                with self._beginning:
+                    self._begin_next()
+                    if not self._queue or self._failed is not None:
+                        self._following = False
+                        return
+                    first = self._queue[0].first
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the slice is over; or found by `_begin_next`
+                    first.wait(_SLICE)
+                threads.leave_if_ending()
+        except (CollectiveFailed, threads.Ending):
+            return
 
     def _begin_next(self) -> None:
         """All that can begin, in the order of the calls. Gloo counts what is begun, and the counts of all ranks have to
@@ -322,7 +352,10 @@ class GlooCollectives:
             self._fail(_short(error))
             return False
         assert work.places is not None
-        if not work.places.agree(work.called):
+        same = work.places.agree(work.called)
+        if same and work.compare is not None and work.own is not None:
+            same = work.compare(work.places.payloads(work.own))
+        if not same:
             # Its connections stay until `abort`: others may not have read yet what this rank has called.
             if self._failed is None:
                 self._differs = Differing(self._key, self.rank, self.size)
@@ -375,6 +408,10 @@ class GlooCollectives:
         """See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
+        if self._beginning.acquire(
+            timeout=timeout_s
+        ):  # what another thread just begins is under way
+            self._beginning.release()
         before: thread_activity.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
             now = time.monotonic()
@@ -509,6 +546,7 @@ class GlooWork:
         payload: torch.Tensor | None,
         own: torch.Tensor | None,
         put: Callable[[list[torch.Tensor]], object] | None,
+        compare: Callable[[list[torch.Tensor]], bool] | None,
         second: tuple[Any, ...] | None,
         then: Callable[[], object] | None,
     ) -> None:
@@ -516,6 +554,7 @@ class GlooWork:
         self.payload = payload
         self.own = own
         self.put = put
+        self.compare = compare
         self.second = second
         self.first: Any = None  # Gloo's, of the first exchange
         self.places: Places | None = None

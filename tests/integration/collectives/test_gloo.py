@@ -290,6 +290,9 @@ CALLS: dict[str, Callable[[Collectives], Work]] = {
     "gather": lambda group: group.allgather(list(ONES.new_empty(3, 100)), ONES[:100]),
     "gather much": lambda group: group.allgather(list(ONES.new_empty(3, len(ONES))), ONES),
     "deal": lambda group: group.alltoall(ONES.new_empty(6), ONES[:6], [2] * 3, [2] * 3),
+    "deal and take less": lambda group: group.alltoall(
+        ONES.new_empty(5), ONES[:6], [2, 2, 1], [2] * 3
+    ),
     "barrier": lambda group: group.barrier(),
 }
 
@@ -310,6 +313,7 @@ CALLS: dict[str, Callable[[Collectives], Work]] = {
         ("gather", "gather much"),
         ("gather much", "large sum"),
         ("deal", "gather"),
+        ("deal", "deal and take less"),
         ("barrier", "small sum"),
         ("barrier", "large sum"),
     ],
@@ -355,6 +359,22 @@ def test_calls_of_all_sizes_may_be_waited_for_by_several_threads_in_any_order(wo
         return [i for i, tensor in enumerate(tensors) if not (tensor == 3.0 * i + 3.0).all()]
 
     assert world.on_all(wrong) == [[]] * 3
+
+
+def test_a_collective_goes_on_while_the_script_waits_for_another_group(world):
+    one, another = world.group("one"), world.group("another")
+
+    def run(rank: int) -> list[float]:
+        tensors = [ONES.clone(), ONES.clone()]
+        works = [
+            group[rank].allreduce(tensor, Op.SUM)
+            for group, tensor in zip((one, another), tensors, strict=True)
+        ]
+        for work in works[::-1] if rank == 0 else works:
+            assert work.within(TIMEOUT_S)
+        return [float(tensor[-1]) for tensor in tensors]
+
+    assert world.on_all(run) == [[3.0, 3.0]] * 3
 
 
 # ---- peers that are lost -----------------------------------------------------------------------

@@ -81,3 +81,19 @@ def test_places_are_used_again():
     exchange.give_back(places)
     again, *_ = exchange.begin(SUM, None)
     assert again is places
+
+
+@pytest.mark.parametrize("size", [2, DIRECT_RANKS + 1])
+def test_splits_of_an_alltoall_travel_among_any_number_of_ranks(size):
+    header = first_exchange.header(CollectiveKind.ALLTOALL, 4)
+    given = [first_exchange.splits([rank] * size, [*range(size)]) for rank in range(size)]
+    for rank, places in enumerate(exchanged([(header, each.view(torch.uint8)) for each in given])):
+        assert places.agree(header)
+        assert first_exchange.splits_agree(places.payloads(given[rank]))
+
+
+def test_splits_agree_only_where_each_takes_what_the_others_give():
+    right = first_exchange.splits([1, 2], [1, 3]), first_exchange.splits([3, 4], [2, 4])
+    assert first_exchange.splits_agree([*right])
+    assert not first_exchange.splits_agree([right[0], first_exchange.splits([3, 4], [1, 4])])
+    assert not first_exchange.splits_agree([first_exchange.splits([1, 2], [1, 4]), right[1]])
