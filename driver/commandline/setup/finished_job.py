@@ -8,8 +8,11 @@ programs and settings around it have changed since. In doubt it has not: the job
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +27,7 @@ FINISHED = "finished.json"
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
 MOST_FILES = 5000  # looked at; a folder with more is no folder of a script
 MOST_BYTES = 1 << 20  # of one file; a larger one is data
+_SEPARATORS = re.compile("[=,:;@]")
 # Of a terminal or a login: the same command, given again, may have others.
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
 _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", "XDG_SESSION_")
@@ -102,11 +106,11 @@ def same_command(
 
 
 def program_files(command: Sequence[str], folder: str, without: str) -> dict[str, str] | None:
-    """Signatures of the files that the command names, and of programs and settings in their folders and in ``folder``,
-    without those below ``without``, the checkpoints. None: there are too many.
+    """Signatures of the files and folders that the command names, and of programs and settings in the files' folders
+    and in ``folder``, without those below ``without``, the checkpoints. None: there are too many.
     """
-    words = [part for word in command for part in (word, word.partition("=")[2])]
-    named = {os.path.abspath(word) for word in words if word and os.path.isfile(word)}
+    paths = {os.path.abspath(path) for word in command for path in _paths(word)}
+    named = {path for path in paths if os.path.isfile(path)}
     scripts = [path for path in named if path.endswith(KINDS)]
     found = {path: finished.signature(path, by_time=_large(path)) for path in sorted(named)}
     roots = {folder, *map(os.path.dirname, scripts)}
@@ -118,19 +122,44 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
                 return None
             if path.endswith(KINDS) and path not in found and not _large(path):
                 found[path] = finished.signature(path)
+    for root in sorted(path for path in paths - {without} if os.path.isdir(path)):
+        listed = []
+        for path in _within(root, without, followlinks=True):
+            looked_at += 1
+            if looked_at > MOST_FILES:
+                return None
+            listed.append((path, finished.signature(path, by_time=True)))
+        # One that is empty at first is for results.
+        if listed:
+            listing = repr(sorted(listed)).encode(errors="surrogateescape")
+            found[os.path.join(root, "")] = f"listing:{hashlib.sha256(listing).hexdigest()}"
     return found
 
 
-def _within(root: str, without: str) -> Iterator[str]:
+def _paths(word: str) -> Iterator[str]:
+    """What of a word of the command may be a path: ``--data=a,b:c``, ``@file``, or a command for a shell in quotes."""
+    parts = {word}
+    with contextlib.suppress(ValueError):  # its quotes do not match
+        parts.update(shlex.split(word))
+    for part in parts:
+        yield from filter(None, {part, *_SEPARATORS.split(part)})
+        if glob.has_magic(part):
+            yield from glob.iglob(part.rpartition("=")[2])
+
+
+def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[str]:
     """All files below, without hidden folders, caches and environments."""
-    for folder, folders, files in os.walk(root):
+    seen: set[str] = set()  # links may lead in circles
+    for folder, folders, files in os.walk(root, followlinks=followlinks):
         folders[:] = [
             each
             for each in folders
             if not each.startswith((".", "__pycache__"))
             and not os.path.exists(os.path.join(folder, each, "pyvenv.cfg"))
             and os.path.join(folder, each) != without
+            and os.path.realpath(os.path.join(folder, each)) not in seen
         ]
+        seen.update(os.path.realpath(os.path.join(folder, each)) for each in folders)
         yield from (os.path.join(folder, file) for file in files)
 
 

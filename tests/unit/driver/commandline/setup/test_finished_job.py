@@ -107,6 +107,54 @@ def test_a_job_has_not_finished_once_anything_around_it_has_changed(folder, chan
     assert again() is None
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "../data"],
+        ["--data=../data"],
+        ["--data", "train:../data,test:../data"],
+        ["--data", "../data/*.bin"],
+        ["-c", "python train.py --data ../data/a.bin"],
+        ["--data", "linked"],
+    ],
+)
+def test_a_job_has_not_finished_once_data_that_its_command_names_have_changed(folder, words):
+    def job() -> SameCommand:
+        command = ["-np", "2", "--checkpoint-dir", "ck", "python", "train.py", *words]
+        found = same_command_of(flags.parse(command), ENVIRON)
+        assert found is not None
+        return found
+
+    (folder / "data").mkdir()
+    (folder / "data/a.bin").write_bytes(b"old")
+    (folder / "run/linked").mkdir()
+    (folder / "run/linked/data").symlink_to(folder / "data")
+    (folder / "run/linked/data/again").symlink_to(folder / "run/linked")
+    first = job()
+    commit(LAST)
+    returned(LAST)
+    assert first.has_finished(LAST.run)
+    assert job().finished_before() is not None
+    (folder / "data/a.bin").write_bytes(b"changed")
+    assert job().finished_before() is None
+
+
+@pytest.mark.parametrize(("holds", "finished"), [("", True), ("data.bin", False)])
+def test_a_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
+    folder, holds, finished
+):
+    (folder / "named").mkdir()
+    if holds:
+        (folder / "named" / holds).write_bytes(b"data")
+    command = ["-np", "2", "--checkpoint-dir", "ck", "python", "train.py", "../named"]
+    job = same_command_of(flags.parse(command), ENVIRON)
+    assert job is not None
+    (folder / "named/more.bin").write_bytes(b"results, or more data")
+    commit(LAST)
+    returned(LAST)
+    assert job.has_finished(LAST.run) is finished
+
+
 def test_other_arguments_flags_environment_or_folders_are_another_job(folder, monkeypatch):
     assert train()
     assert again("-np", "3") is None
