@@ -16,6 +16,7 @@ from typing import Any, List, Union  # noqa: UP035
 import msgspec
 
 from elastic.driver.tracebacks import exception_line
+from elastic.errors import shortened
 from elastic.protocol.messages import Commit
 
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
@@ -204,7 +205,7 @@ def in_one_line(reason: Reason) -> str:
     if reason.kind is Why.SCRIPT_RAISED:
         return lines[0].rstrip(":")  # its summary is there already
     if not reason.facts.get("caught"):
-        said = exception_line(str(wrote or trace or "")) or said
+        said = exception_line(str(wrote or trace or "")) or shortened(said)
     return f"{lines[0].rstrip(':')}: {said}"
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from elastic.errors import shortened
+
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"  + Exception Group {_HEADER}"
 _GROUP_EDGE = "  | "
@@ -23,7 +25,7 @@ _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 
 def exception_line(text: str) -> str:
-    """``OSError: the first line``, of the last traceback in ``text``; empty if there is none.
+    """``OSError: the first line``, `shortened`, of the last traceback in ``text``; empty if there is none.
 
     A traceback that was printed earlier, of an exception that was caught, is passed over where another follows.
     """
@@ -40,7 +42,7 @@ def exception_line(text: str) -> str:
         else:
             continue
         if found:
-            return found
+            return shortened(found)
     return ""
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+SUMMARY_LIMIT = 1000  # characters of an exception in a line of a log; its traceback has all
 # For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
 raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 
@@ -210,10 +211,20 @@ class StaleValueWarning(UserWarning):
 
 
 def summary_of(error: BaseException) -> str:
-    """``OSError: the first line of its message``; the class alone where that is empty. Notes are left out."""
+    """``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters; the class alone where that is
+    empty. Notes are left out.
+    """
     try:
         text = str(error)
     except Exception as failure:  # its __str__ raised, and the class is what is known
         text = f"its __str__ raised {type(failure).__name__}"
     lines = filter(None, map(str.strip, text.splitlines()))
-    return ": ".join([type(error).__name__, *itertools.islice(lines, 1)])
+    return shortened(": ".join([type(error).__name__, *itertools.islice(lines, 1)]))
+
+
+def shortened(line: str) -> str:
+    """Without what of its middle is too much for a line of a log."""
+    if len(line) <= SUMMARY_LIMIT:
+        return line
+    half = SUMMARY_LIMIT // 2
+    return f"{line[:half]} ... {len(line) - 2 * half} characters ... {line[-half:]}"

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.driver.reasons import Why, because, in_one_line
 from elastic.driver.tracebacks import exception_line
-from elastic.errors import summary_of
+from elastic.errors import SUMMARY_LIMIT, summary_of
 
 LINES = "can't connect\nIn addition, you can set the variable X\n\nCheck your internet connection"
 SCRIPTS = {
@@ -118,6 +118,17 @@ def test_summary_of_an_error_has_one_line():
     assert summary_of(OSError(LINES)) == "OSError: can't connect"
     assert summary_of(ValueError("\n  first\nsecond")) == "ValueError: first"
     assert summary_of(ValueError()) == "ValueError"
+
+
+def test_a_long_message_is_a_short_line_wherever_it_is_quoted():
+    message = "x" * 10_000_000
+    facts = {"who": "rank 0", "exit": "exit code 1", "killed_for": None, "early": False}
+    quoted = [
+        summary_of(ValueError(message)),
+        exception_line(f"Traceback (most recent call last):\nValueError: {message}"),
+        in_one_line(because(Why.ENDED, **facts, wrote=f"said:\n{message}")),
+    ]
+    assert all(0 < len(line) < 2 * SUMMARY_LIMIT for line in quoted)
 
 
 def test_summary_of_an_error_whose_str_raises_has_its_class():
