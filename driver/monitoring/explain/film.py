@@ -1,16 +1,18 @@
 """A film of a job as one SVG file: its workers in a ring, who is lost and who joins, and what that cost. Pure.
 
 It moves by SMIL, which browsers play in an <img> too, so that it may stand in a README. It has no script and loads
-nothing; its own background suits light pages and dark ones. The time of the job runs evenly; what is too short to be
+nothing; its own background suits light pages and dark ones. A viewer without SMIL shows its first moment: what moves
+has its first value as an attribute of its own. The time of the job runs evenly; what is too short to be
 seen, as a recovery of 60 ms, is shown for as long as one sees.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as escaped
 
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.sentences import milliseconds
@@ -41,6 +43,9 @@ COLOURS = {
     "stalled": "#ea5a61",
     "": "#202733",  # nobody is there
 }
+NOT_XML = re.compile(
+    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+)  # no reference stands for it
 BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5a61"
 
 
@@ -71,7 +76,7 @@ def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         ' role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-        f"<title>{escape(title or 'A job, its workers and their losses')}</title>",
+        f"<title>{_escape(title or 'A job, its workers and their losses')}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="14" fill="{BACK}" stroke="{LINE}"/>',
         *_ring(rows, cut, story.spent.stalls.past),
         *_counters(story, rows, cut),
@@ -80,6 +85,10 @@ def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _escape(text: str) -> str:
+    return escaped(NOT_XML.sub("\ufffd", text))
 
 
 def _ends(story: Story, rows: WorkerRows, begins: float) -> float:
@@ -94,8 +103,8 @@ def _ends(story: Story, rows: WorkerRows, begins: float) -> float:
 Key = tuple[float, str]
 
 
-def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
-    """An attribute that has each value from its time on. Times are shares; the first is 0."""
+def _kept(keys: Sequence[Key], cut: Cut) -> list[Key]:
+    """Without changes that are too short. Times are shares; the first is 0."""
     kept: list[Key] = []
     for at, value in keys:
         at = min(max(at, 0.0), 1.0)
@@ -105,6 +114,12 @@ def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
             kept[-1] = (kept[-1][0], value)
         else:
             kept.append((at, value))
+    return kept
+
+
+def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
+    """An attribute that has each value from its time on."""
+    kept = _kept(keys, cut)
     if len(kept) == 1:
         return f'<set attributeName="{attribute}" to="{kept[0][1]}"/>'
     return _animate(attribute, kept, cut, "discrete")
@@ -137,13 +152,16 @@ def _ring(rows: WorkerRows, cut: Cut, stalls: Iterable[Stall]) -> list[str]:
         fills, halos = _states(table[name], cut), _losses(rows, name, cut)
         parts.append(f'<g transform="translate({x:.1f} {y:.1f})">')
         if halos:
-            parts.append(f'<circle r="{size:.1f}" fill="none" stroke="{BAD}" stroke-width="3">')
+            parts.append(
+                f'<circle r="{size:.1f}" fill="none" opacity="0" stroke="{BAD}" stroke-width="3">'
+            )
             parts.append(_steps("opacity", _on_off(halos, cut), cut))
             if len(shown) <= PULSES:
                 parts.append(_pulse("r", halos, size, 2.1 * size, cut))
             parts.append("</circle>")
         parts.append(
-            f'<circle r="{size:.1f}" stroke="{LINE}">{_steps("fill", fills, cut)}</circle>'
+            f'<circle r="{size:.1f}" fill="{_kept(fills, cut)[0][1]}" stroke="{LINE}">'
+            f"{_steps('fill', fills, cut)}</circle>"
         )
         if size >= 12:
             parts.append(
@@ -260,7 +278,8 @@ def _shown_in_turn(
         if end >= 1.0:
             keys.pop()
         moving = _steps("display", keys, cut) if len(frames) > 1 else ""
-        parts.append(f'<text x="{x:g}" y="{y:g}">{escape(text)}{moving}</text>')
+        hidden = "" if begin <= 0 else ' display="none"'
+        parts.append(f'<text x="{x:g}" y="{y:g}"{hidden}>{_escape(text)}{moving}</text>')
     return [*parts, "</g>"]
 
 
@@ -371,4 +390,4 @@ def _curve(rows: WorkerRows, cut: Cut) -> list[str]:
 
 
 def _text(x: float, y: float, text: str, colour: str, size: int, anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}">{_escape(text)}</text>'

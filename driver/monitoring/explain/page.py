@@ -18,11 +18,12 @@ from string import Template
 from typing import Any
 
 from elastic.driver.monitoring.explain.findings import JobFinding, What, time_facts
-from elastic.driver.monitoring.explain.reported_series import STEP, ReportedSeries
+from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.sentences import (
     GOODPUT,
     HEADINGS,
     duration,
+    number,
     parts_meant,
     sections,
 )
@@ -121,8 +122,8 @@ def _series(job: PageJob, began: float) -> dict[str, list[tuple[float, float]]]:
     since = job.offset + began
     return {
         name: [(round(at - since, 3), value) for at, value in series.points]
-        for name, series in job.reported.series.items()
-        if name != STEP and len(series.points) > 1
+        for name, series in job.reported.shown().items()
+        if len(series.points) > 1
     }
 
 
@@ -175,30 +176,26 @@ def _list(name: str, told: Told) -> Iterable[str]:
 
 def _tiles(job: PageJob) -> Iterable[str]:
     story, reported = job.story, job.reported
-    tiles: list[tuple[str, str]] = []
+    own: list[tuple[str, str]] = []
     if reported is not None and reported.steps:
-        tiles.append((f"{reported.steps:,}", "steps"))
-    for name, series in reported.series.items() if reported is not None else ():
-        if name == STEP:
-            continue
-        value = (
-            f"{series.last:,.4g}"
-            if series.count == 1
-            else f"{series.first:,.3g} → {series.last:,.3g}"
-        )
-        tiles.append((value, name))
-    if reported is not None and reported.steps:
-        tiles.append((f"{reported.again:,}", "steps done again"))
+        own.append((f"{reported.steps:,}", "steps"))
+        own.append((f"{reported.again:,}", "steps done again"))
     joined = max(0, story.started - story.largest)
-    tiles.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
+    own.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
     facts = time_facts(story)
-    goodput = facts["goodput"]
     if facts["job"]["stalled"]:
-        tiles.append((f"{facts['job']['stalled']:.1f} s", "stalled"))
-    if goodput is not None:
-        tiles.append((f"{goodput:.3f}", "goodput"))
+        own.append((f"{facts['job']['stalled']:.1f} s", "stalled"))
+    if facts["goodput"] is not None:
+        own.append((f"{facts['goodput']:.3f}", "goodput"))
+    taken = {name for _, name in own}
+    said: list[tuple[str, str]] = []
+    for name, series in reported.shown().items() if reported is not None else ():
+        ends = [series.last] if series.count == 1 else [series.first, series.last]
+        told = f"{name} (reported)" if name in taken else name
+        said.append((" → ".join(map(number, ends)), told))
+    tiles = [*own[:1], *said, *own[1:]] if reported is not None and reported.steps else said + own
     cells = "".join(
-        f'<div class="tile"><b title="{escape(value)}">{escape(value)}</b><span>{escape(name)}</span></div>'
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for value, name in tiles
     )
     yield f'<div class="tiles">{cells}</div>'

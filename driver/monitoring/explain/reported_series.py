@@ -55,13 +55,16 @@ class ReportedSeries:
     def report(self, rank: int, metrics: Mapping[str, Any], at: float) -> None:
         """One report; ``at`` in seconds since 1970."""
         for name, value in metrics.items():
-            if name == STEPS and STEP in metrics:
-                continue
             if isinstance(value, str):
                 if name in self.texts or len(self.texts) < NAMES:
                     self.texts[name] = value[:TEXT]
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 self._number(rank, name, float(value), at)
+
+    def shown(self) -> dict[str, Series]:
+        """The numbers over time, without the steps where a script reports them: those are counted."""
+        counted = (STEP, STEPS) if self.steps else ()
+        return {name: each for name, each in self.series.items() if name not in counted}
 
     def _number(self, rank: int, name: str, value: float, at: float) -> None:
         known = self.series.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -79,6 +80,16 @@ def duration(seconds: float) -> str:
 def milliseconds(ms: float) -> str:
     """``58 ms``, ``3.4 s``."""
     return f"{ms:.0f} ms" if ms < 1000 else duration(ms / 1000)
+
+
+def number(value: float) -> str:
+    """In four digits, or all of a whole number's; with an exponent only where it is long without."""
+    size = abs(float(f"{value:.4g}"))
+    if size and not 1e-4 <= size < 1e7:
+        return f"{value:.4g}"
+    digits = 0 if value == int(value) or size >= 1000 else 3 - math.floor(math.log10(size))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def shown(text: str, limit: int = LINE) -> str:

@@ -68,3 +68,25 @@ def test_a_name_that_holds_markup_stays_text(tmp_path):
     root = parsed(reading)
     assert not list(root.iter(f"{SVG}script"))
     assert re.search("&lt;script&gt;", film(reading.story, reading.rows, title="<script>"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_its_first_moment_shows_when_nothing_plays_it(name, tmp_path):
+    """As in a viewer or a converter without SMIL: one text of each counter, every worker in its colour, no halo."""
+    root = parsed(job(name, tmp_path))
+    parents = {child: parent for parent in root.iter() for child in parent}
+    for each in moving(root):
+        attribute, values = each.attrib["attributeName"], each.attrib["values"].split(";")
+        assert parents[each].get(attribute, "inline") == values[0]
+    for group in root.iter(f"{SVG}g"):
+        texts = [each.get("display") for each in group.findall(f"{SVG}text")]
+        assert not texts or texts.count(None) == 1
+
+
+def test_a_title_with_characters_that_xml_has_not_is_well_formed(tmp_path):
+    reading = job("killed", tmp_path)
+    text = film(reading.story, reading.rows, title="a\x00\x1b[1m\udcff\ufffe<b>")
+    root = ElementTree.fromstring(text.encode())
+    title = root.find(f"{SVG}title")
+    assert root.tag == f"{SVG}svg" and title is not None
+    assert title.text == "a\ufffd\ufffd[1m\ufffd\ufffd<b>"
