@@ -5,6 +5,9 @@ it was joining, and from its last word to its exit it went on with what it did. 
 back: it lost as much as the first of its world that did, or, where all died, what it had trained since the newest
 checkpoint. So the parts of a worker add up to the time from its start to its exit.
 
+Since its last word a worker in its steps went on with all that a step consists of, not with what it did at that
+moment, as a commit of a millisecond: that time is divided as the time between two words of it was, or of another one.
+
 What a worker did while its world stalled (`stalls`), by its own account training, waiting for data or lost, is counted
 as stalled instead, and so is that time of the job.
 """
@@ -33,6 +36,8 @@ STRETCHES: tuple[Stretch, ...] = (
     "ending",
 )
 SHOWN = 32  # workers in a summary
+IN_STEPS: tuple[Part, ...] = ("training", "committing", "data")  # as each step has them
+MEASURED_S = 1.0  # between two words: less says little about how steps go
 LEAST_S = 0.005  # less is shown as 0.00
 KEPT = 100  # workers that are gone, one by one, and up to as many more; older ones are added up
 
@@ -64,6 +69,7 @@ class Spent:
     stalled: dict[str, float] = field(default_factory=dict)  # seconds, by what it did by its word
     stalled_last: float = 0.0  # of that, since its last word in its last world
     stalled_to: float = math.inf  # as far as that is counted; inf: it is in no world
+    steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two words
 
     def counts(self, said: Times, seconds: float) -> None:
         """So much was stalled of the time since its last word. It is taken first from what is lost, as nobody commits
@@ -87,15 +93,37 @@ class Spent:
         if seconds > 0:  # from before its last word, when that was no stall yet
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
-    def times(self, now: float, stalled_s: float = 0.0) -> Seconds:
-        """They add up to its age. ``stalled_s``: of the time since its last word."""
+    def measured(self, said: Times, doing: Part) -> Mapping[str, float] | None:
+        """How its steps went since its last word; None: it was not in them all the time, or not for long."""
+        if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
+            return None
+        parts: dict[str, float] = {
+            part: getattr(said, part) - getattr(self.said, part) for part in IN_STEPS
+        }
+        return parts if min(parts.values()) >= 0 and sum(parts.values()) >= MEASURED_S else None
+
+    def times(
+        self, now: float, stalled_s: float = 0.0, steps: Mapping[str, float] | None = None
+    ) -> Seconds:
+        """They add up to its age. ``stalled_s``: of the time since its last word. ``steps``: as `measured` of another
+        one, for where it has not said enough itself.
+        """
         parts = msgspec.structs.asdict(self.said)
         end = now if self.ended is None else self.ended
         heard = self.trains_since if self.said_at is None else self.said_at
         doing: Part = "training" if self.said_at is None else self.doing
         heard = end if heard is None else heard
         parts["joining"] += max(0.0, heard - self.began - sum(parts.values()))
-        parts[doing] += max(0.0, end - heard)
+        since = max(0.0, end - heard)
+        if doing in IN_STEPS:  # in a stall it was in one of them all the time
+            held = min(since, stalled_s + self.stalled_last)
+            parts[doing] += held
+            rest = "training" if doing == "committing" else doing  # a commit is over in a moment
+            shares = self.steps or steps or {rest: 1.0}
+            for part, share in shares.items():
+                parts[part] += (since - held) * share / sum(shares.values())
+        else:
+            parts[doing] += since
         lost = min(self.lost, parts["training"])
         parts["training"] -= lost
         parts["lost"] += lost
@@ -143,6 +171,7 @@ class TimeSpent:
         self._trains = False  # they are in elastic.run
         self._trained = False  # somebody was
         self._durable_at: float | None = None
+        self._steps: Mapping[str, float] | None = None  # of who has told them last
         self._died: list[Spent] = []  # and nobody has said yet what that lost
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
@@ -249,7 +278,11 @@ class TimeSpent:
             if 0 < spent.joined <= dead.generation < event.generation:
                 dead.lost = max(0.0, event.times.lost - spent.said.lost)
                 self._died.remove(dead)
+        measured = spent.measured(event.times, event.doing)
+        if measured is not None:
+            spent.steps = self._steps = measured
         spent.said, spent.said_at, spent.doing = event.times, now, event.doing
+        spent.stalled_last = 0.0
 
     def _count_stalls(self, spent: Spent, said: Times, now: float) -> None:
         """What of the time since its last word was stalled. Later words are about later times."""
@@ -281,7 +314,7 @@ class TimeSpent:
             self._died.append(spent)
         if len(self.gone) > 2 * KEPT:
             for old in self.gone[:KEPT]:
-                self.older = _sum([self.older, old.times(now)])
+                self.older = _sum([self.older, old.times(now, steps=self._steps)])
             self.older_count += KEPT
             del self.gone[:KEPT]
 
@@ -316,7 +349,8 @@ class TimeSpent:
         found: list[tuple[Spent, Seconds]] = []
         for spent in everybody:
             since = min(spent.stalled_to, now)
-            found.append((spent, spent.times(now, self.stalls.seconds(since, now, lasting))))
+            stalled = self.stalls.seconds(since, now, lasting)
+            found.append((spent, spent.times(now, stalled, self._steps)))
         return found
 
     def total(self) -> Seconds:

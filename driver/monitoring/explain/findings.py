@@ -23,6 +23,7 @@ from elastic.driver.settings import Settings
 
 FIRST, LAST = 12, 12  # incidents that are told one by one
 MUCH_LOST = 0.1  # of the workers' time: worth a word
+OFTEN_S = 1.0  # between commits: more of them lose no less
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
 # What is lost was a wait.
@@ -577,8 +578,11 @@ def _about_time(story: Story, failed: bool) -> Iterator[tuple[Advice, dict[str, 
     if not worked or story.trained_at is None:
         return
     stalls = sum(each.cause in STALLS for each in story.losses())
-    if parts.lost > MUCH_LOST * worked and not stalls:
-        yield Advice.COMMIT_MORE_OFTEN, {"share": parts.lost / worked}
+    commits = story.commits.last if story.commits.count else 0.0
+    every_s = story.spent.stretches()["training"] / max(1.0, commits)
+    if parts.lost > MUCH_LOST * worked and not stalls and every_s > OFTEN_S:
+        facts = {"share": parts.lost / worked, "commits": commits, "every_s": every_s}
+        yield Advice.COMMIT_MORE_OFTEN, facts
     restarted = story.started > 2 * max(1, story.largest)
     if not failed and restarted and parts.joining > MUCH_JOINING * worked:
         yield Advice.PRELOAD, {"share": parts.joining / worked}

@@ -557,7 +557,8 @@ _ADVICE = {
     Advice.RESET_LIMIT: "Raise --reset-limit (it is {limit}), or leave it out.",
     Advice.CHECKPOINTS: "With --checkpoint-dir, commits outlive all workers, and the job goes on from the newest.",
     Advice.COMMIT_MORE_OFTEN: (
-        "{share:.0%} of the workers' time was done again: commit more often, or after every step."
+        "{share:.0%} of the workers' time was done again, with {committed}: commit more often, after every step at"
+        " most."
     ),
     Advice.PRELOAD: (
         "{share:.0%} of the workers' time was spent on imports and joining. If --preload auto finds no"
@@ -580,6 +581,9 @@ def _advice(facts: Facts) -> str:
         "seen": facts.get("signal") or "its end was not seen",
         "workers": counted(facts["needed"], "worker") if "needed" in facts else "",
         "goes_on": _GOES_ON,
+        "committed": f"a commit every {duration(facts['every_s'])}"
+        if facts.get("commits")
+        else "no commit",
     }
     return _ADVICE[Advice(facts["advice"])].format_map(worded)
 

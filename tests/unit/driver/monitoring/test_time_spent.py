@@ -369,3 +369,58 @@ def test_whatever_it_does_is_booked_until_its_exit(doing):
     spent.note(WorkerExited(A, 0), [], 145.0)
     assert age(of(spent, A)) == 45.0
     assert getattr(of(spent, A), doing) == 5.0
+
+
+# ---- since the last word -------------------------------------------------------------------------
+
+
+def words(worker: Worker, *at: tuple[float, str, dict[str, float]]) -> TimeSpent:
+    """Two that trained since 110, of which one says these words."""
+    spent = trains()
+    for when, doing, said in at:
+        spent.note(WorkerSpent(worker, 2, Times(joining=8.0, **said), doing), [], when)
+    return spent
+
+
+@pytest.mark.parametrize("doing", ["committing", "data", "training"])
+def test_what_a_worker_did_at_its_last_word_is_not_what_it_does_since(doing):
+    said = {"training": 38.5, "committing": 1.2, "data": 0.3}
+    spent = words(A, (150.0, doing, said))
+    spent.go_on(162.0)
+    # as from 140 to 150: 95 % training, 2 % committing, 3 % waiting for data
+    assert of(spent, A).committing == pytest.approx(1.2 + 0.02 * 12)
+    assert of(spent, A).data == pytest.approx(0.3 + 0.03 * 12)
+    assert of(spent, A).training == pytest.approx(38.5 + 0.95 * 12)
+    assert age(of(spent, A)) == pytest.approx(62.0)
+
+
+def test_one_that_has_said_little_is_taken_to_go_on_as_the_others_do():
+    said = {"training": 38.0, "committing": 2.0}
+    spent = words(A, (150.0, "training", said))
+    first = Times(training=0.01, committing=0.09, joining=1.0)
+    spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
+    spent.note(ready(C, 2), [published(3, A, B, C)], 152.0)
+    spent.note(WorkerSpent(C, 3, first, "committing"), [], 153.0)
+    spent.go_on(163.0)
+    assert of(spent, C).committing == pytest.approx(0.09 + 10 * 0.1)
+    assert of(spent, C).training == pytest.approx(0.01 + 10 * 0.9)
+    assert age(of(spent, C)) == pytest.approx(12.0)
+
+
+def test_before_anybody_has_said_how_steps_go_they_are_taken_as_training():
+    spent = trains()
+    first = Times(training=0.01, committing=0.09, joining=1.0)
+    spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
+    spent.note(ready(C, 2), [published(3, A, B, C)], 152.0)
+    spent.note(WorkerSpent(C, 3, first, "committing"), [], 153.0)
+    spent.go_on(165.0)
+    assert of(spent, C).committing == 0.09
+    assert of(spent, C).training == pytest.approx(12.01)
+
+
+@pytest.mark.parametrize("doing", ["recovering", "storage", "joining", "idle"])
+def test_what_is_no_step_lasts_until_the_next_word(doing):
+    spent = words(A, (150.0, doing, {"training": 39.0, "committing": 1.0}))
+    before = getattr(of(spent, A), doing)
+    spent.go_on(162.0)
+    assert getattr(of(spent, A), doing) == pytest.approx(before + 12.0)
