@@ -34,6 +34,7 @@ IDLE_S = 1.0  # between two patches while nothing happens: times go on, and a lo
 # Bytes, and what the kernel keeps; the whole state of 8,000 workers is 2 MB.
 BACKLOG = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html")
+CHARTS = Path(__file__).parents[1] / "charts"  # .js and .css, which stand in the page
 
 _encode = msgspec.json.Encoder().encode
 
@@ -246,6 +247,8 @@ def bound(address: str, port: int) -> socket.socket:
 def _page() -> tuple[bytes, str]:
     """The page, and what a browser may do with it: run this script, ask this server."""
     body = PAGE.read_bytes()
+    for mark, kind in ((b"// charts.js\n", ".js"), (b"/* charts.css */\n", ".css")):
+        body = body.replace(mark, CHARTS.with_suffix(kind).read_bytes())
     _, _, rest = body.partition(b"<script>")
     script, _, _ = rest.partition(b"</script>")
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()

@@ -43,7 +43,7 @@ Patch = dict[str, Any]
 TAILS = {
     "world": 1000,
     "speed": 1000,
-    "metrics": 2000,
+    "metrics": 8000,  # of all names
     "stalls": 200,
     "recoveries": 200,
     "decisions": 200,

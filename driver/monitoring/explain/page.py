@@ -62,12 +62,13 @@ class PageJob:
 
 def page(job: PageJob) -> str:
     """The whole file."""
-    script = _text("report.js")
+    script = _text("../charts.js") + _text("report.js")
     told = sections(job.findings)
     began = job.story.began or 0.0
     title = _title(told, job.command)
     return Template(_text("report.html")).substitute(
         TITLE=escape(title),
+        CHARTS_STYLE=_text("../charts.css"),
         BODY="\n".join(_body(job, told, title)),
         DATA=_embedded(_data(job, began)),
         SCRIPT=script,
@@ -76,7 +77,7 @@ def page(job: PageJob) -> str:
 
 
 def _text(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _embedded(value: Any) -> str:

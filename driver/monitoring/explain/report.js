@@ -1,4 +1,3 @@
-"use strict";
 // The timeline of a job, and what it has reported. All text is set as text, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const css = getComputedStyle(document.documentElement);
@@ -159,38 +158,10 @@ if (canvas) {
   document.getElementById("right").addEventListener("click", () => move((to - from) / 4));
 }
 
-const charts = document.getElementById("charts");
-const drawn = [];
-for (const [name, points] of Object.entries(data.series)) {
-  const figure = document.createElement("figure"), caption = document.createElement("figcaption");
-  const plot = document.createElement("canvas");
-  plot.setAttribute("role", "img");
-  plot.setAttribute("aria-label", name + " over time");
-  caption.textContent = name;
-  figure.append(caption, plot);
-  charts.append(figure);
-  drawn.push([plot, points]);
-}
+const series = Object.entries(data.series);
+Charts.several(document.getElementById("charts"), series,
+  {shown: series.length, clock, marks: data.deaths.map(each => each[0]), from: 0, to: whole});
 
-function chart(canvas, points) {
-  const height = 150, [pen, width] = fit(canvas, height);
-  const values = points.map(each => each[1]), low = Math.min(...values), high = Math.max(...values);
-  const x = at => 52 + at / whole * (width - 60), y = v => 8 + (high > low ? (high - v) / (high - low) : 0.5) * (height - 32);
-  pen.fillStyle = colour("faint"); pen.strokeStyle = colour("line");
-  for (const v of high > low ? [low, (low + high) / 2, high] : [low]) {
-    pen.beginPath(); pen.moveTo(52, y(v)); pen.lineTo(width - 8, y(v)); pen.stroke();
-    pen.fillText(Number(v.toPrecision(3)).toLocaleString("en"), 2, y(v) + 4, 48);
-  }
-  for (const at of ticks(0, whole, Math.max(2, width / 110))) pen.fillText(clock(at), Math.min(x(at) - 6, width - 34), height - 4);
-  pen.strokeStyle = colour("lost"); pen.globalAlpha = 0.5;
-  for (const [at] of data.deaths) { pen.beginPath(); pen.moveTo(x(at), 8); pen.lineTo(x(at), height - 24); pen.stroke(); }
-  pen.globalAlpha = 1; pen.strokeStyle = colour("accent"); pen.lineWidth = 1.5;
-  pen.beginPath();
-  points.forEach(([at, v], index) => index ? pen.lineTo(x(at), y(v)) : pen.moveTo(x(at), y(v)));
-  pen.stroke();
-}
-
-function all() { draw(); for (const [canvas, points] of drawn) chart(canvas, points); }
-window.addEventListener("resize", all);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
-all();
+window.addEventListener("resize", draw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+draw();

@@ -107,7 +107,7 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
             await browser.open(link)
             await browser.until(f"{STATES.format('training')} == {len(HOSTILE)}")
             shown = await browser.look(
-                "[...document.querySelectorAll('#metric option')].map(o => o.value)"
+                "[...document.querySelectorAll('#metrics .names input')].map(o => o.value)"
             )
             assert sorted(shown) == sorted(HOSTILE)
             assert await browser.look("document.documentElement.scrollWidth") <= 1280

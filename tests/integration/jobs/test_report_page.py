@@ -1,11 +1,16 @@
-"""The report of a job in a real browser: its cards are whole, and its film opens by itself."""
+"""Report and live page in a real browser: cards are whole; charts tell values, have a log scale, and are smoothed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
@@ -49,3 +54,133 @@ async def test_no_card_of_the_report_is_cut(tmp_path):
             assert await browser.look("document.documentElement.scrollWidth") <= width
             await browser.picture(tmp_path / f"report-{width}.png")
         assert browser.errors == []
+
+
+# ---- charts ---------------------------------------------------------------------------------------------------------
+
+TOKEN = "f" * 32
+FIGURE = "[...document.querySelectorAll('.charts-grid figure')].find(f => f.textContent.startsWith('{} '))"
+SHOWN = (
+    "[...document.querySelectorAll('.charts-grid figure:not([hidden]) figcaption')]"
+    ".map(caption => caption.firstChild.data.trim())"
+)
+MAIN = f"{FIGURE}.querySelector('path:last-child').getAttribute('d')"
+SET = (
+    "(e => {{ e.{0} = {1}; e.dispatchEvent(new Event('input', {{bubbles: true}}));"
+    " e.dispatchEvent(new Event('change', {{bubbles: true}})) }})(document.querySelector('{2}'))"
+)
+AVERAGE = (0.9, [1.0, 3.0, float("nan"), 2.0, 2.0])
+
+
+def tensorboard(weight: float, values: Sequence[float]) -> list[float]:
+    """As TensorBoard's line chart computes it, line by line."""
+    last, count, found = 0.0, 0, []
+    for value in values:
+        if math.isfinite(value):
+            last = last * weight + (1 - weight) * value
+            count += 1
+            found.append(last / (1 - math.pow(weight, count)))
+        else:
+            found.append(value)
+    return found
+
+
+async def pointed_at(browser: Browser, name: str, share: float) -> list[str]:
+    """The pointer is above this chart, at this share of its width: what all charts tell."""
+    box = f"{FIGURE.format(name)}.querySelector('svg').getBoundingClientRect()"
+    await browser.look(f"{FIGURE.format(name)}.scrollIntoView({{block: 'center'}})")
+    x = await browser.look(f"{box}.left + {share} * {box}.width")
+    y = await browser.look(f"{box}.top + 20")
+    await browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tips = (
+        "[...document.querySelectorAll('.charts-grid .tip:not([hidden])')].map(t => t.textContent)"
+    )
+    found: list[str] = await browser.until(f"({tips}).length && {tips}")
+    return found
+
+
+async def looked_at(browser: Browser, names: list[str]) -> None:
+    assert sorted(await browser.until(f"({SHOWN}).length && {SHOWN}")) == sorted(names)
+    # As an absolute scale has them: 100 * 0.97**50 of the way between the ends.
+    told = await pointed_at(browser, "loss", 0.25 * 199 / 200)
+    values = [float(each.split("  ")[1].replace(",", "")) for each in told]
+    loss = values[names.index("loss")]
+    assert len(told) == len(names) and loss == pytest.approx(100 * 0.97**50, rel=0.04)
+    await browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+    await browser.until("!document.querySelector('.charts-grid .tip:not([hidden])')")
+    # On a log scale an exponential is a line, and 100 values of 0 or less have no place.
+    before = await browser.look(MAIN.format("loss"))
+    await browser.look(SET.format("checked", "true", "input[name=log]"))
+    points = [
+        tuple(map(float, each.split()))
+        for each in (await browser.look(MAIN.format("loss")))[1:].split("L")
+    ]
+    assert len(points) == REPORTS
+    for x, y in points[:: REPORTS // 8]:
+        first, last = points[0], points[-1]
+        line = first[1] + (last[1] - first[1]) * (x - first[0]) / (last[0] - first[0])
+        assert y == pytest.approx(line, abs=0.2)
+    assert (await browser.look(MAIN.format("delta"))).count("L") == REPORTS - 101 - 1
+    await browser.look(SET.format("checked", "false", "input[name=log]"))
+    assert await browser.look(MAIN.format("loss")) == before
+    # Smoothed: another line, which begins where the values do, with these behind it.
+    await browser.look(SET.format("value", "0.9", "input[name=smoothing]"))
+    smooth = await browser.look(MAIN.format("loss"))
+    assert smooth != before and smooth.split("L")[0] == before.split("L")[0]
+    raw = await browser.look(f"{FIGURE.format('loss')}.querySelector('.raw').getAttribute('d')")
+    assert raw == before
+    weight, values = AVERAGE
+    text = "[" + ", ".join("NaN" if math.isnan(v) else str(v) for v in values) + "]"
+    found = await browser.look(
+        f"Charts.smoothed({text}, {weight}).map(v => Number.isNaN(v) ? null : v)"
+    )
+    for value, wanted in zip(found, tensorboard(weight, values), strict=True):
+        assert math.isnan(wanted) if value is None else value == pytest.approx(wanted)
+    await browser.look(SET.format("value", "0", "input[name=smoothing]"))
+    # One of them is not wanted.
+    await browser.look("document.querySelector('.names input[value=lr]').click()")
+    assert sorted(await browser.look(SHOWN)) == sorted(set(names) - {"lr"})
+    await browser.look("document.querySelector('.names input[value=lr]').click()")
+    assert browser.errors == []
+
+
+NAMES = ["loss", "tokens_per_s", "lr", "delta"]
+
+
+async def test_the_charts_of_the_report_tell_values_and_have_a_log_scale_and_smoothing(tmp_path):
+    async with Browser() as browser:
+        await browser.open(report_in(tmp_path))
+        await looked_at(browser, NAMES)
+        await browser.picture(tmp_path / "charts.png")
+
+
+async def test_the_charts_of_the_live_page_tell_values_and_have_a_log_scale_and_smoothing(tmp_path):
+    model = PageModel(name="job", command=["train.py"], least=1, most=9)
+    for each in range(REPORTS):
+        metrics = {
+            "loss": 100.0 * 0.97**each,
+            "tokens_per_s": 5294.3e3 + each,
+            "lr": 1e-4 / (each + 1),
+            "delta": each - 100.0,
+        }
+        model.report(0, metrics, 1000.0 + each)
+    listening = bound("127.0.0.1", 0)
+    link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
+    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: 1000.0 + REPORTS - 1)
+    await server.open()
+    try:
+        async with Browser() as browser:
+            await browser.open(link)
+            await browser.until(f"({SHOWN}).length")
+            await looked_at(browser, ["loss", "delta", "lr", "tokens_per_s"])
+            model.report(0, {"loss": 7.0}, 1300.0)
+            server.changed()
+            last = f"{FIGURE.format('loss')}.querySelector('figcaption b').textContent"
+            await browser.until(f"{last} === '7'")
+            await browser.picture(tmp_path / "page.png")
+            for width in (1280, 400):
+                await browser.open(link, width=width)
+                await browser.until(f"({SHOWN}).length")
+                assert await browser.look("document.documentElement.scrollWidth") <= width
+    finally:
+        server.close()

@@ -50,6 +50,8 @@ def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     for name in ("page.html",):
         assert f"elastic/driver/monitoring/dashboard/{name}" in held
+    for name in ("charts.js", "charts.css"):
+        assert f"elastic/driver/monitoring/{name}" in held
     for name in ("report.html", "report.js"):
         assert f"elastic/driver/monitoring/explain/{name}" in held
     assert not [name for name in held if name.startswith(("driver/", "chaos/", "tests/"))]
