@@ -66,6 +66,7 @@ class PageModel:
                 "stall": None,
                 "goodput": None,
                 "held_up": [],
+                "slowest": None,
             }
         )
         self.now = 0.0
@@ -215,7 +216,7 @@ class PageModel:
             case events.WorkerPaced(worker, over_s=over_s):
                 self._committed(event.commit)
                 if over_s > 0:
-                    grid.change(worker, share=min(1.0, event.waited_s / over_s))
+                    grid.paced(worker, event.waited_s, over_s, event.commits)
             case events.WorkerProgressed(worker, inside=inside):
                 grid.change(worker, inside=now - event.waited_s if inside else None)
             case events.WorkerConnected(worker, pid):
@@ -346,6 +347,9 @@ class PageModel:
         held_up = self._grid.held_up(self.spent.stalls.awaited(now))
         if held_up != values["held_up"]:
             self.state.set("held_up", held_up)
+        slowest = self._grid.slowest()
+        if slowest != values["slowest"]:
+            self.state.set("slowest", slowest)
 
     def _look_at_stalls(self, now: float) -> None:
         stalls, stall, values = self.spent.stalls, self.spent.stall, self.state.values

@@ -19,9 +19,12 @@ The whole state is the patch that leads to it from nothing (`full`). The section
                       / all, or null while nobody has trained
           held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: who is waited for now; who waits
                       less than the others do, the worst first
+          slowest     null, or of the rank whose own part of a step is the longest: worker, rank, own_s, step_s, and
+                      median_s: own_s of the middle one
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
           workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note, awaits: ranks that a
-                      waiting one waits for, in a stall
+                      waiting one waits for, in a stall; step_s: from one commit to the next, of its last report,
+                      own_s: of that, outside collectives; null: not reported in this world
           stacks      by host:slot: at, why, text
           reported    by name: rank, value, at: the last number under it of the lowest rank that has any
     add   world       [at, size]: each time that it changed

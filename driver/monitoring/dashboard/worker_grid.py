@@ -42,6 +42,8 @@ class Cell:
     frozen: str = ""
     inside: float | None = None  # it waits in a collective since then
     share: float | None = None  # of its time that it last said it had waited
+    step_s: float | None = None  # from one commit to the next, in its last report
+    own_s: float | None = None  # of that, outside collectives
     awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
     stalled: str | None = None  # it is waited for, at this line; empty: not known where
 
@@ -67,6 +69,8 @@ class Cell:
             "since": self.since if self.inside is None else self.inside,
             "note": note,
             "awaits": self.awaits,
+            "step_s": self.step_s,
+            "own_s": self.own_s,
         }
 
 
@@ -135,6 +139,7 @@ class WorkerGrid:
             if self._of(worker) is None:
                 self.start(worker, now, "training")
             self.change(worker, rank=rank, inside=None, share=None, stalled=None, awaits=())
+            self.change(worker, step_s=None, own_s=None)
             self.move(worker, "training", now)
         self._forget_gone()
 
@@ -187,6 +192,30 @@ class WorkerGrid:
                 for each in awaited.culprits
             ]
         return [*now, *_slow(members)][:HELD_UP]
+
+    def paced(self, worker: Worker, waited_s: float, over_s: float, commits: int) -> None:
+        """Of the last seconds that it reports."""
+        own_s = max(0.0, over_s - waited_s)
+        self.change(worker, share=min(1.0, waited_s / over_s))
+        if commits > 0:
+            self.change(
+                worker,
+                step_s=float(f"{over_s / commits:.3g}"),
+                own_s=float(f"{own_s / commits:.3g}"),
+            )
+
+    def slowest(self) -> dict[str, Any] | None:
+        """See `page_state`: the member whose own part of a step is the longest; None: fewer than two have reported."""
+        cells = [cell for cell in self._cells.values() if cell.worker in self.members]
+        told = sorted(
+            (cell.own_s, -(cell.rank or 0), cell) for cell in cells if cell.own_s is not None
+        )
+        if len(told) < 2:
+            return None
+        own_s, _, cell = told[-1]
+        median_s = told[(len(told) - 1) // 2][0]
+        where = {"worker": slot_of(cell.worker), "rank": cell.rank}
+        return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
         """Shows who holds the others up, at which line, and who waits for it."""

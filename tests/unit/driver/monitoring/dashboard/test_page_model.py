@@ -292,3 +292,35 @@ def test_patches_lead_to_the_whole_state(seed):
     assert {row["state"] for row in whole["rows"]["workers"].values()} <= set(STATES)
     assert sum(page.state.values["goodput"]["workers"].values()) > 0
     assert all(len(items) <= TAILS[name] for name, items in state["add"].items())
+
+
+# ---- step times ----------------------------------------------------------------------------------
+
+
+def test_the_slowest_worker_is_the_one_that_does_most_itself_in_a_step():
+    page = training(A, B, C)
+    for worker, waited_s in ((A, 20.0), (B, 2.0), (C, 18.0)):
+        assert page.patch(20.0)["set"].get("slowest") is None
+        page.note(events.WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
+    state = applied(None, page.full(50.0))
+    rows = state["rows"]["workers"]
+    assert [rows[f"h:{slot}"]["step_s"] for slot in range(3)] == [0.1, 0.1, 0.1]
+    assert [rows[f"h:{slot}"]["own_s"] for slot in range(3)] == [0.0333, 0.0933, 0.04]
+    rank = rows["h:1"]["rank"]
+    assert state["set"]["slowest"] == {
+        **{"worker": "h:1", "rank": rank, "own_s": 0.0933, "step_s": 0.1, "median_s": 0.04}
+    }
+
+
+def test_step_times_of_another_world_and_of_time_without_commits_are_not_shown():
+    page = training(A, B)
+    for worker in (A, B):
+        page.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=0), [], 40.0)
+    assert page.full(50.0)["set"]["slowest"] is None
+    for worker in (A, B):
+        page.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=3), [], 70.0)
+    assert page.full(80.0)["set"]["slowest"] is not None
+    page.note(events.TimePassed(), [world(A, B, C, generation=2)], 90.0)
+    state = page.full(100.0)
+    assert state["set"]["slowest"] is None
+    assert all(row["own_s"] is None for row in state["rows"]["workers"].values())
