@@ -26,6 +26,7 @@ from elastic.driver.events import (
 from elastic.driver.monitoring.dashboard.http_requests import Guard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
+from elastic.driver.monitoring.dashboard.page_state import TAILS
 from elastic.driver.reasons import in_words
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
@@ -125,6 +126,43 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
             assert (
                 await browser.look("document.querySelectorAll('main img, body > img').length") == 0
             )
+            assert browser.errors == []
+    finally:
+        server.close()
+
+
+async def test_each_worker_has_a_tab_of_the_log_that_another_does_not_push_lines_out_of():
+    model = PageModel(name="job", command=["train.py"], least=1, most=9)
+    now = [10.0]
+    for who, text in (("", "started"), ("0", "quiet"), ("1", "first")):
+        model.line("stdout", who, text, now[0])
+    listening = bound("127.0.0.1", 0)
+    link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
+    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: now[0])
+    await server.open()
+    lines = "[...document.querySelectorAll('#lines div')].map(d => d.lastChild.data)"
+    tab = "[...document.querySelectorAll('#whose button')].find(b => b.textContent === '{}')"
+    try:
+        async with Browser() as browser:
+            await browser.open(link)
+            await browser.until(f"{lines}.length === 3")
+            tabs = "[...document.querySelectorAll('#whose button')].map(b => b.textContent)"
+            assert await browser.look(tabs) == ["all", "driver", "0", "1"]
+            for each in range(3 * TAILS["log"]):
+                now[0] += 0.01
+                model.line("stdout", "1", f"much {each}", now[0])
+                if each % 100 == 99:
+                    server.changed()
+                    await browser.until(f"{lines}.includes('much {each}')")
+            assert "quiet" not in await browser.look(lines)
+            await browser.look(f"{tab.format('0')}.click()")
+            assert await browser.look(lines) == ["quiet"]
+            model.line("stdout", "1", "not here", now[0] + 5)
+            model.line("stdout", "0", "here", now[0] + 5)
+            server.changed()
+            assert await browser.until(f"{lines}.length > 1 && {lines}") == ["quiet", "here"]
+            await browser.look(f"{tab.format('driver')}.click()")
+            assert await browser.look(lines) == ["started"]
             assert browser.errors == []
     finally:
         server.close()
