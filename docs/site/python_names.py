@@ -246,12 +246,11 @@ GROUPS = (
             Entry(
                 "reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async",
                 """
-                part = elastic.reducescatter(torch.ones(elastic.size(), 3))
-                part = elastic.synchronize(elastic.reducescatter_async(torch.ones(elastic.size(), 3)))
-                parts = elastic.grouped_reducescatter([torch.ones(elastic.size(), 3)])
-                parts = elastic.synchronize(
-                    elastic.grouped_reducescatter_async([torch.ones(elastic.size(), 3)])
-                )
+                rows = torch.ones(elastic.size(), 3)
+                part = elastic.reducescatter(rows)
+                part = elastic.synchronize(elastic.reducescatter_async(rows))
+                parts = elastic.grouped_reducescatter([rows])
+                parts = elastic.synchronize(elastic.grouped_reducescatter_async([rows]))
                 """,
             ),
             Entry(

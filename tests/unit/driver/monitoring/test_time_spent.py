@@ -24,7 +24,7 @@ from elastic.driver.events import (
 from elastic.driver.monitoring import time_spent
 from elastic.driver.monitoring.time_spent import Seconds, TimeSpent, summary
 from elastic.driver.reasons import Why, because, in_words
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.protocol.messages import Address, Commit, Part, Place, Times, Worker
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 PLACE = Place(0, 2, 0, 2, 0, 1)
@@ -374,7 +374,7 @@ def test_whatever_it_does_is_booked_until_its_exit(doing):
 # ---- since the last word -------------------------------------------------------------------------
 
 
-def words(worker: Worker, *at: tuple[float, str, dict[str, float]]) -> TimeSpent:
+def words(worker: Worker, *at: tuple[float, Part, dict[str, float]]) -> TimeSpent:
     """Two that trained since 110, of which one says these words."""
     spent = trains()
     for when, doing, said in at:
