@@ -23,7 +23,10 @@ LONG = 6  # frames of libraries
 _ELASTIC = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
 _OURS = (_ELASTIC + os.sep, os.path.join(os.path.dirname(_ELASTIC), "horovod") + os.sep)
 # What torch puts between two of our frames, and says nothing.
-_BETWEEN = tuple(os.path.join("torch", each) for each in ("_compile.py", f"_dynamo{os.sep}"))
+_BETWEEN = tuple(
+    os.path.join("torch", *each)
+    for each in (("_compile.py",), ("_dynamo", ""), ("autograd", "function.py"))
+)
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 OURS, SCRIPT = "elastic", ""

@@ -76,6 +76,24 @@ def through(file: str, function, depth: int) -> None:
 TORCH = os.path.join("lib", "site-packages", "torch", "nn.py")
 
 
+def one_after_another(files: list[str], function) -> None:
+    for file in reversed(files):
+        space = {"f": function}
+        exec(compile("def call():\n    return f()", file, "exec"), space)
+        function = space["call"]
+    function()
+
+
+@pytest.mark.parametrize("module", ["_compile.py", "_dynamo/eval_frame.py", "autograd/function.py"])
+def test_frames_of_torch_between_two_of_ours_are_folded_with_them(module):
+    between = os.path.join("lib", "site-packages", "torch", *module.split("/"))
+    ours = elastic.__file__
+    error = raised(one_after_another, [ours, between, ours], functools.partial(int, "x"))
+    assert set(frames_of(folding.folded(error))) == {__file__}
+    error = raised(one_after_another, [ours, between], functools.partial(int, "x"))
+    assert between in folding.folded(error)
+
+
 @pytest.mark.parametrize(("depth", "folds"), [(folding.LONG, False), (folding.LONG + 1, True)])
 def test_many_frames_of_a_library_between_those_of_the_script_are_one_line(depth, folds):
     text = folding.folded(raised(through, TORCH, mine, depth))
