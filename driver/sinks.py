@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+import msgspec
+
 from elastic.protocol.messages import Worker
 
-# "diagnostics": what a worker sends beside its output, see `elastic.protocol.uncaught`.
-Stream = Literal["stdout", "stderr", "diagnostics"]
+# "diagnostics": what a worker sends beside its output, see `elastic.protocol.uncaught`. "usage": each time a Usage as
+# JSON, which its host measures.
+Stream = Literal["stdout", "stderr", "diagnostics", "usage"]
 Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker uses. ``cores``: processors in use, on average since the last look. ``memory``, ``gpu_memory``:
+    bytes. ``gpu``: the share of time in which its busiest GPU works, whoever has it work. None: not known.
+    """
+
+    cores: float | None = None
+    memory: int = 0
+    gpu: float | None = None
+    gpu_memory: int | None = None
 
 
 class Sink(Protocol):

@@ -30,6 +30,10 @@ class Forwarding:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        if stream == "usage":  # it is of this moment: nothing is kept for later
+            if not self._kept and self._backlog() < CONGESTED:
+                self._send(Printed(worker, stream, data))
+            return
         self._tails.add(worker, stream, data)
         self._pass_on(Printed(worker, stream, data))
 

@@ -83,7 +83,7 @@ class Printed(AgentMessage):
     """What a worker has written, cut anywhere. Empty: the stream is at its end."""
 
     worker: Worker
-    stream: Literal["stdout", "stderr", "diagnostics"]
+    stream: Literal["stdout", "stderr", "diagnostics", "usage"]
     data: bytes
 
 

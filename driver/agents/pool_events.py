@@ -133,7 +133,7 @@ class ShowOutput(msgspec.Struct, frozen=True):
     """A worker has written this. Empty: the stream is at its end."""
 
     worker: Worker
-    stream: Literal["stdout", "stderr", "diagnostics"]
+    stream: Literal["stdout", "stderr", "diagnostics", "usage"]
     data: bytes
 
 

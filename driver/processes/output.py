@@ -88,6 +88,9 @@ class Output:
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """See `Sink.feed`."""
+        if stream == "usage":
+            self._heard(worker, self._name(worker), stream, [data])
+            return
         self._tails.add(worker, stream, data)
         if stream == "diagnostics":
             for each in self._diagnostics.add(worker, data):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 GONE = "X"  # the state of a process that is none any more
 STOPPED = "T"
 _EXITING = 4  # PF_EXITING, of a thread's flags
@@ -31,12 +32,15 @@ class Stat:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process and its whole session did so far. ``io_bytes``: read and written, cached or not."""
+    """What a process and its whole session did so far. ``io_bytes``: read and written, cached or not. ``memory``: bytes
+    that it holds now, with what the session shares counted once.
+    """
 
     state: str
     cpu_s: float
     io_bytes: int
     traced: bool
+    memory: int = 0
 
 
 # ---- texts of the kernel, pure ---------------------------------------------------------------------------------------
@@ -68,6 +72,12 @@ def parse_io(text: bytes) -> int:
     """Bytes that went through read and write calls of any kind."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"rchar", b"0")) + int(fields.get(b"wchar", b"0"))
+
+
+def parse_statm(text: bytes) -> tuple[int, int]:
+    """Pages in memory, and how many of these may be shared with others."""
+    fields = text.split()
+    return (int(fields[1]), int(fields[2])) if len(fields) > 2 else (0, 0)
 
 
 def parse_mounts(text: bytes) -> dict[str, str]:
@@ -190,6 +200,7 @@ def samples_of(pids: Collection[int]) -> dict[int, Sample]:
     """Each process with all that live in the session that it leads, from one pass over /proc."""
     ticks: dict[int, int] = defaultdict(int)
     io_bytes: dict[int, int] = defaultdict(int)
+    pages: dict[int, int] = defaultdict(int)
     states: dict[int, str] = {}
     for name in os.listdir("/proc"):
         if not name.isdecimal():
@@ -198,9 +209,17 @@ def samples_of(pids: Collection[int]) -> dict[int, Sample]:
         if stat.session in pids:
             ticks[stat.session] += stat.ticks
             io_bytes[stat.session] += parse_io(_read_or_nothing(f"/proc/{name}/io"))
+            held, shared = parse_statm(_read_or_nothing(f"/proc/{name}/statm"))
+            pages[stat.session] += held if int(name) == stat.session else held - shared
             states[int(name)] = stat.state
     return {
-        pid: Sample(states.get(pid, GONE), ticks[pid] / TICKS_PER_S, io_bytes[pid], traced(pid))
+        pid: Sample(
+            states.get(pid, GONE),
+            ticks[pid] / TICKS_PER_S,
+            io_bytes[pid],
+            traced(pid),
+            pages[pid] * PAGE_BYTES,
+        )
         for pid in pids
     }
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import mmap
 import os
 import signal
@@ -27,6 +28,8 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
+import msgspec
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
@@ -37,8 +40,9 @@ from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.pipes import Pipe
 from elastic.driver.processes.prepared import Prepared
 from elastic.driver.processes.spawning import spawn, why_not_started
+from elastic.driver.processes.usage import USAGE_S, UsageMeter
 from elastic.driver.settings import Settings
-from elastic.driver.sinks import Log, Sink, Stream
+from elastic.driver.sinks import Log, Sink, Stream, Usage
 from elastic.protocol.life_lock import LIFE_LOCK, LifeLock, LifeLocks
 from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
 from elastic.protocol.uncaught.at_start import sitecustomize
@@ -82,6 +86,9 @@ class Agent:
         self._leases: Leases[Worker] = Leases(lease_s)
         self._look_s = min(LOOK_S, max(LEAST_LOOK_S, lease_s / 4))
         self._next_look: asyncio.TimerHandle | None = None
+        self._usage = UsageMeter()
+        self._usage_at = -math.inf
+        self._measures = False  # in a thread: a GPU's driver may not answer
         self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._life_locks = LifeLocks()
@@ -286,8 +293,25 @@ class Agent:
             if worker in expired or (again and process.hindrance):
                 process.frozen_said_at = now
                 self._noticed(WorkerFrozen(worker, process.hindrance))
+        if not self._measures and now - self._usage_at >= USAGE_S:
+            self._usage_at, self._measures = now, True
+            workers = {process.pid: worker for worker, process in self._processes.items()}
+            threading.Thread(target=self._measure, args=(workers, now), daemon=True).start()
         if self._processes:
             self._next_look = self._loop.call_later(self._look_s, self._look)
+
+    def _measure(self, workers: Mapping[int, Worker], now: float) -> None:
+        used: Mapping[int, Usage] = {}
+        with contextlib.suppress(OSError):
+            used = self._usage.look(workers.keys(), now)
+        self._from_thread(self._measured, workers, used)
+
+    def _measured(self, workers: Mapping[int, Worker], used: Mapping[int, Usage]) -> None:
+        self._measures = False
+        for pid, usage in used.items():
+            process = self._processes.get(workers[pid])
+            if process is not None and process.pid == pid:
+                self._sink.feed(workers[pid], "usage", msgspec.json.encode(usage))
 
     # ---- exits -----------------------------------------------------------------------------------------------------
 

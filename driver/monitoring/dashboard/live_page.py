@@ -11,13 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from elastic.driver.events import Action, Event
 from elastic.driver.monitoring.dashboard.one_line import one_line
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.dashboard.page_state import Patch
 from elastic.driver.monitoring.dashboard.worker_grid import slot_of
-from elastic.driver.sinks import Stream
+from elastic.driver.sinks import Stream, Usage
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 
@@ -111,6 +113,11 @@ class LivePage:
 
     def printed(self, worker: Worker, who: str, stream: Stream, pieces: Sequence[bytes]) -> None:
         """Lines of a worker, which is called ``who`` in front of them."""
+        if stream == "usage":
+            for piece in pieces:
+                self.model.uses(worker, msgspec.json.decode(piece, type=Usage), time.time())
+            self._changed()
+            return
         if stream != "stdout" and self.model.expects_stack(worker):
             for piece in pieces:
                 self.model.stderr(worker, _text(piece), time.time())

@@ -30,6 +30,7 @@ from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import brief
+from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
 LINES = 200  # of the log, in one second
@@ -132,6 +133,11 @@ class PageModel:
             if shown is not None and now - self._metric_at.get(name, -math.inf) >= 1.0:
                 self._metric_at[name] = now
                 self.state.add("metrics", [now, name, shown])
+
+    def uses(self, worker: Worker, usage: Usage, now: float) -> None:
+        """What its host has measured of it."""
+        self._at(now)
+        self._grid.change(worker, usage=usage)
 
     def line(self, level: str, who: str, text: str, now: float) -> None:
         """A line of the driver, or of a worker, which says who it is."""

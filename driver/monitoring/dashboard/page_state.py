@@ -24,7 +24,8 @@ The whole state is the patch that leads to it from nothing (`full`). The section
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
           workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note, awaits: ranks that a
                       waiting one waits for, in a stall; step_s: from one commit to the next, of its last report,
-                      own_s: of that, outside collectives; null: not reported in this world
+                      own_s: of that, outside collectives; null: not reported in this world; usage: cores, memory,
+                      gpu, gpu_memory, see sinks.Usage
           stacks      by host:slot: at, why, text
           reported    by name: rank, value, at: the last number under it of the lowest rank that has any
     add   world       [at, size]: each time that it changed

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.monitoring.dashboard.page_state import PageState
 from elastic.driver.monitoring.stalls import Stall
+from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Worker
 
 STATES = (
@@ -44,6 +47,7 @@ class Cell:
     share: float | None = None  # of its time that it last said it had waited
     step_s: float | None = None  # from one commit to the next, in its last report
     own_s: float | None = None  # of that, outside collectives
+    usage: Usage = field(default_factory=Usage)  # as its host has measured last
     awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
     stalled: str | None = None  # it is waited for, at this line; empty: not known where
 
@@ -71,6 +75,7 @@ class Cell:
             "awaits": self.awaits,
             "step_s": self.step_s,
             "own_s": self.own_s,
+            "usage": msgspec.structs.asdict(self.usage),
         }
 
 
@@ -122,7 +127,7 @@ class WorkerGrid:
         cell = self._of(worker)
         if cell is None:
             return
-        cell.inside, cell.frozen = None, ""
+        cell.inside, cell.frozen, cell.usage = None, "", Usage()
         if cell.state in ("leaving", "done") or code == 0:
             self.move(worker, "done", now, cell.note)
         else:

@@ -78,3 +78,13 @@ def test_the_end_of_what_it_complained_of_is_kept_for_its_exit():
     assert driver.sink.tail(A) == "Traceback: so it is\n"
     driver.sink.drop(A)
     assert driver.sink.tail(A) == ""
+
+
+def test_what_a_worker_uses_is_not_kept_for_a_driver_that_is_away():
+    driver = Driver()
+    driver.here = False
+    driver.sink.feed(A, "usage", b"{}")
+    driver.here = True
+    driver.sink.feed(A, "stdout", b"one")
+    driver.sink.feed(A, "usage", b'{"memory":1}')
+    assert [p.data for p in driver.heard] == [b"one", b'{"memory":1}']

@@ -12,6 +12,7 @@ from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
 from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
 from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 
 A, B, C, D = (Worker("h", slot) for slot in range(4))
@@ -324,3 +325,14 @@ def test_step_times_of_another_world_and_of_time_without_commits_are_not_shown()
     state = page.full(100.0)
     assert state["set"]["slowest"] is None
     assert all(row["own_s"] is None for row in state["rows"]["workers"].values())
+
+
+def test_what_a_worker_uses_is_in_its_row_until_it_exits():
+    page = training(A, B)
+    used = Usage(1.5, 1 << 30, 0.5, 1 << 31)
+    page.uses(B, used, 20.0)
+    page.uses(Worker("h", 1, 9), Usage(9.0, 1), 20.0)  # of another process of its slot
+    row = page.state.tables["workers"]["h:1"]
+    assert row["usage"] == {"cores": 1.5, "memory": 1 << 30, "gpu": 0.5, "gpu_memory": 1 << 31}
+    page.note(events.WorkerExited(B, -9), [], 30.0)
+    assert page.state.tables["workers"]["h:1"]["usage"]["memory"] == 0

@@ -1,0 +1,104 @@
+"""What each worker of this host uses, with all processes of its session: processors, memory, GPUs.
+
+`Rates` is pure. `Gpus` asks NVML, where nvidia-ml-py is installed (extra ``gpu-usage``) and the driver is there: in a
+container of its own process numbers NVML names others, and nothing is known of GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from elastic.driver.processes import proc_stats
+from elastic.driver.processes.proc_stats import Sample
+from elastic.driver.sinks import Usage
+
+USAGE_S = 5.0  # between two looks
+Gpu = tuple[float | None, int]  # the share of time that the busiest works; bytes on all
+
+
+class Rates:
+    """Processor time per second, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, float]] = {}  # pid: when, seconds of processor time
+
+    def between(
+        self, samples: Mapping[int, Sample], gpus: Mapping[int, Gpu], now: float
+    ) -> dict[int, Usage]:
+        """Of each process that runs. Its first look has no ``cores``."""
+        found: dict[int, Usage] = {}
+        before, self._before = self._before, {}
+        for pid, sample in samples.items():
+            if sample.state == proc_stats.GONE:
+                continue
+            self._before[pid] = (now, sample.cpu_s)
+            at, cpu_s = before.get(pid, (now, 0.0))
+            cores = max(0.0, sample.cpu_s - cpu_s) / (now - at) if now > at else None
+            gpu, gpu_memory = gpus.get(pid, (None, None))
+            found[pid] = Usage(
+                None if cores is None else round(cores, 2), sample.memory, gpu, gpu_memory
+            )
+        return found
+
+
+class Gpus:
+    """``nvml``: the module; by default pynvml, if it is installed and works."""
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml
+        self._tried = False
+
+    def used_by(self, pids: Collection[int]) -> dict[int, Gpu]:
+        """By leaders of sessions. Those that use none are missing."""
+        if not self._tried:
+            self._tried = True
+            self._nvml = _started(self._nvml)
+        found: dict[int, Gpu] = {}
+        if self._nvml is None:
+            return found
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._add(self._nvml.nvmlDeviceGetHandleByIndex(index), pids, found)
+        return found
+
+    def _add(self, gpu: Any, pids: Collection[int], found: dict[int, Gpu]) -> None:
+        nvml, share = self._nvml, None
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+        with contextlib.suppress(nvml.NVMLError):  # as on a part of a GPU
+            share = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+        for process in running:
+            leader = process.pid
+            if leader not in pids:
+                leader = proc_stats.stat_of(process.pid).session
+            if leader in pids:
+                before, used = found.get(leader, (None, 0))
+                shares = [each for each in (before, share) if each is not None]
+                found[leader] = max(shares, default=None), used + (process.usedGpuMemory or 0)
+
+
+def _started(nvml: Any) -> Any:
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+class UsageMeter:
+    """Of the workers of one host. Called by one thread at a time, as it may wait for a GPU's driver."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+        self._gpus = Gpus()
+
+    def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
+        """Of each of these that runs. Raises OSError."""
+        return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

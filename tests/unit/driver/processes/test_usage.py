@@ -1,0 +1,107 @@
+"""What workers use: rates from one look to the next, and GPUs as NVML names their processes."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.driver.processes import proc_stats
+from elastic.driver.processes.proc_stats import GONE, Sample, parse_statm
+from elastic.driver.processes.usage import Gpus, Rates, UsageMeter
+from elastic.driver.sinks import Usage
+
+
+def sample(cpu_s: float, memory: int = 4096, state: str = "S") -> Sample:
+    return Sample(state, cpu_s, 0, traced=False, memory=memory)
+
+
+def test_cores_are_processor_time_per_second_since_the_last_look():
+    rates = Rates()
+    assert rates.between({7: sample(10.0)}, {}, 100.0) == {7: Usage(None, 4096)}
+    assert rates.between({7: sample(17.5), 8: sample(1.0)}, {}, 105.0) == {
+        7: Usage(1.5, 4096),
+        8: Usage(None, 4096),
+    }
+
+
+def test_a_process_that_ended_has_no_usage_and_one_of_its_number_begins_anew():
+    rates = Rates()
+    rates.between({7: sample(10.0)}, {}, 100.0)
+    assert rates.between({7: sample(0.0, 0, GONE)}, {}, 105.0) == {}
+    assert rates.between({7: sample(1.0)}, {}, 110.0) == {7: Usage(None, 4096)}
+
+
+def test_reaped_children_that_leave_the_session_make_no_negative_rate():
+    rates = Rates()
+    rates.between({7: sample(10.0)}, {}, 100.0)
+    assert rates.between({7: sample(9.0)}, {}, 105.0)[7].cores == 0.0
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Nvml:
+    """Two GPUs; ``broken``: the second does not answer; ``part``: the first has no rates, as with MIG."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, *, broken: bool = False, part: bool = False, missing: bool = False) -> None:
+        self.broken, self.part, self.missing = broken, part, missing
+
+    def nvmlInit(self) -> None:
+        if self.missing:
+            raise NVMLError("no driver")
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index == 1 and self.broken:
+            raise NVMLError("lost")
+        return index
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[SimpleNamespace]:
+        own = SimpleNamespace(pid=os.getpid(), usedGpuMemory=1000 + gpu)
+        return [own, SimpleNamespace(pid=2**22 + 1, usedGpuMemory=77)]  # in no container of ours
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
+        if gpu == 0 and self.part:
+            raise NVMLError("not supported")
+        return SimpleNamespace(gpu=30 + 60 * gpu)
+
+
+@pytest.mark.parametrize(
+    ("nvml", "used"),
+    [
+        (Nvml(), (0.9, 2001)),
+        (Nvml(broken=True), (0.3, 1000)),
+        (Nvml(broken=True, part=True), (None, 1000)),
+    ],
+)
+def test_a_worker_has_the_memory_of_all_its_gpus_and_the_rate_of_the_busiest(nvml, used):
+    assert Gpus(nvml).used_by({os.getpid()}) == {os.getpid(): used}
+
+
+def test_a_process_of_a_workers_session_counts_for_it():
+    leader = os.getsid(0)
+    assert Gpus(Nvml()).used_by({leader})[leader] == (0.9, 2001)
+
+
+def test_without_a_driver_of_gpus_nothing_is_known_of_them():
+    assert Gpus(Nvml(missing=True)).used_by({os.getpid()}) == {}
+
+
+def test_pages_of_a_process():
+    assert parse_statm(b"9000 700 200 1 0 90 0\n") == (700, 200)
+    assert parse_statm(b"") == (0, 0)
+
+
+def test_a_look_at_this_process():
+    leader = os.getsid(0)
+    if proc_stats.stat_of(leader).state == GONE:
+        pytest.skip("the leader of this session is in another namespace")
+    found = UsageMeter().look({leader}, 1.0)
+    assert found[leader].memory > 1 << 20 and found[leader].cores is None
