@@ -302,9 +302,11 @@ class Agent:
 
     def _measure(self, workers: Mapping[int, Worker], now: float) -> None:
         used: Mapping[int, Usage] = {}
-        with contextlib.suppress(OSError):
-            used = self._usage.look(workers.keys(), now)
-        self._from_thread(self._measured, workers, used)
+        try:
+            with contextlib.suppress(OSError):
+                used = self._usage.look(workers.keys(), now)
+        finally:
+            self._from_thread(self._measured, workers, used)
 
     def _measured(self, workers: Mapping[int, Worker], used: Mapping[int, Usage]) -> None:
         self._measures = False

@@ -59,7 +59,10 @@ class Gpus:
         found: dict[int, Gpu] = {}
         if self._nvml is None:
             return found
-        for index in range(self._nvml.nvmlDeviceGetCount()):
+        count = 0
+        with contextlib.suppress(self._nvml.NVMLError):  # a GPU or its driver has failed
+            count = self._nvml.nvmlDeviceGetCount()
+        for index in range(count):
             with contextlib.suppress(self._nvml.NVMLError):
                 self._add(self._nvml.nvmlDeviceGetHandleByIndex(index), pids, found)
         return found

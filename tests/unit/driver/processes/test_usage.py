@@ -48,14 +48,19 @@ class Nvml:
 
     NVMLError = NVMLError
 
-    def __init__(self, *, broken: bool = False, part: bool = False, missing: bool = False) -> None:
-        self.broken, self.part, self.missing = broken, part, missing
+    broken = part = missing = lost = False
+
+    def __init__(self, *kinds: str) -> None:
+        for kind in kinds:
+            setattr(self, kind, True)
 
     def nvmlInit(self) -> None:
         if self.missing:
             raise NVMLError("no driver")
 
     def nvmlDeviceGetCount(self) -> int:
+        if self.lost:
+            raise NVMLError("lost")
         return 2
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
@@ -75,11 +80,7 @@ class Nvml:
 
 @pytest.mark.parametrize(
     ("nvml", "used"),
-    [
-        (Nvml(), (0.9, 2001)),
-        (Nvml(broken=True), (0.3, 1000)),
-        (Nvml(broken=True, part=True), (None, 1000)),
-    ],
+    [(Nvml(), (0.9, 2001)), (Nvml("broken"), (0.3, 1000)), (Nvml("broken", "part"), (None, 1000))],
 )
 def test_a_worker_has_the_memory_of_all_its_gpus_and_the_rate_of_the_busiest(nvml, used):
     assert Gpus(nvml).used_by({os.getpid()}) == {os.getpid(): used}
@@ -90,8 +91,9 @@ def test_a_process_of_a_workers_session_counts_for_it():
     assert Gpus(Nvml()).used_by({leader})[leader] == (0.9, 2001)
 
 
-def test_without_a_driver_of_gpus_nothing_is_known_of_them():
-    assert Gpus(Nvml(missing=True)).used_by({os.getpid()}) == {}
+@pytest.mark.parametrize("kind", ["missing", "lost"])
+def test_without_a_driver_of_gpus_nothing_is_known_of_them(kind):
+    assert Gpus(Nvml(kind)).used_by({os.getpid()}) == {}
 
 
 def test_pages_of_a_process():
