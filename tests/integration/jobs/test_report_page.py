@@ -8,20 +8,33 @@ from pathlib import Path
 
 import pytest
 
+from elastic.driver.events import (
+    HostsChanged,
+    Member,
+    PublishWorld,
+    StartWorker,
+    TimePassed,
+    WorkerPaced,
+)
 from elastic.driver.monitoring.dashboard.http_requests import Guard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
+from elastic.driver.monitoring.explain.film import film
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.reasons import Why, because
+from elastic.driver.sinks import Usage
+from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
 ]
+TOKEN = "f" * 32
 REPORTS = 200
 CUT = "[...document.querySelectorAll('.tile *')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
 
@@ -56,9 +69,70 @@ async def test_no_card_of_the_report_is_cut(tmp_path):
         assert browser.errors == []
 
 
+async def test_a_film_opens_by_itself(tmp_path):
+    story, rows = Story(), WorkerRows()
+    place = Place(0, 1, 0, 1, 0, 1)
+    why = because(Why.FIRST_START)
+    one = Worker("h", 0)
+    world = PublishWorld(1, [Member(one, place)], Address("h", 1), 0, None, why)
+    for at, actions in ((1.0, [StartWorker(one, place, why)]), (2.0, [world]), (9.0, [])):
+        for each in (story, rows):
+            each.note(TimePassed(), actions, at)
+    (tmp_path / "film.svg").write_text(film(story, rows, title="a\x1b<b>"))
+    async with Browser() as browser:
+        await browser.open((tmp_path / "film.svg").as_uri())
+        assert await browser.until("document.documentElement.nodeName === 'svg'")
+        assert await browser.look("document.querySelector('parsererror')") is None
+        assert await browser.look("document.querySelectorAll('text').length") > 5
+        assert browser.errors == []
+
+
+async def test_the_live_page_names_the_slowest_worker_and_shows_what_each_uses(tmp_path):
+    model = PageModel(name="job", command=["train.py"], least=1, most=9)
+    workers = [Worker("h", slot) for slot in range(3)]
+    places = [Place(rank, 3, rank, 3, 0, 1) for rank in range(3)]
+    why = because(Why.FIRST_START)
+    started = [StartWorker(*each, why) for each in zip(workers, places, strict=True)]
+    members = [Member(*each) for each in zip(workers, places, strict=True)]
+    world = PublishWorld(1, members, Address("h", 1), 0, None, why)
+    model.note(HostsChanged({"h": 3}), [*started, world], 10.0)
+    for worker, waited_s in zip(workers, (20.0, 2.0, 18.0), strict=True):
+        model.note(WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
+        model.uses(worker, Usage(1.5, 3 << 30, 0.75, 5 << 30), 40.0)
+    listening = bound("127.0.0.1", 0)
+    link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
+    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: 50.0)
+    await server.open()
+    try:
+        async with Browser() as browser:
+            await browser.open(link)
+            cells = "[...document.querySelectorAll('#steps tr')].map(r => [...r.children].map(c => c.textContent))"
+            table = await browser.until(f"({cells}).length === 4 && {cells}")
+            assert table[1] == [
+                "1",
+                "h:1",
+                "100 ms",
+                "93 ms",
+                "",
+                "150 %",
+                "3.00 GiB",
+                "75 %",
+                "5.00 GiB",
+            ]
+            assert [each[0] for each in table[2:]] == ["2", "0"]
+            assert "rank 1 (h:1)" in await browser.look(
+                "document.getElementById('slowest').textContent"
+            )
+            await browser.open(link, width=400)
+            await browser.until(f"({cells}).length === 4")
+            assert await browser.look("document.documentElement.scrollWidth") <= 400
+            assert browser.errors == []
+    finally:
+        server.close()
+
+
 # ---- charts ---------------------------------------------------------------------------------------------------------
 
-TOKEN = "f" * 32
 FIGURE = "[...document.querySelectorAll('.charts-grid figure')].find(f => f.textContent.startsWith('{} '))"
 SHOWN = (
     "[...document.querySelectorAll('.charts-grid figure:not([hidden]) figcaption')]"
