@@ -162,13 +162,14 @@ class GuardedGroups:
     def _say_calls(
         self, error: CollectiveFailed, group: Differing, inside: str
     ) -> tuple[Called, ...]:
-        """What each rank has called, and where, in the error and, on each rank, on stderr."""
+        """What each rank has called, and where, in the error and, by the first of them, on stderr."""
         session = self._session
         line = user_line.of_thread(get_ident())
         mine = Called(session.recovery.place.rank, inside, line)
         called = differing_calls.of_all(session.groups.store, group, mine)
         error.args = (calls.sentence(called),)
-        print(f"elastic: {error}", file=sys.stderr)
+        if mine.rank == min(each.rank for each in called):
+            print(f"elastic: {error}", file=sys.stderr)
         return calls.distinct(called)
 
     def _say_who(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
