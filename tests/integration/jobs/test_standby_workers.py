@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 
 from elastic.protocol.messages import Worker
 from harness.history import SCRIPTS
 from harness.job import Job
+from harness.waiting import wait_until
 
 pytestmark = pytest.mark.forked
 
@@ -54,7 +56,9 @@ def test_standby_that_was_stopped_a_moment_ago_is_not_taken(job, tmp_path):
     training.wait_for("localhost:2#1 stands by")
     until_all_train(training)
     member = training.pid(1)
-    os.kill(pid_of(training, "localhost:2#1"), signal.SIGSTOP)
+    standby = psutil.Process(pid_of(training, "localhost:2#1"))
+    standby.suspend()
+    wait_until(lambda: standby.status() == psutil.STATUS_STOPPED, "it has stopped")
     os.kill(member, signal.SIGKILL)
     training.until(lambda: training.worlds()[-1]["generation"] >= 3, "the next world")
     assert members(training) == ["localhost:0#1"]

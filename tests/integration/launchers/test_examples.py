@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+SVG = "http://www.w3.org/2000/svg"  # the name of a namespace
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -92,5 +93,5 @@ def test_the_gpt_writes_metrics_and_its_run_a_report(job):
     assert "was killed with SIGKILL" in page
     for reported in ("loss", "tokens_per_s", "validation_loss", "sample"):
         assert f">{reported}</" in page, "numbers in tiles, texts as they are"
-    assert '<b title="30">30</b><span>steps</span>' in page
-    assert "://" not in page, "nothing is loaded from elsewhere"
+    assert page.count(">steps</") == 1
+    assert "://" not in page.replace(SVG, ""), "nothing is loaded from elsewhere"

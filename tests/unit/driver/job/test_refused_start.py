@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from elastic.driver.job.refused_start import Traces
 from elastic.driver.job.start import start
 from elastic.errors import Invalid
 
-PROGRAM = ["python", "-c", ""]
+PROGRAM = [sys.executable, "-c", ""]
 
 
 @pytest.fixture
