@@ -42,7 +42,17 @@ def test_each_example_uses_its_names():
             assert not unused, f"{group.title}: {unused}"
 
 
-@pytest.mark.parametrize("group", page().GROUPS, ids=lambda group: group.title.replace(" ", "-"))
+SECTIONS = [
+    pytest.param(
+        group,
+        marks=() if group.title == "Elastic training" else pytest.mark.nightly,
+        id=group.title.replace(" ", "-"),
+    )
+    for group in page().GROUPS
+]
+
+
+@pytest.mark.parametrize("group", SECTIONS)
 def test_the_examples_of_a_section_run(group: Any, tmp_path: Path) -> None:
     lines = [textwrap.dedent(entry.example) for entry in group.entries]
     script = tmp_path / "script.py"
