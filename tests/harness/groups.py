@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.interface import Work
 from elastic.errors import CollectiveFailed, PeerLost
 
 TIMEOUT_S = 20.0
@@ -24,6 +25,18 @@ def at_once(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[
         own = (e for e in errors if not isinstance(e, CollectiveFailed | PeerLost))
         raise next(own, errors[0])
     return [future.result() for future in futures]
+
+
+def wait_in_two_orders(works: Sequence[Work]) -> None:
+    """Two threads wait for all of them, one from the end."""
+
+    def wait_for_all(mine: Sequence[Work]) -> None:
+        for each in mine:
+            each.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(wait_for_all, [works, works[::-1]], timeout=TIMEOUT_S))
+    assert all(work.done() for work in works)
 
 
 def connecting(

@@ -315,9 +315,8 @@ class GlooCollectives:
                         self._following = False
                         return
                     first = self._queue[0].first
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the slice is over; or found by `_begin_next`
+                # The slice is over; or it has failed, as `_begin_next` finds.
+                with contextlib.suppress(RuntimeError):
                     first.wait(_SLICE)
                 threads.leave_if_ending()
         except (CollectiveFailed, threads.Ending):
@@ -329,7 +328,7 @@ class GlooCollectives:
         """
         while self._queue and self._failed is None:
             work = self._queue[0]
-            alone = self._agreed and work.second is not None
+            alone = self._agreed and work.two
             if work.first is None and not alone:
                 payload = None if work.payload is None else as_bytes(work.payload)
                 places, *arguments = self._first_exchange.begin(work.called, payload)
@@ -367,6 +366,8 @@ class GlooCollectives:
 
     def awaited(self, work: GlooWork) -> Any:
         """What of Gloo's has to end before this one goes on; None when it is over. Raises CollectiveFailed."""
+        if work.over:
+            return None
         if self._failed is None:
             with self._beginning:
                 self._begin_next()
@@ -374,12 +375,12 @@ class GlooCollectives:
                     return self._queue[0].first  # this one's, or of one before it
         if not work.begun():
             self._raise_if_failed()
-        last = work.first if work.second is None else work.rest
+        last = work.rest if work.two else work.first
         return None if last.is_completed() else last
 
     def conclude(self, work: GlooWork) -> None:
         """Of one that is over: puts its result in place. Raises CollectiveFailed."""
-        if work.second is not None:
+        if work.two:
             self.wait_for(work.rest)
         else:
             if not self._same_called(work):
@@ -408,9 +409,7 @@ class GlooCollectives:
         """See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
-        if self._beginning.acquire(
-            timeout=timeout_s
-        ):  # what another thread just begins is under way
+        if self._beginning.acquire(timeout=timeout_s):  # what another thread just begins counts too
             self._beginning.release()
         before: thread_activity.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
@@ -556,16 +555,20 @@ class GlooWork:
         self.put = put
         self.compare = compare
         self.second = second
+        self.then = then
+        self.two = second is not None  # exchanges
         self.first: Any = None  # Gloo's, of the first exchange
         self.places: Places | None = None
         self.rest: Any = None  # Gloo's, of the second one
+        self.over = False
         self._group = group
-        self._then = then
-        self._complete = threads.Completion(self._conclude)
+        self._concluding = (
+            threading.Lock()
+        )  # nobody who waits is back before the result is in place
 
     def begun(self) -> bool:
         """Whether there is nothing left to begin."""
-        return (self.first if self.second is None else self.rest) is not None
+        return (self.rest if self.two else self.first) is not None
 
     def done(self) -> bool:
         try:
@@ -579,7 +582,7 @@ class GlooWork:
             self._group._raise_if_failed()
             if time.monotonic() >= until:
                 return False
-        self._complete()
+        self._conclude()
         return True
 
     def wait(self) -> None:
@@ -589,7 +592,7 @@ class GlooWork:
             if turn % _LOOK_EVERY == 0:
                 self._group.look()
             self._group._raise_if_failed()
-        self._complete()
+        self._conclude()
 
     def _slice(self, timeout: timedelta) -> bool:
         """Waits for as long at most until one of its exchanges has ended. Whether it is over."""
@@ -597,17 +600,21 @@ class GlooWork:
         if awaited is not None:
             try:
                 awaited.wait(timeout)
-            except (
-                RuntimeError
-            ):  # the slice is over; or it has failed, as is found when it is concluded
+            # The slice is over; or it has failed, as is found when it is concluded.
+            except RuntimeError:
                 return False
             awaited = self._group.awaited(self)
         return awaited is None
 
     def _conclude(self) -> None:
-        self._group.conclude(self)
-        if self._then is not None:
-            self._then()
+        with self._concluding:
+            if not self.over:
+                self._group.conclude(self)
+                if self.then is not None:
+                    self.then()
+                self.over = True
+                # Who has waited may keep this object for long, and they hold tensors.
+                self.payload = self.own = self.put = self.compare = self.second = self.then = None
 
 
 class GlooMessage:

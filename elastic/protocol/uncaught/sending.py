@@ -7,6 +7,7 @@ opens it through /proc. Acts; where it can't be opened, or nobody reads it any m
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Mapping
 
@@ -16,6 +17,7 @@ from elastic.errors import CollectiveFailed, Interrupted, summary_of
 from elastic.protocol.uncaught import folded_traceback
 
 DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"  # in a worker's environment: the pipe, and its inode
+READ_S = 5.0
 LIMIT = 64 * 1024  # characters of a traceback that are sent; a message may be of any length
 
 
@@ -82,13 +84,20 @@ def send(error: BaseException, environ: Mapping[str, str]) -> bool:
     if fd is None:
         return False
     try:
-        data = memoryview(msgspec.json.encode(of(error)) + b"\n")
-        while data:
-            data = data[os.write(fd, data) :]
+        return _written(fd, memoryview(msgspec.json.encode(of(error)) + b"\n"))
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _written(fd: int, data: memoryview) -> bool:
+    """Whether all of it was, before an agent that is stopped or busy has read nothing for READ_S."""
+    os.set_blocking(fd, False)
+    while data:
+        if not select.select([], [fd], [], READ_S)[1]:
+            return False
+        data = data[os.write(fd, data) :]
     return True
 
 

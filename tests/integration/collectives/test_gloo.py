@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -30,7 +31,7 @@ from elastic.errors import CollectiveFailed, Differing
 from elastic.protocol.messages import Address
 from harness import groups, ranks
 from harness.collectives_contract import CollectivesContract
-from harness.groups import TIMEOUT_S, World
+from harness.groups import TIMEOUT_S, World, wait_in_two_orders
 from harness.ranks import Died, store_to_be
 from harness.waiting import wait_until
 
@@ -348,14 +349,7 @@ def test_calls_of_all_sizes_may_be_waited_for_by_several_threads_in_any_order(wo
             works.append(groups[rank].allreduce(tensors[-1], Op.SUM))
             works[pick.randrange(len(works))].done()
         pick.shuffle(works)
-
-        def wait_for_all(mine: list[Any]) -> None:
-            for each in mine:
-                each.wait()
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(wait_for_all, [works, works[::-1]], timeout=TIMEOUT_S))
-        assert all(work.done() for work in works)
+        wait_in_two_orders(works)
         return [i for i, tensor in enumerate(tensors) if not (tensor == 3.0 * i + 3.0).all()]
 
     assert world.on_all(wrong) == [[]] * 3
@@ -375,6 +369,19 @@ def test_a_collective_goes_on_while_the_script_waits_for_another_group(world):
         return [float(tensor[-1]) for tensor in tensors]
 
     assert world.on_all(run) == [[3.0, 3.0]] * 3
+
+
+def test_a_work_that_is_over_holds_no_tensor(world):
+    groups = world.group("held")
+
+    def held(rank: int) -> bool:
+        tensor = torch.ones(100)
+        known, work = weakref.ref(tensor), groups[rank].allreduce(tensor, Op.SUM)
+        work.wait()
+        del tensor
+        return work.done() and known() is not None
+
+    assert world.on_all(held) == [False] * 3
 
 
 # ---- peers that are lost -----------------------------------------------------------------------

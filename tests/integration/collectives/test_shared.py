@@ -38,7 +38,7 @@ from harness import ranks
 from harness.collectives_contract import EVERY, FLOATS, INTEGERS, REFERENCE, CollectivesContract
 from harness.forked import MARK, Forked
 from harness.forking import WHOLE_END
-from harness.groups import World, connecting
+from harness.groups import World, connecting, wait_in_two_orders
 from harness.history import SCRIPTS
 from harness.ranks import Died, Ranks
 
@@ -339,14 +339,7 @@ def start_ahead(rank: int, size: int, address: Address) -> list[int]:
                 works.append(work)
             del work, tensor
         pick.shuffle(works)
-
-        def wait_for_all(mine: list[Any]) -> None:
-            for each in mine:
-                each.wait()
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(wait_for_all, [works, works[::-1]], timeout=TIMEOUT_S))
-        assert all(work.done() for work in works)
+        wait_in_two_orders(works)
         group.barrier().wait()
         return [
             call

@@ -112,3 +112,10 @@ def test_a_sitecustomize_of_the_user_is_imported_all_the_same(tmp_path, pipe):
 def test_a_forked_child_prints_its_own(pipe):
     code = "import os\nif not os.fork():\n    1 / 0\nos.wait()"
     assert run(code, pipe[1]).stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_an_agent_that_reads_nothing_is_not_waited_for_without_end(pipe, monkeypatch):
+    read, environ = pipe
+    monkeypatch.setattr(sending, "READ_S", 0.01)
+    assert not sending.send(ValueError("x" * 10 * sending.LIMIT), environ)
+    assert os.read(read, 1 << 20)
