@@ -27,6 +27,7 @@ FINISHED = "finished.json"
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
 MOST_FILES = 5000  # looked at; a folder with more is no folder of a script
 MOST_BYTES = 1 << 20  # of one file; a larger one is data
+MOST_READ = 64 << 20  # bytes of all of them, at each start
 _SEPARATORS = re.compile("[=,:;@]")
 # Of a terminal or a login: the same command, given again, may have others.
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
@@ -114,13 +115,16 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
     scripts = [path for path in named if path.endswith(KINDS)]
     found = {path: finished.signature(path, by_time=_large(path)) for path in sorted(named)}
     roots = {folder, *map(os.path.dirname, scripts)}
-    looked_at = 0
+    looked_at = read = 0
     for root in sorted(roots):
         for path in _within(root, without):
             looked_at += 1
             if looked_at > MOST_FILES:
                 return None
             if path.endswith(KINDS) and path not in found and not _large(path):
+                read += _size(path)
+                if read > MOST_READ:
+                    return None
                 found[path] = finished.signature(path)
     for root in sorted(path for path in paths - {without} if os.path.isdir(path)):
         listed = []
@@ -164,6 +168,11 @@ def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[s
 
 
 def _large(path: str) -> bool:
+    return _size(path) > MOST_BYTES
+
+
+def _size(path: str) -> int:
+    """In bytes; 0 where it is gone."""
     with contextlib.suppress(OSError):
-        return os.path.getsize(path) > MOST_BYTES
-    return False
+        return os.path.getsize(path)
+    return 0

@@ -15,12 +15,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, Name
 from elastic.driver.commandline import cli, flags
 from elastic.driver.commandline.checkpoint_options import finished_before, same_command_of
-from elastic.driver.commandline.setup.finished_job import (
-    FINISHED,
-    MOST_FILES,
-    SameCommand,
-    program_files,
-)
+from elastic.driver.commandline.setup.finished_job import FINISHED, SameCommand, program_files
 
 LAST = Name(3, 2, 100)
 ENVIRON = {"PATH": "/bin", "EPOCHS": "3", "SHLVL": "1"}
@@ -200,9 +195,11 @@ def test_of_a_job_that_may_run_elsewhere_nothing_is_known(more):
     assert started(*more) is None
 
 
-def test_a_folder_with_too_many_files_leaves_it_unknown(folder, monkeypatch):
-    monkeypatch.setattr("elastic.driver.commandline.setup.finished_job.MOST_FILES", 1)
-    assert MOST_FILES > 2 and program_files(["python"], str(folder), "") is None
+@pytest.mark.parametrize("limit", ["MOST_FILES", "MOST_READ"])
+def test_a_folder_with_too_much_in_it_leaves_it_unknown(folder, monkeypatch, limit):
+    assert program_files(["python"], str(folder), "") is not None
+    monkeypatch.setattr(f"elastic.driver.commandline.setup.finished_job.{limit}", 1)
+    assert program_files(["python"], str(folder), "") is None
     assert not train()
 
 
