@@ -73,9 +73,7 @@ class JobIO:
 
     level: str  # of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
-    raised: dict[Worker, str] = field(
-        default_factory=dict
-    )  # tracebacks that workers have announced
+    raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers announced
     stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:

@@ -13,9 +13,8 @@ class CommitRate:
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
-        self._since: tuple[float, int] | None = (
-            None  # when it was measured last, and commits by then
-        )
+        # When it was measured last, and commits by then.
+        self._since: tuple[float, int] | None = None
         self._measured: float | None = None
         self._newest_at = 0.0
 

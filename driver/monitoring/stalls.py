@@ -23,12 +23,10 @@ from elastic.driver import events
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
-STALL_S = (
-    5.0  # others wait for this long: about as long as it takes until the driver looks for the line
-)
-ALL_WAIT_S = (
-    30.0  # as in failure_detection.stuck: a large collective may take long, and nobody is to blame
-)
+# Others wait for this long: about as long as it takes until the driver looks for the line.
+STALL_S = 5.0
+# As in failure_detection.stuck: a large collective may take long, and nobody is to blame.
+ALL_WAIT_S = 30.0
 CULPRITS = 8  # that are named
 KEPT = 200  # stalls that are kept one by one
 INTERVALS = 9  # reports by which the usual interval between collectives is known

@@ -436,9 +436,7 @@ class _Process:
         written: int,
     ) -> None:
         self.worker = worker
-        self.written = (
-            written  # the end of its diagnostics that it writes to, until its exit is reported
-        )
+        self.written = written  # its end of the diagnostics, open until its exit is reported
         self.popen = popen
         self.life_lock = life_lock
         self.pid = popen.pid

@@ -20,9 +20,8 @@ from elastic.checkpoints.manifest import Name
 
 RETURNED = "returned.json"
 BLOCK = 1 << 20  # bytes read at once
-START_ERROR_S = (
-    1.0  # the kernel's start of the system, from which a process's is counted, is in whole seconds
-)
+# The kernel's start of the system, from which a process's is counted, is in whole seconds.
+START_ERROR_S = 1.0
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
