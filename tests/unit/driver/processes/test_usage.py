@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +52,8 @@ class Nvml:
 
     broken = part = missing = lost = False
 
-    def __init__(self, *kinds: str) -> None:
+    def __init__(self, *kinds: str, pid: int | None = None) -> None:
+        self.pid = pid or os.getpid()
         for kind in kinds:
             setattr(self, kind, True)
 
@@ -69,7 +72,7 @@ class Nvml:
         return index
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[SimpleNamespace]:
-        own = SimpleNamespace(pid=os.getpid(), usedGpuMemory=1000 + gpu)
+        own = SimpleNamespace(pid=self.pid, usedGpuMemory=1000 + gpu)
         return [own, SimpleNamespace(pid=2**22 + 1, usedGpuMemory=77)]  # in no container of ours
 
     def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
@@ -87,8 +90,15 @@ def test_a_worker_has_the_memory_of_all_its_gpus_and_the_rate_of_the_busiest(nvm
 
 
 def test_a_process_of_a_workers_session_counts_for_it():
-    leader = os.getsid(0)
-    assert Gpus(Nvml()).used_by({leader})[leader] == (0.9, 2001)
+    session = subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    with session:
+        assert session.stdout is not None
+        nvml = Nvml(pid=int(session.stdout.readline()))
+        found = Gpus(nvml).used_by({session.pid})
+        os.killpg(session.pid, signal.SIGKILL)
+    assert found == {session.pid: (0.9, 2001)}
 
 
 @pytest.mark.parametrize("kind", ["missing", "lost"])
