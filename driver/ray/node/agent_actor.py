@@ -297,6 +297,7 @@ class AgentActor:
         why = why_ended(self._host, process.code, process.said(), by_ssh=False)
         await self._clear()
         await self._say_last("warning" if process.code else "debug", why)
+        await asyncio.sleep(SENT_S)
         self._engine.leave()
 
     async def _say_last(self, level: str, why: str) -> None:

@@ -77,6 +77,7 @@ class Fake:
         self.head = threading.Event()  # answers
         self.head.set()
         self.making = threading.Lock()
+        self.sending_s = 0.0  # an answer is lost if its actor's process exits meanwhile
 
     def make(self, name: str, node: str, *, detached: bool) -> AgentActor:
         assert threading.current_thread() is not threading.main_thread()
@@ -115,7 +116,7 @@ class Fake:
             raise Died("The actor is dead because it was killed by `ray.kill`.")
         if method == "hello" and self.release:
             return self.release
-        asking = asyncio.ensure_future(getattr(actor, method)(*args))
+        asking = asyncio.ensure_future(self._answer(actor, method, *args))
         ended = asyncio.ensure_future(self._death_of(actor))
         await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -123,6 +124,12 @@ class Fake:
             asking.cancel()
             raise Died("The actor is dead because it was killed by `ray.kill`.")
         return asking.result()
+
+    async def _answer(self, actor: AgentActor, method: str, *args: Any) -> Any:
+        answer = await getattr(actor, method)(*args)
+        if self.sending_s:
+            await asyncio.sleep(self.sending_s)
+        return answer
 
     async def _death_of(self, actor: AgentActor) -> None:
         while actor in self.living.values():
@@ -282,6 +289,15 @@ class TestRay(StarterContract):
             await bench.starter.start(bootstrap("alpha"))
             assert not lives(earlier) and bench.runs("alpha")
             assert len(bench.fake.living) == 1
+
+    async def test_an_actor_that_ends_its_agent_exits_after_it_has_answered(self, opened):
+        async with opened as bench:
+            await bench.starter.start(bootstrap("alpha"))
+            (actor,) = bench.fake.living.values()
+            bench.fake.sending_s = 0.05
+            await asyncio.wrap_future(bench.fake.ask(actor, "end"))
+            assert not bench.runs("alpha")
+            await until(lambda: not bench.fake.living, "the end of the actor")
 
     async def test_a_failed_start_leaves_no_actor(self, opened):
         async with opened as bench:
