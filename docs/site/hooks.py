@@ -6,7 +6,7 @@ import posixpath
 import re
 from typing import Any
 
-_LINK = re.compile(r"\[([^\]\n]*)\]\((\.\./[^)\s#]*)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)\s#]*)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **rest: Any) -> str:
