@@ -14,6 +14,9 @@ UNDER_WAY = -1  # as kUnderWay in native/lanes.h
 _SLICE_S = 0.05  # how long native code waits before Python may handle a signal
 # Tags of monitored_barrier: torch's have 32 bits.
 _HERE, _GO_ON = 1 << 40, 1 << 41
+# Beyond the timeout of monitored_barrier, in which rank 0 names the rank that is missing: a rank that arrived and then
+# leaves the group takes its message along, and would be named instead.
+_VERDICT_S = 1.0
 
 
 class MessageGroup(Protocol):
@@ -93,7 +96,7 @@ def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: boo
         group.send(nothing, 0, _HERE)
         why = "it did not answer in time"
         try:
-            if group.receive(nothing, 0, _GO_ON).within(timeout_s):
+            if group.receive(nothing, 0, _GO_ON).within(timeout_s + _VERDICT_S):
                 return
         except CollectiveFailed as error:
             why = str(error)
