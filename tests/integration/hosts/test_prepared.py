@@ -212,6 +212,7 @@ def modules_after(words: str, script: Path) -> set[str]:
     return {*subprocess.check_output(command, text=True, timeout=120).split()}
 
 
+@pytest.mark.nightly
 def test_auto_imports_torch_only_where_the_script_does_so_first(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nos.environ['TORCH_LOGS'] = 'all'\nimport torch\n")

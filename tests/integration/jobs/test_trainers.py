@@ -168,6 +168,7 @@ def of_a_schedule(job: Any, whose: str) -> Any:
     return training
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("library", ["transformers"])
 def test_the_trainers_schedule_ends_with_the_last_step_after_a_loss(job: Any, library: str):
     training = of_a_schedule(job, "trainer")
