@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from harness.fake_cuda import start as made_up
 from harness.job import Job
 
-pytest_plugins = ["harness.spread", "harness.budgets", "harness.leftovers"]
+pytest_plugins = ["harness.golden", "harness.spread", "harness.budgets", "harness.leftovers"]
 
 
 # Compiled once, not in each process that imports it. A machine may be told otherwise, as those of many images are.

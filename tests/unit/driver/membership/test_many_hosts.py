@@ -50,6 +50,7 @@ from elastic.driver.reasons import in_words
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place
 from elastic.protocol.messages import Worker as Name
+from harness.golden import raises, recorded
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
@@ -87,8 +88,8 @@ def test_rules_replace_those_before_them_at_once():
 
 def test_a_slow_link_and_its_end():
     words = " ".join(links.shaping("eth0", "10mbit"))
-    assert words.startswith("qdisc replace dev eth0 root tbf rate 10mbit burst ")
-    assert " ".join(links.shaping("eth0", "")) == "qdisc del dev eth0 root"
+    recorded("messages", words)
+    recorded("messages", " ".join(links.shaping("eth0", "")))
 
 
 def test_a_fast_link_passes_more_at_once_because_timers_are_coarse():
@@ -96,22 +97,15 @@ def test_a_fast_link_passes_more_at_once_because_timers_are_coarse():
     assert "rate 1gbit burst 500000b" in " ".join(links.shaping("eth0", "1gbit"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"loss": 1.0}, "share of packets"),
-        ({"rate": "10mbit; reboot"}, "not a rate"),
-        ({"delay_s": -1}, "in the past"),
-    ],
-)
-def test_a_link_that_can_not_be(fields, said):
-    with pytest.raises(Invalid, match=said):
+@pytest.mark.parametrize("fields", [{"loss": 1.0}, {"rate": "10mbit; reboot"}, {"delay_s": -1}])
+def test_a_link_that_can_not_be(fields):
+    with raises(Invalid):
         Link(**fields)
 
 
 @pytest.mark.parametrize("name", ["", "a;b", "Host", "much-too-long-a-name"])
 def test_a_name_that_no_interface_can_have(name):
-    with pytest.raises(Invalid, match="not a name of a host"):
+    with raises(Invalid):
         links.check_name(name)
 
 
@@ -233,7 +227,7 @@ def test_notes_are_read_but_for_a_line_that_is_being_written():
         Note(2.5, "committed", 1, 4),
     ]
     for line in ("1.5 slept 0 4\n", "soon entered 0 4\n", "\n"):
-        with pytest.raises(Invalid, match="not a note of a step"):
+        with raises(Invalid):
             notes_of(line)
 
 
@@ -343,10 +337,10 @@ def test_a_driver_that_goes_on_from_something_else_is_found_out(tmp_path):
     drivers = Drivers(tmp_path)
     drivers.first(more=-3)
     drivers.second()
-    with pytest.raises(Invalid, match="a state that the journal before it never led to"):
+    with raises(Invalid):
         drivers.join()
     drivers.paths.reverse()
-    with pytest.raises(Invalid, match=r"journal\.1 does not go on from another journal"):
+    with raises(Invalid):
         drivers.join()
 
 
@@ -433,15 +427,13 @@ def test_the_page_has_a_row_for_each_thing_that_was_done_and_what_is_wrong_at_th
     ]
     (cut,), (driver,), (ssh,) = map(rows, outcomes)
     assert cut[2:8] == ["3", "2300 ms", "2350 ms", "1", "0", "-"]
-    assert driver[2:8] == ["4", "not interrupted", "61 ms", "0", "0", "640 ms"]
+    recorded("messages", driver[2:8])
     text = page(
         outcomes, command="chaos hosts", date="today", machine="this", setting="Four hosts."
     )
-    assert "**2 of 3 scenarios passed**" in text
-    assert (
-        f"| {' | '.join(ssh)} |" in text
-        and "- ssh: waited 30 s\n        driver1 | no route" in text
-    )
+    recorded("messages", text)
+    assert f"| {' | '.join(ssh)} |" in text
+    recorded("messages", text)
 
 
 def test_every_scenario_says_what_it_plays():
@@ -449,23 +441,23 @@ def test_every_scenario_says_what_it_plays():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["--only", "link-cut,flood"], "there is no scenario 'flood'; give some of host-killed, "),
-        (["--seed", "1", "--only", "link-cut"], "leave out --only and --report"),
-        (["--seed", "1", "--rounds", "0"], "--rounds is 0; give 1 or more"),
-        (["--report", "/no/such/folder/page.md"], "there is no folder /no/such/folder"),
+        ["--only", "link-cut,flood"],
+        ["--seed", "1", "--only", "link-cut"],
+        ["--seed", "1", "--rounds", "0"],
+        ["--report", "/no/such/folder/page.md"],
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_before_anything_is_made(words, said, capsys):
+def test_a_mistake_on_the_command_line_is_told_before_anything_is_made(words, capsys):
     assert main(["hosts", *words]) == 2
-    assert said in capsys.readouterr().err
+    recorded("output", capsys.readouterr().err)
 
 
 def test_whoever_is_not_root_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr("elastic.chaos.hosts.namespaces.os.geteuid", lambda: 1000)
     assert main(["hosts", "--only", "link-cut"]) == 2
-    assert "network namespaces need root" in capsys.readouterr().err
+    recorded("output", capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -501,12 +493,13 @@ def test_the_command_plays_what_it_is_asked_and_writes_its_page(stage, capsys):
     assert main(["hosts", "--only", "good", "--report", str(stage)]) == 0
     assert "PASSED" in capsys.readouterr().out
     assert f"python -m elastic.chaos hosts --only good --report {stage}" in stage.read_text()
-    assert "| good | the link is cut | 3 | 2300 ms |" in stage.read_text()
+    recorded("messages", stage.read_text())
 
 
 def test_a_scenario_that_hangs_fails_and_the_next_one_is_played(stage, capsys):
     assert main(["hosts", "--only", "late,good", "--report", str(stage)]) == 1
     said = capsys.readouterr()
-    assert "good: passed" in said.err and "late: FAILED" in said.err and "FAILED; " in said.out
-    assert "**1 of 2 scenarios passed**" in stage.read_text()
-    assert "- late: waited 30 s for ['a'] to train" in stage.read_text()
+    assert "late: FAILED" in said.err and "FAILED; " in said.out
+    recorded("output", said.err)
+    recorded("messages", stage.read_text())
+    recorded("messages", stage.read_text())

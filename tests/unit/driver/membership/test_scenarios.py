@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.golden import raises, recorded
 from harness.scenario import paragraph_of, played, title_of
 
 ROOT = Path(__file__).parents[4]
@@ -76,15 +77,15 @@ given: all train
 
 def test_what_is_indented_is_written_anew():
     whole = played(STORY)
-    assert "    0.001  break generation 2, tell h:0: lost h:1#1 (signal 9 SIGKILL)\n" in whole
+    recorded("messages", whole)
     assert played(whole) == whole
     assert played(whole.replace("break", "mend")) == whole
 
 
 def test_a_line_that_means_nothing_is_an_error():
-    with pytest.raises(ValueError, match="'h:1 dances' is nothing that can happen"):
+    with raises(ValueError):
         played(STORY + "> h:1 dances\n")
-    with pytest.raises(ValueError, match="'it dances' is nothing that can happen"):
+    with raises(ValueError):
         played("A\n\nB\n\nmachine: worker\n\n> it dances\n")
-    with pytest.raises(ValueError, match="given: all dance; expected"):
+    with raises(ValueError):
         played(STORY.replace("all train", "all dance"))

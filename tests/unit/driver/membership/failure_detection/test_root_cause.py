@@ -37,6 +37,7 @@ from harness.conversation import (
     the,
     worker,
 )
+from harness.golden import recorded
 
 # ---- user exceptions ----------------------------------------------------------------------------
 
@@ -44,10 +45,10 @@ from harness.conversation import (
 def test_an_exception_in_one_worker_costs_its_slot_a_pause_and_the_job_goes_on():
     talk = running(3)
     actions = talk.tell(raised("h:1", 2, (2, 4)))
-    assert "rank 1 (h:1#1 on h) raised ValueError: x" in said(actions)
+    recorded("log", said(actions))
     assert the(BreakWorld, actions).members == [worker("h:0"), worker("h:2")]
     assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
-    assert "its slot may return in 1 s" in said(talk.tell(exited("h:1", 1)))
+    recorded("log", said(talk.tell(exited("h:1", 1))))
     assert names(talk.wait(1)) == ["h:1#2"]
 
 
@@ -55,12 +56,12 @@ def test_who_calls_sys_exit_is_lost_before_its_interpreter_has_ended():
     talk = running(3)
     broken = the(BreakWorld, talk.tell(has_quit("h:1", 2)))
     assert broken.members == [worker("h:0"), worker("h:2")]
-    assert str(broken.reason) == "lost h:1#1 (exit code 0)"
+    assert broken.reason == because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 0")
     assert talk.tell(failed("h:0", 2)) == []
     assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
     assert names(talk.wait(5)) == [], "its slot is taken for as long as it runs"
     gone = talk.tell(exited("h:1", 0))
-    assert "h:1#1 ended with exit code 0; its slot may return in 1 s" in said(gone)
+    recorded("log", said(gone))
     assert not has(BreakWorld, gone), "it was lost once"
     assert names(talk.wait(1)) == ["h:1#2"]
 
@@ -80,7 +81,21 @@ def test_the_last_one_may_take_its_time_to_exit():
     assert not has(EndJob, talk.tell(exited("h:0", 0)))
     assert not has(KillWorker, talk.wait(60))
     end = the(EndJob, talk.tell(exited("h:1", 0)))
-    assert end.code == 1 and "lost h:1#1 (exit code 0)" in str(end.reason)
+    assert end.code == 1
+    assert end.reason == because(
+        Why.ALL_LOST,
+        members=2,
+        generation=2,
+        cause=because(
+            Why.SEVERAL,
+            causes=[
+                because(Why.LOST_EXITED, worker="h:0#1", exit="exit code 0"),
+                because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 0"),
+            ],
+            more=0,
+        ),
+        wrote="",
+    )
 
 
 def test_an_exit_after_the_others_have_returned_is_no_failure_of_theirs():
@@ -88,7 +103,7 @@ def test_an_exit_after_the_others_have_returned_is_no_failure_of_theirs():
     talk.tell(returned("h:0", 2))
     actions = talk.tell(has_quit("h:1", 2, 0))
     assert the(EndJob, actions).code == 0
-    assert "lost h:1#1 (exit code 0), after all others had returned" in said(actions)
+    recorded("log", said(actions))
 
 
 def test_words_of_an_exit_that_change_nothing():
@@ -110,9 +125,12 @@ def test_the_same_exception_from_a_second_worker_ends_the_job():
     talk = running(3)
     talk.tell(raised("h:1", 2, (2, 4), "IndexError: 17 of 10"))
     end = the(EndJob, talk.tell(raised("h:2", 2, (2, 4), "IndexError: 23 of 10")))
-    assert str(end.reason) == (
-        "h:1#1 and h:2#1 raised the same exception at commit g2c4:\n"
-        "Traceback ...\nIndexError: 23 of 10"
+    assert end.reason == because(
+        Why.SAME_EXCEPTION,
+        first="h:1#1",
+        worker="h:2#1",
+        commit="2.4",
+        trace="Traceback ...\nIndexError: 23 of 10",
     )
 
 
@@ -139,7 +157,13 @@ def test_the_same_exception_at_the_beginning_is_the_same_though_nobody_had_got_t
     other = raised("h:2", 3, None, "KeyError: y", beginning=True)
     assert not has(EndJob, talk.tell(other))
     end = the(EndJob, talk.tell(raised("h:1", 3, (3, 0), beginning=True)))
-    assert str(end.reason).startswith("h:0#1 and h:1#1 raised the same exception at commit g3c0:")
+    assert end.reason == because(
+        Why.SAME_EXCEPTION,
+        first="h:0#1",
+        worker="h:1#1",
+        commit="3.0",
+        trace="Traceback ...\nValueError: x",
+    )
 
 
 def test_the_beginning_is_no_other_place_for_who_goes_on_with_its_state():
@@ -179,7 +203,7 @@ def test_gpus_that_fail_alike_are_not_the_scripts_fault():
     assert not has(EndJob, actions)
     assert "its GPU failed" in said(actions)
     actions = talk.tell(exited("h:1", 1), exited("h:2", 1))
-    assert "h:2#1 ended with exit code 1; its slot may return in 1 s" in said(actions)
+    recorded("log", said(actions))
     world = the(PublishWorld, talk.ready("h:0", "h:3", commit=(2, 4)))
     assert order(world) == ["h:0#1", "h:3#1"]
 
@@ -203,7 +227,20 @@ def test_when_every_worker_raised_something_else_the_job_ends_with_the_last():
     talk = running(2)
     talk.tell(raised("h:0", 2, (2, 4), "ValueError: x"))
     end = the(EndJob, talk.tell(raised("h:1", 2, (2, 4), "KeyError: y")))
-    assert str(end.reason).startswith("all 2 members of generation 2 are lost")
+    assert end.reason == because(
+        Why.ALL_LOST,
+        members=2,
+        generation=2,
+        cause=because(
+            Why.SEVERAL,
+            causes=[
+                because(Why.LOST_RAISED, worker="h:0#1", summary="ValueError: x"),
+                because(Why.LOST_RAISED, worker="h:1#1", summary="KeyError: y"),
+            ],
+            more=0,
+        ),
+        wrote="Traceback ...\nKeyError: y",
+    )
     assert str(end.reason).endswith("Traceback ...\nKeyError: y")
 
 
@@ -224,8 +261,14 @@ def test_commits_keep_their_first_name_through_many_worlds():
 def test_a_static_job_fails_as_a_whole_and_names_rank_host_and_exit_code():
     end = the(EndJob, static(3).tell(exited("h:1", 3, "Traceback\nKeyError: 'x'\n")))
     assert end.code == 3
-    assert str(end.reason) == (
-        "rank 1 (h:1#1 on h) ended with exit code 3; it wrote:\nTraceback\nKeyError: 'x'"
+    assert end.reason == because(
+        Why.ENDED,
+        who="rank 1 (h:1#1 on h)",
+        exit="exit code 3",
+        killed_for=None,
+        early=False,
+        outside=False,
+        wrote="Traceback\nKeyError: 'x'",
     )
     assert the(EndJob, static(3).tell(exited("h:1", -9))).code == 137
 
@@ -234,7 +277,15 @@ def test_before_the_first_world_too():
     talk = Talk(np=2, workers_min=2, elastic=False)
     talk.tell(hosts(h1=1, h2=1))
     end = the(EndJob, talk.tell(exited("h2:0", 2)))
-    assert str(end.reason) == "rank 1 (h2:0#1 on h2) ended with exit code 2"
+    assert end.reason == because(
+        Why.ENDED,
+        who="rank 1 (h2:0#1 on h2)",
+        exit="exit code 2",
+        killed_for=None,
+        early=False,
+        outside=False,
+        wrote="",
+    )
 
 
 def test_a_survivor_that_complains_first_is_not_blamed():
@@ -242,17 +293,21 @@ def test_a_survivor_that_complains_first_is_not_blamed():
     assert talk.tell(failed("h:0", 1), stranded("h:2", 1)) == []
     assert talk.tell(exited("h:0", 1)) == []  # it died of the failure
     end = the(EndJob, talk.tell(exited("h:1", -9)))
-    assert (end.code, str(end.reason)) == (137, "rank 1 (h:1#1 on h) ended with signal 9 SIGKILL")
+    recorded("messages", (end.code, str(end.reason)))
 
 
 def test_where_nobody_else_exits_the_complaint_is_the_reason():
     talk = static(2, disconnect_s=2)
     talk.tell(failed("h:0", 1), failed("h:1", 1))
     end = the(EndJob, talk.wait(2.1))
-    assert str(end.reason) == "rank 0 (h:0#1 on h) lost a peer: connection closed by peer"
+    assert end.reason == because(
+        Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+    )
     talk = static(2)
     talk.tell(failed("h:0", 1), failed("h:1", 1), exited("h:0", 1))
-    assert "lost a peer" in str(the(EndJob, talk.tell(exited("h:1", 1))).reason)
+    assert the(EndJob, talk.tell(exited("h:1", 1))).reason == because(
+        Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+    )
 
 
 def test_ranks_that_called_different_collectives_have_lost_no_peer():
@@ -271,7 +326,9 @@ def test_a_suspect_may_be_slow_to_exit():
     assert the(EndJob, talk.tell(exited("h:1", 3))).code == 3
     talk = static(2, disconnect_s=2)
     talk.tell(failed("h:0", 1))
-    assert "rank 0 (h:0#1 on h) lost a peer" in str(the(EndJob, talk.wait(11)).reason)
+    assert the(EndJob, talk.wait(11)).reason == because(
+        Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+    )
 
 
 def test_who_ended_well_but_too_early_is_blamed():
@@ -279,9 +336,10 @@ def test_who_ended_well_but_too_early_is_blamed():
     assert talk.tell(exited("h:1", 0)) == []  # it may have come to its end
     talk.tell(stranded("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:0", 1)))
-    assert str(end.reason) == (
-        "rank 1 (h:1#1 on h) ended with exit code 0 too early:"
-        " rank 0 (h:0#1 on h) lost a peer: connection closed by peer"
+    assert end.reason == because(
+        Why.ENDED_EARLY,
+        workers="rank 1 (h:1#1 on h)",
+        cause=because(Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"),
     )
 
 
@@ -290,8 +348,11 @@ def test_who_raised_is_blamed_even_if_another_exits_first():
     talk.tell(failed("h:0", 1), raised("h:1", 1, None))
     talk.tell(raised("h:0", 1, None, "CollectiveFailed: closed"), exited("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:1", 1)))
-    assert (
-        str(end.reason) == "rank 1 (h:1#1 on h) raised ValueError: x:\nTraceback ...\nValueError: x"
+    assert end.reason == because(
+        Why.SCRIPT_RAISED,
+        who="rank 1 (h:1#1 on h)",
+        summary="ValueError: x",
+        trace="Traceback ...\nValueError: x",
     )
 
 
@@ -310,24 +371,21 @@ def test_static_workers_under_elastic_run():
     talk = static(2)
     talk.ready("h:0", "h:1")
     end = the(EndJob, talk.tell(exited("h:1", 0)))
-    assert (end.code, str(end.reason)) == (
-        1,
-        "rank 1 (h:1#1 on h) ended with exit code 0 too early",
-    )
+    recorded("messages", (end.code, str(end.reason)))
 
 
 def test_who_waits_in_init_for_one_that_has_ended_is_not_left_waiting():
     talk = static(2)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.tell(exited("h:1", 0)))
-    assert str(end.reason) == "1 worker ended with exit code 0 while 1 other waited in init()"
+    assert end.reason == because(Why.OTHERS_EXITED, exited=1, waiting=1)
 
 
 def test_who_does_not_come_to_init_again_is_named():
     talk = static(2, elastic_timeout_s=60)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.wait(61))
-    assert str(end.reason).startswith("rank 1 (h:1#1 on h) has not called init() again for 60 s")
+    assert end.reason == because(Why.NOT_ENTERED, who="rank 1 (h:1#1 on h)", for_s=60)
 
 
 def test_a_worker_whose_connection_is_lost_is_killed_and_named():
@@ -335,19 +393,27 @@ def test_a_worker_whose_connection_is_lost_is_killed_and_named():
     talk.tell(disconnected("h:1"))
     assert names(talk.wait(2.1), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
-    assert str(end.reason).endswith("killed because its connection was lost")
+    assert end.reason == because(
+        Why.ENDED,
+        who="rank 1 (h:1#1 on h)",
+        exit="signal 9 SIGKILL",
+        killed_for=because(Why.CONNECTION_LOST),
+        early=False,
+        outside=False,
+        wrote="",
+    )
 
 
 def test_exits_are_worded():
-    assert describe_exit(3) == "exit code 3"
+    recorded("messages", describe_exit(3))
     assert describe_exit(-9) == "signal 9 SIGKILL"
     assert describe_exit(-99) == "signal 99"
     assert [exit_code(code) for code in (3, -9, 0)] == [3, 137, 1]
 
 
 def test_a_reason_that_was_given_before_is_named_by_its_first_words():
-    assert brief(because(Why.FROZEN, how="stopped by a signal")) == "it is frozen"
-    assert brief(because(Why.IDLE, for_s=30.0, where="in 'loss'")) == "it is stuck"
+    recorded("messages", brief(because(Why.FROZEN, how="stopped by a signal")))
+    recorded("messages", brief(because(Why.IDLE, for_s=30.0, where="in 'loss'")))
     whole = because(Why.NO_INIT, within_s=120.0)
     assert brief(whole) == str(whole) == "it did not call init() within 120 s"
 

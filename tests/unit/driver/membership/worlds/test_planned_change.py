@@ -16,6 +16,7 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.membership.membership import Phase
+from elastic.driver.reasons import Why, because
 from harness.conversation import (
     Talk,
     checked,
@@ -34,6 +35,7 @@ from harness.conversation import (
     the,
     worker,
 )
+from harness.golden import recorded
 
 
 def joining(workers: int = 2, **settings) -> Talk:
@@ -99,7 +101,7 @@ def test_no_answer_calls_the_change_off_for_a_while():
     talk = joining(prepare_s=5)
     talk.tell(checked("h:0", 2, 3))
     actions = talk.wait(5.1)
-    assert str(the(CallOffChange, actions).reason) == "no answer from h:1#1"
+    assert the(CallOffChange, actions).reason == because(Why.NO_ANSWER, workers="h:1#1")
     assert not has(PrepareChange, talk.wait(9))
     assert the(PrepareChange, talk.wait(2)).change == 2
 
@@ -130,7 +132,9 @@ def test_who_never_stops_breaks_the_world_and_is_then_killed():
     talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
     talk.tell(ready("h:0", 2, (2, 4)))
     actions = talk.wait(60.1)
-    assert str(the(BreakWorld, actions).reason) == "h:1#1 did not reach check 4 within 60 s"
+    assert the(BreakWorld, actions).reason == because(
+        Why.NOT_STOPPED, workers="h:1#1", check=4, within_s=60
+    )
     assert names(talk.wait(60.1), KillWorker) == ["h:1#1"]
 
 
@@ -153,7 +157,7 @@ def test_a_worker_that_got_sigterm_leaves_at_its_next_commit_and_its_slot_stays_
     actions = talk.stop_all()
     assert names(actions, LetGo) == ["h:1#1"]
     assert order(the(PublishWorld, actions)) == ["h:0#1", "h:2#1"]
-    assert "h:1#1 has left with exit code 0: SIGTERM" in said(talk.tell(exited("h:1", 0)))
+    recorded("log", said(talk.tell(exited("h:1", 0))))
     assert not has(StartWorker, talk.wait(1000))
     assert names(talk.tell(hosts(h=0), hosts(h=3)))[-1:] == ["h:1#2"]  # announced again
 
@@ -270,7 +274,9 @@ def test_list_without_hosts_starts_no_worker_and_waits_as_below_the_minimum():
         gone = [exited(f"h:{slot}#{incarnation}", 255) for slot in (0, 1)]
         assert not has(EndJob, talk.tell(*gone))
         if incarnation == 2:
-            assert "training begins" not in str(talk.m.worlds.give_up.spent())
+            assert talk.m.worlds.give_up.spent() == because(
+                Why.SLOTS_SPENT, attempts=4, needed=1, wrote=""
+            )
     actions = talk.tell(hosts())
     actions += talk.wait(talk.m.settings.elastic_timeout_s - 60)
     assert not has(StartWorker, actions) and not has(EndJob, actions)
@@ -297,7 +303,7 @@ def test_the_death_of_a_host_that_has_left_the_list_is_nobodys_failure():
     talk = running(3)
     talk.tell(hosts(h=2))
     actions = talk.tell(exited("h:2", 255))
-    assert "its slot is not listed" in said(actions)
+    recorded("log", said(actions))
     assert has(BreakWorld, actions)
 
 

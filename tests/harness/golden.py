@@ -1,0 +1,185 @@
+"""Texts that people read, in one file for each surface: `tests/golden/errors.txt`, `log.txt`, `output.txt` and others.
+
+    with raises(Invalid) as caught:     # as pytest.raises; the message is compared with the recorded one
+        parse(["-np", "0"])
+    recorded("log", said(actions))      # a text, or the lines of a list
+
+Each entry has the name of its test and its number in it. `make golden` writes the files anew from what the code does
+now: read the diff. What differs from run to run (temporary folders, ports, process numbers) is replaced by a name in
+capitals before it is compared. ``facts`` are values that a message has to name, such as a port; they may be among what
+is replaced.
+
+Only tests that run in the process of pytest can use it, and none that Hypothesis calls several times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import os
+import re
+import socket
+import sys
+import tempfile
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden"
+ROOT = FOLDER.parents[1]
+VOLATILE: list[tuple[str, str]] = [
+    (
+        r"\S*/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/[^/\s'\"]+?\d+(?=[/\s'\"):;,.]|$)",
+        "FOLDER",
+    ),
+    (rf"{re.escape(tempfile.gettempdir())}/(tmp|elastic-|hvd-elastic-)\w+", "FOLDER"),
+    (r"/dev/shm/tmp\w+", "FOLDER"),
+    (re.escape(sys.executable), "PYTHON"),
+    (re.escape(str(ROOT)), "ROOT"),
+    (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),
+    (r"\b\d\d:\d\d:\d\d\b", "TIME"),
+    (r"\b0x[0-9a-f]{6,}\b", "ADDRESS"),
+    (r"((?:127\.0\.0\.1|localhost|\[::1\])(?::| port ))\d{4,5}\b", r"\1PORT"),
+]
+
+
+class Records:
+    """What the tests of a run have shown, and what is recorded for them."""
+
+    def __init__(self, rewrite: bool) -> None:
+        self.rewrite = rewrite
+        self.process = os.getpid()
+        self.test = ""
+        self.counts: Counter[str] = Counter()
+        self.known: dict[str, dict[str, str]] = {}
+        self.shown: dict[str, dict[str, str]] = defaultdict(dict)
+        self.ran: set[str] = set()
+
+    def begin(self, test: str) -> None:
+        self.test = test
+        self.counts.clear()
+        self.ran.add(test)
+
+    def key_of(self, surface: str) -> str:
+        assert os.getpid() == self.process, "a golden text in another process than pytest's"
+        self.counts[surface] += 1
+        return f"{self.test} {self.counts[surface]}"
+
+    def recorded(self, surface: str, key: str) -> str | None:
+        if surface not in self.known:
+            self.known[surface] = read(surface)
+        return self.known[surface].get(key)
+
+    def write(self) -> None:
+        """The entries of tests that ran are replaced, all others kept. Several processes of pytest may do so."""
+        FOLDER.mkdir(exist_ok=True)
+        for surface in {*self.shown, *(path.stem for path in FOLDER.glob("*.txt"))}:
+            with (FOLDER / f"{surface}.txt").open("a+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                kept = {
+                    key: text
+                    for key, text in read(surface).items()
+                    if key.rpartition(" ")[0] not in self.ran
+                }
+                entries = sorted((kept | self.shown[surface]).items(), key=_in_order)
+                file.truncate(0)
+                file.write("".join(f"== {key}\n{_indented(text)}\n" for key, text in entries))
+
+
+def _in_order(entry: tuple[str, str]) -> tuple[str, int]:
+    test, _, number = entry[0].rpartition(" ")
+    return test, int(number)
+
+
+def _indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.split("\n"))
+
+
+def read(surface: str) -> dict[str, str]:
+    path = FOLDER / f"{surface}.txt"
+    entries: dict[str, str] = {}
+    for entry in re.split(r"^== ", path.read_text() if path.exists() else "", flags=re.MULTILINE)[
+        1:
+    ]:
+        key, *lines = entry.removesuffix("\n").removesuffix("\n").split("\n")
+        entries[key] = "\n".join(line[4:] for line in lines)
+    return entries
+
+
+_records: Records | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _records
+    _records = Records(bool(config.getoption("--rewrite")))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    assert _records is not None
+    _records.begin(item.nodeid.removeprefix("tests/"))
+
+
+def pytest_sessionfinish() -> None:
+    if _records is not None and _records.rewrite and _records.shown:
+        _records.write()
+
+
+def steady(text: str) -> str:
+    """Without what differs from run to run, and from machine to machine."""
+    for pattern, name in VOLATILE:
+        text = re.sub(pattern, name, text)
+    for number, name in ((os.getpid(), "PID"), (os.getppid(), "PPID")):
+        text = re.sub(rf"(?<![\w.]){number}(?![\w.]\d)", name, text)
+    for word, name in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
+        text = re.sub(rf"(?<![\w/.]){re.escape(word)}(?![\w/])", name, text)
+    # No line of a golden file ends in blanks, and none has what a terminal would obey.
+    return "\n".join(
+        "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line).rstrip()
+        for line in text.split("\n")
+    )
+
+
+def recorded(surface: str, shown: object, *facts: object) -> None:
+    """Fails unless this is the text that is recorded here; the items of anything else than a string are its lines."""
+    assert _records is not None
+    lines: Iterable[Any] = (
+        [shown] if isinstance(shown, str) or not isinstance(shown, Iterable) else shown
+    )
+    whole = "\n".join(map(str, lines))
+    missing = [str(fact) for fact in facts if str(fact) not in whole]
+    assert not missing, f"{missing} missing in: {whole}"
+    text, key = steady(whole), _records.key_of(surface)
+    if _records.rewrite:
+        _records.shown[surface][key] = text
+        return
+    before = _records.recorded(surface, key)
+    assert before is not None, f"nothing is recorded for {key}: run `make golden`"
+    assert text == before, (
+        f"not what {FOLDER.name}/{surface}.txt has: run `make golden` if it is right"
+    )
+
+
+@contextlib.contextmanager
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *facts: object
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """As `pytest.raises`; class and message are compared with those recorded in `golden/errors.txt`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    recorded("errors", f"{type(caught.value).__name__}: {caught.value}", *facts)
+
+
+@contextlib.contextmanager
+def warns(kind: type[Warning], *facts: object) -> Iterator[None]:
+    """As `pytest.warns`; the messages are compared with those recorded in `golden/errors.txt`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [each for each in caught if issubclass(each.category, kind)]
+    assert found, f"no {kind.__name__} was given"
+    recorded("errors", [f"{each.category.__name__}: {each.message}" for each in found], *facts)
