@@ -43,7 +43,11 @@ VOLATILE: list[tuple[str, str]] = [
     (re.escape(str(ROOT)), "ROOT"),
     (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
+    (r"\b(process (?:number )?)\d{2,}", r"\1PID"),
+    (r"(?<=[:-])[0-9a-f]{8}\b", "ID"),
+    (r"(?<=\+)\d+\.\d{3}\b", "SECONDS"),
     (r"\b0x[0-9a-f]{6,}\b", "ADDRESS"),
+    (r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{12}\b", "ID"),
     (r"((?:127\.0\.0\.1|localhost|\[::1\])(?::| port ))\d{4,5}\b", r"\1PORT"),
 ]
 
@@ -144,13 +148,23 @@ def steady(text: str) -> str:
     )
 
 
+def _whole(shown: object) -> str:
+    match shown:
+        case str():
+            return shown
+        case bytes():
+            return shown.decode("utf-8", "backslashreplace")
+        case dict():
+            return "\n".join(f"{key}: {value}" for key, value in shown.items())
+        case Iterable():
+            return "\n".join(map(str, shown))
+    return str(shown)
+
+
 def recorded(surface: str, shown: object, *facts: object) -> None:
-    """Fails unless this is the text that is recorded here; the items of anything else than a string are its lines."""
+    """Fails unless this is the text that is recorded here; the items of a list or the like are its lines."""
     assert _records is not None
-    lines: Iterable[Any] = (
-        [shown] if isinstance(shown, str) or not isinstance(shown, Iterable) else shown
-    )
-    whole = "\n".join(map(str, lines))
+    whole = _whole(shown)
     missing = [str(fact) for fact in facts if str(fact) not in whole]
     assert not missing, f"{missing} missing in: {whole}"
     text, key = steady(whole), _records.key_of(surface)

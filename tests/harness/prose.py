@@ -3,7 +3,8 @@
 Wording is to be free to change, so tests compare types, kinds and fields, and what a surface shows stands in
 `tests/golden`. A comparison with prose is one with a string of two or more words of English: `match=` of
 `pytest.raises` and `pytest.warns`, `in`, `==`, `startswith` and their like, directly or by a name that a
-`parametrize` or a loop gives such strings.
+`parametrize` or a loop gives such strings. What the module itself has written elsewhere, such as what its script
+prints, is data and not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).resolve().parents[1]
-MOST = 1400  # a ratchet: lower it to what is reached, never raise it
+MOST = 1000  # a ratchet: lower it to what is reached, never raise it
 # A word, a space or what a pattern has in its place, and a word; neither is part of a path, a flag or a name.
 PROSE = re.compile(
     r"(?<![A-Za-z0-9_/.\-=$<])[A-Za-z][a-z']+(?:\\?[.,;:])?(?:\\? |\.\*|\n)+\(?[A-Za-z][a-z']*(?![A-Za-z0-9_/=(])"
@@ -111,15 +112,18 @@ class Search(ast.NodeVisitor):
         self.path = path
         self.found: list[Comparison] = []
         self.names: dict[str, list[ast.expr]] = {}
+        self.compared: set[ast.expr] = set()
 
     def note(self, how: str, node: ast.expr) -> None:
         if isinstance(node, ast.Name):
             for each in self.names.pop(node.id, ()):  # once, however often the name is compared
                 self.found.append(Comparison(self.path, each.lineno, how, text_of(each)))
+                self.compared.add(each)
             return
         inner = node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else [node]
         for each in [each for each in inner if has_prose(each)][:1]:
             self.found.append(Comparison(self.path, each.lineno, how, text_of(each)))
+            self.compared |= set(ast.walk(each))  # type: ignore[arg-type]
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         before = dict(self.names)
@@ -155,10 +159,29 @@ class Search(ast.NodeVisitor):
 def comparisons() -> list[Comparison]:
     found: list[Comparison] = []
     for path in sorted(TESTS.rglob("*.py")):
+        tree = ast.parse(path.read_text())
         search = Search(path)
-        search.visit(ast.parse(path.read_text()))
-        found += search.found
+        search.visit(tree)
+        given = [
+            text_of(node)
+            for node in ast.walk(tree)
+            if is_string(node) and node not in search.compared
+        ]
+        found += [
+            each for each in search.found if not any(literal(each.text) in text for text in given)
+        ]
     return found
+
+
+def is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )
+
+
+def literal(text: str) -> str:
+    """The longest stretch of a pattern, or of an f-string, that stands for itself."""
+    return max(re.split(r"\.\*|\\[dswS]\S?|\{\}|[()|?]", text.replace("\\", "")), key=len).strip()
 
 
 def main(arguments: list[str]) -> int:

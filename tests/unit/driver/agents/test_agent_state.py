@@ -9,6 +9,7 @@ from elastic.driver.agents.agent_state import EXITS_LIMIT, AgentState, AttachOut
 from elastic.driver.agents.messages import Attach, Detach, Reject, to_agent
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
+from harness.golden import recorded
 
 A = Worker("h", 0)
 
@@ -26,10 +27,7 @@ def state() -> AgentState:
 
 def test_a_driver_of_a_lower_term_is_turned_away(state):
     assert not state.attached(attach(term=3)).refused
-    assert (
-        "its term is 2, and this agent serves one of term 3"
-        in state.attached(attach(term=2)).refused
-    )
+    recorded("messages", state.attached(attach(term=2)).refused)
     assert not state.attached(attach(term=3)).refused
 
 
@@ -57,7 +55,7 @@ def test_without_etcd_terms_begin_anew_with_each_job(state):
 def test_one_of_the_past_is_turned_away_while_nobody_is_served_too(state):
     state.attached(attach(term=3))
     state.release()
-    assert "its term is 2" in state.attached(attach(term=2)).refused
+    recorded("messages", state.attached(attach(term=2)).refused)
 
 
 def test_another_job_of_a_greater_term_ends_the_present_one(state):
@@ -111,7 +109,7 @@ def test_a_worker_is_started_once(state):
 def test_nothing_is_started_for_a_job_that_is_over(state):
     state.detached()
     assert not state.may_start(A)
-    assert "its job is over" in state.attached(attach(term=2)).refused
+    recorded("messages", state.attached(attach(term=2)).refused)
 
 
 def test_a_job_that_goes_on_with_another_agent_of_this_host_may_come_back_to_it(state):

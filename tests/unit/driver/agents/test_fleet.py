@@ -34,6 +34,7 @@ from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.network.server import Server
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Worker
+from harness.golden import recorded
 
 SECRET = b"s" * 32
 A, B = Worker("here", 0), Worker("there", 0)
@@ -221,7 +222,7 @@ async def test_one_that_stays_away_is_a_lost_host(driver, patch):
     assert driver.fleet.alive() == {A}, "nobody knows that it is dead"
     await Agent(driver, "here", incarnation=2).register()
     assert await driver.next() == HostReported("here", [], [A])
-    assert "the workers of the one before it are gone" in driver.log[-1]
+    recorded("log", driver.log[-1])
 
 
 @conversation()
@@ -257,8 +258,9 @@ async def test_one_that_is_given_up_is_hung_up_on(driver, patch):
 async def test_who_does_not_know_the_secret_is_not_let_in(driver, patch):
     stranger = Agent(driver, "here", secret=b"?" * 32)
     kind, reason = await stranger.next()
-    assert kind == "missing" and "refused this agent" in reason
-    assert "does not know the job's secret" in driver.log[-1]
+    assert kind == "missing"
+    recorded("messages", reason)
+    recorded("log", driver.log[-1])
     assert driver.events.empty()
 
 
@@ -293,7 +295,7 @@ async def test_workers_whose_agent_can_not_be_started_end_with_the_reason(driver
     driver.start(A)
     exited = await driver.next()
     assert (exited.worker, exited.code) == (A, 126)
-    assert exited.reason == "host here: no agent could be started: no way to here"
+    recorded("messages", exited.reason)
     assert not driver.fleet.alive()
 
 
@@ -405,7 +407,7 @@ async def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_els
     assert slow.starts == ["here"], "one for the whole host"
     slow.go.set()
     exited = await driver.next()
-    assert "its agent was started, but has not called within 0.01 s" in exited.reason
+    recorded("messages", exited.reason)
     await driver.fleet.close()
     await driver.fleet.workers.close()
 

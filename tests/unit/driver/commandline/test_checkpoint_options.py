@@ -24,6 +24,7 @@ from elastic.driver.commandline import flags
 from elastic.driver.commandline.afterwards import checkpoints_cli
 from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 OLDER, NEWER = Name(1, 2, 30), Name(1, 2, 40)
@@ -67,10 +68,10 @@ def living(storage: Storage, number: int) -> Iterator[int]:
 def test_places_where_nothing_can_be_kept(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/checkpoints"):
-        assert "nothing can be written to" in refused(folder)
-    assert "two slashes" in refused("s3:/bucket/bert")
-    assert "needs a package" in refused("gs://bucket/bert")
-    assert "would end with the process" in refused("memory://bert")
+        recorded("messages", refused(folder))
+    recorded("messages", refused("s3:/bucket/bert"))
+    recorded("messages", refused("gs://bucket/bert"))
+    recorded("messages", refused("memory://bert"))
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
@@ -83,7 +84,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
         real(number)
 
     monkeypatch.setattr("elastic.checkpoints.files.storage.os.fsync", fsync)
-    assert "No space left" in refused(tmp_path)
+    recorded("messages", refused(tmp_path))
     assert content(tmp_path) == {}
 
 
@@ -96,7 +97,7 @@ def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
     path = written(tmp_path, NEWER) / manifest.MANIFEST
     path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9', 1))
     before = content(tmp_path)
-    assert "newer version (format 9" in refused(tmp_path)
+    recorded("messages", refused(tmp_path))
     assert content(tmp_path) == before
     assert planned(tmp_path, "--fresh").env["ELASTIC_CHECKPOINT_FLOOR"] == "2"
 
@@ -105,9 +106,10 @@ def test_one_with_a_missing_share_is_passed_over_with_a_line_and_alone_it_is_ref
     written(tmp_path, OLDER)
     (written(tmp_path, NEWER) / "__0_0.distcp").unlink()
     level, line = planned(tmp_path).notes[0]
-    assert level == "warning" and f"{NEWER}: __0_0.distcp is missing" in line
+    assert level == "warning"
+    recorded("messages", line, NEWER)
     (tmp_path / str(OLDER) / "__0_0.distcp").unlink()
-    assert "none that can be read" in refused(tmp_path)
+    recorded("messages", refused(tmp_path))
 
 
 def test_a_second_job_on_the_folder(tmp_path):
@@ -115,7 +117,7 @@ def test_a_second_job_on_the_folder(tmp_path):
     with living(storage, 1) as pid:
         storage.claim("run-0002", msgspec.json.encode(catalog.Claimant("elsewhere", 1, 0.0)))
         before = content(tmp_path)
-        assert f"process {pid} of this machine" in refused(tmp_path)
+        recorded("messages", refused(tmp_path), pid)
         assert content(tmp_path) == before
 
 
@@ -128,23 +130,23 @@ def test_of_two_jobs_that_begin_in_one_moment_the_later_number_gives_way(tmp_pat
             return claim_run(ours)
 
         monkeypatch.setattr(catalog, "claim_run", another_was_faster)
-        assert "each job needs a folder of its own" in refused(tmp_path)
+        recorded("messages", refused(tmp_path))
         assert [*storage.sizes()] == ["run-0001"]
 
 
 @pytest.mark.parametrize("empty", ["", " "])
 def test_an_empty_name_is_not_the_working_directory(empty: str) -> None:
-    assert "variable is not set" in refused(empty)
+    recorded("messages", refused(empty))
 
 
 def test_two_runs_with_a_commit_of_one_name(tmp_path: Path) -> None:
     for run in (1, 2):
         written(tmp_path, Name(run, 2, 20))
-    with pytest.raises(Invalid, match=r"r0001-g0002-c00000020, r0002-g\S+; give the whole name"):
+    with raises(Invalid):
         planned(tmp_path / "new", "--from", f"{tmp_path}@2.20")
     one = ("--from", f"{tmp_path}@r0001-g0002-c00000020")
     planned(tmp_path / "new", *one)
-    assert "give one of them" in refused(tmp_path, *one, "--fresh")
+    recorded("messages", refused(tmp_path, *one, "--fresh"))
 
 
 @pytest.mark.parametrize("which", ["g2c20", "2.20", "r0001-g0002-c00000020"])
@@ -158,11 +160,11 @@ def test_a_commit_is_named_by_its_id_as_it_is_shown_now_or_was_before(tmp_path: 
 def test_a_folder_that_is_not_there_is_not_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(Invalid, match="no such folder"):
+    with raises(Invalid):
         checkpoints_cli.main(["--verify", str(tmp_path / "mistyped")])
     assert checkpoints_cli.main([str(tmp_path)]) == 0
     assert checkpoints_cli.main(["--verify", str(tmp_path)]) == 1
-    assert "no checkpoints" in capsys.readouterr().out
+    recorded("output", capsys.readouterr().out)
 
 
 def test_a_job_that_writes_there_may_remove_what_is_being_verified(
@@ -185,6 +187,6 @@ def test_a_folder_that_a_job_writes_to_is_not_pruned(tmp_path: Path) -> None:
         written(tmp_path, name)
     with living(Storage(str(tmp_path)), 1) as pid:
         before = content(tmp_path)
-        with pytest.raises(Invalid, match=f"process {pid} of this machine"):
+        with raises(Invalid, pid):
             checkpoints_cli.main(["--prune", "1", str(tmp_path)])
         assert content(tmp_path) == before

@@ -23,6 +23,7 @@ from elastic.driver.settings import UNBOUNDED
 from elastic.errors import Invalid
 from elastic.launcher.launch_function import launch
 from elastic.ray.arguments import Limits
+from harness.golden import recorded
 from harness.program import output_of
 from harness.refusals import refusal_of
 
@@ -150,43 +151,40 @@ def test_how_many_workers(line, expected):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("", "-np is missing; say how many workers to start, as in -np 4"),
-        ("--max-np 4", "-np and --min-np are missing"),
-        ("--host-discovery-script /bin/true", "-np and --min-np are missing"),
-        ("-np 0", "-np/--num-proc: '0' must be a whole number, 1 or more"),
-        ("-np -2", "-np/--num-proc: '-2' must be a whole number, 1 or more"),
-        ("-np four", "-np/--num-proc: 'four' must be a whole number, 1 or more"),
-        ("-np 2.5", "'2.5' must be a whole number"),
-        ("-np 4 --min-np 5", "--min-np 5 is greater than --max-np 4"),
-        ("-np 4 --min-np 5 --max-np 8", "-np 4 is smaller than --min-np 5"),
-        ("-np 9 --max-np 8", "--min-np 9 is greater than --max-np 8"),
-        ("-np 9 --min-np 2 --max-np 8", "-np 9 is greater than --max-np 8"),
-        ("-np 2 --standbys 1", "give --max-np"),
-        ("-np 2 --preload auto,my-module", "my-module is not a name of a module"),
-        ("-np 2 --preload auto,0", "give one number, 1 to 64"),
-        ("-np 2 --preload off,2", "--preload off,2"),
-        ("-np 2 --min-np 1 --standbys -1", "--standbys"),
-        (
-            "-np 2 --max-np 4 -H localhost:4 --standbys 1",
-            "--standbys 1 needs slots beyond --max-np 4, but localhost:4 has 4",
-        ),
-        ("-np 5 -H localhost:2,127.0.0.2:2", "5 workers need 5 slots, but localhost:2,127.0.0.2:2"),
-        ("-np 5000", "5000 workers are too many for this machine"),
-        ("--min-np 2 --max-np 300 --standbys 4", "give it so many slots: -H localhost:304"),
-        ("--reset-limit -1 -np 2", "'-1' must be a whole number, 0 or more"),
-        ("--elastic-timeout 0 -np 2", "'0' must be a number of seconds, more than 0"),
-        ("--elastic-timeout nan -np 2", "'nan' must be a number of seconds, more than 0"),
-        ("--start-timeout soon -np 2", "'soon' must be a number of seconds"),
-        ("--blacklist-cooldown-range 60 5 -np 2", "the cooldown range 60.0 .. 5.0 s is empty"),
-        ("--blacklist-cooldown-range 60", "'sleep' must be a number of seconds"),
-        ("--slot-attempts 0 -np 2", "'0' must be a whole number, 1 or more"),
-        ("--log-level LOUD -np 2", "'LOUD' must be one of TRACE, DEBUG"),
+        "",
+        "--max-np 4",
+        "--host-discovery-script /bin/true",
+        "-np 0",
+        "-np -2",
+        "-np four",
+        "-np 2.5",
+        "-np 4 --min-np 5",
+        "-np 4 --min-np 5 --max-np 8",
+        "-np 9 --max-np 8",
+        "-np 9 --min-np 2 --max-np 8",
+        "-np 2 --standbys 1",
+        "-np 2 --preload auto,my-module",
+        "-np 2 --preload auto,0",
+        "-np 2 --preload off,2",
+        "-np 2 --min-np 1 --standbys -1",
+        "-np 2 --max-np 4 -H localhost:4 --standbys 1",
+        "-np 5 -H localhost:2,127.0.0.2:2",
+        "-np 5000",
+        "--min-np 2 --max-np 300 --standbys 4",
+        "--reset-limit -1 -np 2",
+        "--elastic-timeout 0 -np 2",
+        "--elastic-timeout nan -np 2",
+        "--start-timeout soon -np 2",
+        "--blacklist-cooldown-range 60 5 -np 2",
+        "--blacklist-cooldown-range 60",
+        "--slot-attempts 0 -np 2",
+        "--log-level LOUD -np 2",
     ],
 )
-def test_numbers_that_make_no_job_are_told(line, said):
-    assert said in refusal(line)
+def test_numbers_that_make_no_job_are_told(line):
+    recorded("messages", refusal(line))
 
 
 @pytest.mark.parametrize(
@@ -206,37 +204,30 @@ def test_preload_is_auto_where_the_job_is_elastic_and_nothing_is_given(line, var
     assert job(line, **given).preload == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["stauts"], "no command and no program stauts; did you mean elasticrun status?"),
-        (["frobnicate", "x"], "no command and no program frobnicate; see elasticrun --help"),
-        (["sleep", "1"], "-np is missing"),
-    ],
-)
-def test_a_command_that_is_misspelt_is_no_program(words, said, capsys):
+@pytest.mark.parametrize("words", [["stauts"], ["frobnicate", "x"], ["sleep", "1"]])
+def test_a_command_that_is_misspelt_is_no_program(words, capsys):
     assert cli.main(words) == 2
-    assert said in capsys.readouterr().err
+    recorded("output", capsys.readouterr().err)
 
 
 def test_a_flag_after_the_program_is_noticed():
-    assert "as in -np 4 before the program" in refusal("", "sleep -np 4")
+    recorded("messages", refusal("", "sleep -np 4"))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["--min-nump", "3"], "unknown flag --min-nump; did you mean --min-np?"),
-        (["-np4"], "unknown flag -np4; did you mean -np?"),
-        (["-n", "4"], "unknown flag -n; did you mean -np?"),
-        (["-c"], "unknown flag -c; did you mean -cb?"),
-        (["--zzz=3"], "unknown flag --zzz=3; see elasticrun --help"),
-        (["-np"], "-np/--num-proc: needs a value"),
-        (["--network-interface", ","], "names nothing; give one name"),
+        ["--min-nump", "3"],
+        ["-np4"],
+        ["-n", "4"],
+        ["-c"],
+        ["--zzz=3"],
+        ["-np"],
+        ["--network-interface", ","],
     ],
 )
-def test_flags_that_do_not_exist_or_lack_a_value_are_told(words, said):
-    assert said in refusal_of(parse, words)
+def test_flags_that_do_not_exist_or_lack_a_value_are_told(words):
+    recorded("messages", refusal_of(parse, words))
 
 
 # ---- where
@@ -316,15 +307,8 @@ def test_the_program_must_be_one_that_can_run(folder):
     (folder / "self.py").chmod(0o755)
     (folder / "bare.py").write_text("print()\n")
     (folder / "bare.py").chmod(0o755)
-    for command, said in {
-        "": "there is no program to run; put it after the flags",
-        "./run.sh": "./run.sh can't be run; make it executable with chmod +x ./run.sh",
-        "nonesuch": "there is no program nonesuch on the PATH",
-        "./nonesuch": "there is no program ./nonesuch; give a path that exists",
-        ".": ". is a directory; give a program",
-        f"{PYTHON} trian.py": f"there is no file trian.py in {folder}",
-    }.items():
-        assert said in refusal("-np 2", command), command
+    for command in ["", "./run.sh", "nonesuch", "./nonesuch", ".", f"{PYTHON} trian.py"]:
+        recorded("messages", refusal("-np 2", command))
     assert job("-np 2", "./self.py --lr 1").command == ["./self.py", "--lr", "1"]
     assert job("-np 2", f"{PYTHON} train.py").command == [PYTHON, "train.py"]
     assert job("-np 2", f"{PYTHON} -m nonesuch.py").command[1:] == ["-m", "nonesuch.py"]
@@ -350,22 +334,22 @@ def test_an_old_journal_is_not_touched_before_the_job_starts(folder):
 
 def test_a_journal_is_not_put_where_another_keeps_those_before(folder):
     (folder / "run").write_text('{"journal":')
-    assert "run.1' is for a job before that of the journal" in refusal("-np 2 --journal run.1")
+    recorded("messages", refusal("-np 2 --journal run.1"))
     assert not (folder / "run.1").exists()
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("--output-filename train.py", "--output-filename train.py is a file; give a directory"),
-        ("--output-filename train.py/x", "can't be written to: Not a directory"),
-        ("--output-filename /proc/x", "--output-filename /proc/x can't be written to"),
-        ("--journal no/where.jsonl", "--journal no/where.jsonl can't be written to: No such file"),
-        ("--journal .", "can't be written to: Is a directory"),
+        "--output-filename train.py",
+        "--output-filename train.py/x",
+        "--output-filename /proc/x",
+        "--journal no/where.jsonl",
+        "--journal .",
     ],
 )
-def test_output_that_cannot_be_written_is_told(line, said):
-    assert said in refusal(f"-np 2 {line}")
+def test_output_that_cannot_be_written_is_told(line):
+    recorded("messages", refusal(f"-np 2 {line}"))
 
 
 def test_log_levels():
@@ -410,9 +394,7 @@ def test_the_environment_is_checked_too():
     assert job("-np 2", HOROVOD_START_TIMEOUT="5").settings.start_timeout_s == 5.0
     assert job("-np 2 --min-np 1", HOROVOD_ELASTIC_TIMEOUT="6").settings.elastic_timeout_s == 6.0
     assert job("-np 2", HOROVOD_LOG_LEVEL="").log_level == "INFO"
-    assert refusal("-np 2", HOROVOD_START_TIMEOUT="x").startswith(
-        "environment variable HOROVOD_START_TIMEOUT: --start-timeout: 'x' must be a number"
-    )
+    recorded("messages", refusal("-np 2", HOROVOD_START_TIMEOUT="x"))
 
 
 def test_the_drivers_environment_is_handed_on_but_not_shown():
@@ -443,7 +425,7 @@ def test_threads_are_shared_unless_the_user_has_chosen():
     listed = job("--min-np 1 --host-discovery-script /bin/true")
     assert "OMP_NUM_THREADS" not in listed.settings.env
     assert listed.notes == []
-    assert "(8 cores, up to 1 worker)" in job("-np 1", cores=8).notes[0][1]
+    recorded("messages", job("-np 1", cores=8).notes[0][1])
     chosen = job("-np 3", OMP_NUM_THREADS="5")
     assert "OMP_NUM_THREADS" not in chosen.settings.env
     assert chosen.notes == []
@@ -522,19 +504,19 @@ def test_a_timeline_that_the_script_starts_is_left_to_it():
 
 
 @pytest.mark.parametrize(
-    ("line", "environ", "said"),
+    ("line", "environ"),
     [
-        ("--thread-affinity 0,x", {}, "'0,x' must be the numbers of cores, one for each worker"),
-        ("--cycle-time-ms -1", {}, "'-1' must be a number, 0 or more"),
-        ("--timeline-filename .", {}, "--timeline-filename . can't be written to: it is a dir"),
-        ("--timeline-filename no/t", {}, "can't be written to: there is no directory"),
-        ("", {"HOROVOD_CACHE_CAPACITY": "x"}, "variable HOROVOD_CACHE_CAPACITY: --cache-capacity"),
-        ("", {"HOROVOD_FUSION_THRESHOLD": "1e6"}, "'1e6'; give a whole number of bytes"),
-        ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}, "SETS is 'y'; set it to 1 or 0"),
+        ("--thread-affinity 0,x", {}),
+        ("--cycle-time-ms -1", {}),
+        ("--timeline-filename .", {}),
+        ("--timeline-filename no/t", {}),
+        ("", {"HOROVOD_CACHE_CAPACITY": "x"}),
+        ("", {"HOROVOD_FUSION_THRESHOLD": "1e6"}),
+        ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}),
     ],
 )
-def test_what_workers_could_not_read_is_told_before_any_starts(line, environ, said):
-    assert said in refusal(f"-np 2 {line}", **environ)
+def test_what_workers_could_not_read_is_told_before_any_starts(line, environ):
+    recorded("messages", refusal(f"-np 2 {line}", **environ))
 
 
 # ---- detection
@@ -551,7 +533,7 @@ def test_how_long_to_wait_for_others():
     line = "-np 2 --lease 5 --idle-timeout 7 --busy-warning 8 --busy-timeout 9"
     assert detection(job(line)) == (5, 7, 8, 9)
     assert detection(job("-np 2 --idle-timeout 0 --busy-timeout 0")) == (2, 0, 60, 0)
-    assert "more than 0" in refusal("-np 2 --lease 0")
+    recorded("messages", refusal("-np 2 --lease 0"))
 
 
 def test_horovods_words_for_the_same():
@@ -572,7 +554,7 @@ def test_the_stall_check_can_be_turned_off():
     assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="0")) == (2, 600, 60, 600)
     assert detection(job("-np 2 --stall-check", HOROVOD_STALL_CHECK_DISABLE="1"))[1] == 600
     said = refusal("-np 2", HOROVOD_STALL_CHECK_DISABLE="no")
-    assert said == "HOROVOD_STALL_CHECK_DISABLE is 'no'; set it to 1 or 0"
+    recorded("log", said)
 
 
 def test_a_collective_is_ended_by_gloo_only_when_the_driver_has_long_judged():
@@ -616,7 +598,7 @@ def test_where_metrics_are_served():
     assert job("-np 2").metrics is None
     assert job("-np 2 --metrics-port 9100").metrics == ("127.0.0.1", 9100)
     assert job("-np 2 --metrics-port 9100 --metrics-host ::").metrics == ("::", 9100)
-    assert "give the port too" in refusal("-np 2 --metrics-host ::")
+    recorded("messages", refusal("-np 2 --metrics-host ::"))
     assert "give 1 to 65535" in refusal("-np 2 --metrics-port 70000")
 
 
@@ -625,18 +607,14 @@ def test_where_metrics_are_served():
 
 def test_flags_without_meaning_are_named_with_the_reason():
     made = job("-np 2 --autotune --torus-allreduce --mpi-args=-x --binding-args y --no-autotune")
-    assert warnings(made) == [
-        "--torus-allreduce has no meaning here: NCCL chooses the algorithm by the network it finds;"
-        " its variable NCCL_ALGO forces one",
-        "--mpi-args, --binding-args have no meaning here: workers are not started by MPI and do not talk over it",
-    ]
+    recorded("messages", warnings(made))
     assert warnings(job("-np 2 --no-stall-check --no-hierarchical-allreduce --gloo")) == []
     [told] = warnings(job("-np 2", HOROVOD_AUTOTUNE="1", HOROVOD_NUM_NCCL_STREAMS="1"))
-    assert told.startswith("--autotune has no meaning here: nothing is tuned while training")
+    recorded("messages", told)
     [told] = warnings(job("-np 2 --num-nccl-streams 2"))
-    assert "each group of ranks has a communicator and a stream of its own" in told
+    recorded("messages", told)
     [told] = warnings(job("-np 2", HOROVOD_CONTROLLER="mpi", HOROVOD_CPU_OPERATIONS="gloo"))
-    assert told.startswith("HOROVOD_CONTROLLER=mpi has no meaning here: workers are started")
+    recorded("messages", told)
 
 
 @pytest.mark.parametrize(
@@ -686,15 +664,15 @@ def test_every_variable_that_the_code_names_is_known():
 
 
 def test_flags_of_elastic_mode_are_named_in_a_static_job():
-    assert warnings(job("-np 2 --reset-limit 3 --elastic-timeout 9 --slot-attempts 2")) == [
-        "without effect unless --min-np is given: --reset-limit, --slot-attempts"
-    ]
+    recorded(
+        "messages", warnings(job("-np 2 --reset-limit 3 --elastic-timeout 9 --slot-attempts 2"))
+    )
     assert warnings(job("-np 2 --min-np 1 --reset-limit 3")) == []
 
 
 def test_another_horovod_is_told(monkeypatch):
     monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
-    assert warnings(job("-np 2")) == ["Horovod is here too"]
+    recorded("messages", warnings(job("-np 2")))
 
 
 # ---- the config file
@@ -720,9 +698,7 @@ def test_a_config_file_of_horovods_form():
     assert made.log_level == "DEBUG"
     assert made.settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "60"
     [told] = warnings(made)
-    assert told.startswith(
-        "--autotune, --autotune-log-file, --autotune-gaussian-process-noise have no meaning here: "
-    )
+    recorded("messages", told)
     assert workers_environment(made) == {
         "FUSION_THRESHOLD": str(32 * 2**20),
         "CYCLE_TIME": "10",
@@ -770,11 +746,9 @@ def test_a_wrong_config_file_is_told(text, said):
 
 
 def test_a_config_file_that_cannot_be_read_is_told(folder):
-    assert refusal("-np 2 --config-file none") == (
-        "config file none can't be read: No such file or directory"
-    )
+    recorded("messages", refusal("-np 2 --config-file none"))
     (folder / "bytes").write_bytes(b"\xff\xff")
-    assert "it is not UTF-8 text" in refusal("-np 2 --config-file bytes")
+    recorded("messages", refusal("-np 2 --config-file bytes"))
 
 
 # ---- the program itself
@@ -793,7 +767,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name
     assert cli.main(["-np", "four", "python", "train.py"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == f"{name}: -np/--num-proc: 'four' must be a whole number, 1 or more\n"
+    recorded("output", said.err, name)
 
 
 def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder, capfd):
@@ -802,9 +776,7 @@ def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder,
     flags = ["--min-np", "1", "--host-discovery-script", "./hosts.sh"]
     assert cli.main([*flags, "touch", f"{folder}/was-started"]) == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last == (
-        f"elasticrun: discovery script {folder}/hosts.sh ended with exit code 1; it said: no cluster"
-    )
+    recorded("messages", last, folder)
     assert not (folder / "was-started").exists()
 
 
@@ -867,7 +839,7 @@ def test_a_page_that_does_not_exist_is_an_error(word):
 def test_pages_are_listed_with_their_titles(capsys):
     assert docs_cli.main([]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert listed["many-hosts"] == "Many hosts"
+    recorded("messages", listed["many-hosts"])
 
 
 # ---- --check-build
@@ -876,48 +848,21 @@ def test_pages_are_listed_with_their_titles(capsys):
 def test_the_report_has_horovodruns_form(monkeypatch):
     monkeypatch.setattr(check_build, "version", lambda: "1.2")
     build = check_build.Build(torch="2.13.0", gloo=True, nccl=True, gpus=1, keras="3.15")
-    assert check_build.describe(build).splitlines() == [
-        "elasticrun 1.2:",
-        "",
-        "Available Frameworks:",
-        "    [ ] TensorFlow",
-        "    [X] Keras 3.15",
-        "    [X] PyTorch 2.13.0",
-        "    [ ] MXNet",
-        "",
-        "Available Controllers:",
-        "    [ ] MPI",
-        "    [X] Gloo",
-        "",
-        "Available Tensor Operations:",
-        "    [X] NCCL, 1 GPU here",
-        "    [ ] DDL",
-        "    [ ] CCL",
-        "    [ ] MPI",
-        "    [X] Gloo",
-        "    [X] shared memory, among the workers of a host",
-    ]
+    recorded("log", check_build.describe(build).splitlines())
 
 
 def test_what_is_missing_is_told(monkeypatch):
     monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
     lines = check_build.describe(check_build.Build(trouble="torch can't be imported")).splitlines()
     assert "    [ ] PyTorch" in lines
-    assert "    [ ] shared memory, among the workers of a host" in lines
-    assert lines[-4:] == [
-        "",
-        "warning: torch can't be imported",
-        "",
-        "warning: Horovod is here too",
-    ]
+    recorded("log", lines)
+    recorded("log", lines[-4:])
 
 
 def test_why_memory_cannot_be_shared_is_told():
     build = check_build.Build(torch="2.13.0", gloo=True, shared="the C++ library was not built")
     last = check_build.describe(build).splitlines()[-1]
-    assert last == (
-        "    [ ] shared memory, among the workers of a host: the C++ library was not built"
-    )
+    recorded("messages", last)
 
 
 def python(folder: Path, body: str) -> str:
@@ -938,20 +883,18 @@ def test_torch_is_asked_in_a_process_of_its_own(folder):
 
 def test_a_torch_that_cannot_be_asked_is_told(folder):
     failing = python(folder, "echo 'ModuleNotFoundError: no torch' >&2; exit 1")
-    assert check_build.probe(failing).trouble == (
-        "torch can't be imported: ModuleNotFoundError: no torch"
-    )
-    assert "is not an answer" in check_build.probe(python(folder, "echo hello")).trouble
-    assert "can't be started" in check_build.probe(str(folder / "none")).trouble
+    recorded("messages", check_build.probe(failing).trouble)
+    recorded("messages", check_build.probe(python(folder, "echo hello")).trouble)
+    recorded("messages", check_build.probe(str(folder / "none")).trouble)
     hanging = python(folder, "exec sleep 100")
-    assert "has not ended within 0.1 s" in check_build.probe(hanging, timeout_s=0.1).trouble
+    recorded("messages", check_build.probe(hanging, timeout_s=0.1).trouble)
 
 
 def test_another_horovod_is_looked_for(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(check_build, "_version_of", lambda name: {"horovod": "0.28.1"}.get(name))
-    assert "Horovod 0.28.1 is installed here too" in str(check_build.other_horovod())
-    assert check_build.version() == "unknown, not installed"
+    recorded("messages", str(check_build.other_horovod()))
+    recorded("messages", check_build.version())
     monkeypatch.setattr(check_build, "_version_of", lambda name: None)
     assert check_build.other_horovod() is None
 

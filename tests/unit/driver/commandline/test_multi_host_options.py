@@ -10,6 +10,7 @@ from elastic.driver.commandline.multi_host_options import etcd_access, fleet_pla
 from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S
 from elastic.driver.network.secret import make_secret_file
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 HEX = "ab" * 32
@@ -21,30 +22,30 @@ def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags",
     [
-        ("--standby", "--standby needs --etcd HOST:PORT"),
-        ("--resume", "--resume needs --journal FILE or --etcd"),
-        ("--etcd a:1", "--etcd needs --job NAME"),
-        ("--etcd a:1 --job x", "make a file with `elasticrun secret FILE`"),
-        ("--etcd a:1 --job a/b", "'a/b' can't be the name of a job"),
-        ("--etcd a:0 --job x", "'a:0' is not an address and port"),
-        ("--etcd-user me", "flags that begin with --etcd- say how to reach --etcd"),
-        ("--etcd a --job x --etcd-user me", "needs a password in ELASTIC_ETCD_PASSWORD"),
-        ("--etcd a --job x --etcd-cert c", "--etcd-key and --etcd-ca missing"),
-        ("--tls-cert c --tls-key k", "--tls-ca missing"),
-        ("--driver-port 70000", "--driver-port 70000 is not a port"),
-        ("--export NOWHERE", "there is no such variable"),
-        ("--network-interface 1.2", "neither the name of an interface nor a network"),
-        ("--kubernetes", "--kubernetes needs --job NAME, the release whose pods are the hosts"),
-        ("--kubernetes --job x", "make a file with `elasticrun secret FILE`"),
-        ("--kubernetes --kubernetes-selector=", "--kubernetes-selector is empty"),
-        ("--kubernetes-namespace lab", "say which pods of --kubernetes; give that too"),
-        ("--resume --journal no/such/folder/j", "there is no directory"),
+        "--standby",
+        "--resume",
+        "--etcd a:1",
+        "--etcd a:1 --job x",
+        "--etcd a:1 --job a/b",
+        "--etcd a:0 --job x",
+        "--etcd-user me",
+        "--etcd a --job x --etcd-user me",
+        "--etcd a --job x --etcd-cert c",
+        "--tls-cert c --tls-key k",
+        "--driver-port 70000",
+        "--export NOWHERE",
+        "--network-interface 1.2",
+        "--kubernetes",
+        "--kubernetes --job x",
+        "--kubernetes --kubernetes-selector=",
+        "--kubernetes-namespace lab",
+        "--resume --journal no/such/folder/j",
     ],
 )
-def test_what_does_not_fit_together_is_told(flags, said):
-    assert said in refusal_of(plan, flags)
+def test_what_does_not_fit_together_is_told(flags):
+    recorded("messages", refusal_of(plan, flags))
 
 
 def test_one_machine_with_nothing_of_all_this_needs_no_fleet():
@@ -157,7 +158,7 @@ def test_an_agent_knows_its_grace_and_its_ready_file(tmp_path):
     told = agent(ELASTIC_GRACE_SECONDS="60", ELASTIC_READY_FILE=file)
     assert (told.grace_s, told.ready_file) == (60.0, file)
     assert agent("--grace 90", ELASTIC_GRACE_SECONDS="60").grace_s == 90.0
-    with pytest.raises(Invalid, match="ELASTIC_GRACE_SECONDS='soon' is not a time"):
+    with raises(Invalid):
         agent(ELASTIC_GRACE_SECONDS="soon")
-    with pytest.raises(Invalid, match="is no folder to write in"):
+    with raises(Invalid):
         agent(f"--ready-file {tmp_path}/none/ready")

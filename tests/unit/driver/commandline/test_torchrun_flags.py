@@ -15,6 +15,7 @@ from elastic.driver.launch.environment import job_environment
 from elastic.driver.network.hosts import ThisHost
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 
@@ -76,24 +77,21 @@ def test_as_many_workers_as_gpus():
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("--nnodes 2 --nproc-per-node 4", "elasticrun is started once"),
-        ("--nnodes 2 --standalone", "keep one of them"),
-        ("--nnodes 4:2", "a range such as 2:4"),
-        ("--nproc-per-node gpu", "this host has no GPU; give a number"),
-        ("--nproc-per-node many", "a whole number, auto, gpu or cpu"),
-        ("--rdzv-backend etcd-v2", "needs --rdzv-endpoint"),
-        ("--rdzv-backend zeus", "leave it out, or give --etcd"),
-        (
-            "--nnodes 2 --rdzv-endpoint a:1 --host-discovery-script ./s",
-            "says nothing about where the hosts are",
-        ),
-        ("--torch-backend gloo", "one of elastic, off"),
+        "--nnodes 2 --nproc-per-node 4",
+        "--nnodes 2 --standalone",
+        "--nnodes 4:2",
+        "--nproc-per-node gpu",
+        "--nproc-per-node many",
+        "--rdzv-backend etcd-v2",
+        "--rdzv-backend zeus",
+        "--nnodes 2 --rdzv-endpoint a:1 --host-discovery-script ./s",
+        "--torch-backend gloo",
     ],
 )
-def test_what_is_said_where_they_are_nothing(line: str, said: str):
-    assert said in refusal(line)
+def test_what_is_said_where_they_are_nothing(line: str):
+    recorded("messages", refusal(line))
 
 
 @pytest.mark.parametrize("names", REFUSED)
@@ -101,7 +99,7 @@ def test_a_flag_that_is_not_there_names_what_is(names: str):
     valued, instead = REFUSED[names]
     for name in names.split():
         said = refusal_of(parse, [name, *(["1"] if valued else []), "-np", "1", "train.py"])
-        assert said == f"{name} of torchrun is not available; {instead}"
+        recorded("log", said, name, instead)
 
 
 def test_the_program_is_a_script_a_module_or_itself():
@@ -119,7 +117,7 @@ def test_the_program_is_a_script_a_module_or_itself():
         command("-np 1 --no-python ./train.py")
     with pytest.raises(Invalid, match="contradict"):
         command("-np 1 -m --no-python this")
-    with pytest.raises(Invalid, match=r"no file missing\.py"):
+    with raises(Invalid):
         command("-np 1 missing.py")
 
 

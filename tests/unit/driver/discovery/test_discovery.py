@@ -28,6 +28,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from harness.fake_ray import FakeRay
 from harness.fakes.discovery import FakeDiscovery
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 A = {"a": 2}
@@ -305,12 +306,7 @@ def test_trouble_is_told_once_and_so_is_its_end():
 
 def test_another_trouble_is_told_again_but_garbage_is_not_told_each_time():
     _, log = watched(A, *(Invalid(f"garbage {n}") for n in range(2 * QUIET + 3)), A)
-    assert [text for _, text in log] == [
-        "garbage 0; keeping a:2",
-        f"garbage {QUIET + 1}; keeping a:2",
-        f"garbage {2 * QUIET + 2}; keeping a:2",
-        "discovery script /hosts.sh works again",
-    ]
+    recorded("log", [text for _, text in log])
 
 
 def test_no_host_for_less_than_three_runs_in_a_row_keeps_the_last_list():
@@ -342,7 +338,7 @@ def test_no_hosts_yet_is_no_trouble():
 def test_trouble_before_any_list():
     lists, log = watched(Invalid("it is down"), A)
     assert lists == [A]
-    assert log[0] == ("warning", "it is down; waiting for hosts")
+    recorded("log", log[0])
 
 
 # ---- one run of a real script
@@ -366,32 +362,27 @@ def test_a_script_without_a_first_line_is_run_by_the_shell(tmp_path):
 
 def test_a_script_that_fails_is_told_with_what_it_said(tmp_path):
     command = script(tmp_path, "echo one >&2; echo no such cluster >&2; exit 3")
-    assert refusal(command) == (
-        f"discovery script {command[0]} ended with exit code 3; it said: one | no such cluster"
-    )
-    assert "was killed by signal 9" in refusal(script(tmp_path, "kill -9 $$"))
+    recorded("messages", refusal(command), command[0])
+    recorded("messages", refusal(script(tmp_path, "kill -9 $$")))
 
 
 def test_nonsense_is_told_with_its_line(tmp_path):
     command = script(tmp_path, "echo a:2; echo 'Error: not logged in'; echo hint >&2")
-    assert refusal(command) == (
-        f"the output of discovery script {command[0]}, line 2 reads 'Error: not logged in':"
-        " it is neither host:slots nor host slots=N; it said: hint"
-    )
+    recorded("messages", refusal(command), command[0])
 
 
 def test_a_script_that_prints_for_ever_is_ended(tmp_path):
     said = refusal(script(tmp_path, "yes"), timeout_s=0.3)
-    assert "has not ended within 0.3 s" in said
+    recorded("log", said)
 
 
 def test_a_script_that_prints_too_much_is_told(tmp_path):
-    assert "printed more than 1048576 bytes" in refusal(script(tmp_path, "yes | head -c 3000000"))
+    recorded("messages", refusal(script(tmp_path, "yes | head -c 3000000")))
 
 
 def test_a_script_that_hangs_is_killed_with_its_children(tmp_path):
     command = script(tmp_path, f"sleep 100 & echo $! > {tmp_path}/pid; wait")
-    assert refusal(command, timeout_s=0.3).endswith("has not ended within 0.3 s")
+    recorded("messages", refusal(command, timeout_s=0.3))
     assert has_died(int((tmp_path / "pid").read_text()))
 
 
@@ -438,10 +429,10 @@ def test_finding_the_script(tmp_path, monkeypatch):
     spaced.chmod(0o755)
     assert find_script("my hosts") == [str(spaced)]
     (tmp_path / "plain").write_text("")
-    with pytest.raises(Invalid, match="plain is not executable; run: chmod \\+x plain"):
+    with raises(Invalid):
         find_script("plain")
     for missing in ("nowhere.sh", "", "'unclosed"):
-        with pytest.raises(Invalid, match="does not exist"):
+        with raises(Invalid):
             find_script(missing)
 
 
@@ -457,7 +448,7 @@ async def test_hosts_elsewhere_are_left_out_and_told_once():
     assert lists == [A, {}]
     [(level, said)] = log
     assert level == "warning"
-    assert said.startswith("host b and 1 more are left out (b: it is far): the workers of this job")
+    recorded("log", said)
 
 
 # ---- the first list of a job
@@ -487,11 +478,9 @@ def test_a_job_starts_with_the_scripts_first_list(tmp_path):
 def test_a_job_may_start_without_hosts(tmp_path):
     lists, log = first_list(job(script(tmp_path, "true")))
     assert lists == {}
-    assert log[0][1].endswith("lists no host yet; waiting for one")
+    recorded("log", log[0][1])
 
 
-@pytest.mark.parametrize(
-    ("body", "said"), [("exit 1", "ended with exit code 1"), ("echo '???'", "line 1 reads '???'")]
-)
-def test_a_first_run_must_be_good(tmp_path, body, said):
-    assert said in refusal_of(first_list, job(script(tmp_path, body)))
+@pytest.mark.parametrize("body", ["exit 1", "echo '???'"])
+def test_a_first_run_must_be_good(tmp_path, body):
+    recorded("messages", refusal_of(first_list, job(script(tmp_path, body))))

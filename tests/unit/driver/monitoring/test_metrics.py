@@ -37,6 +37,7 @@ from elastic.driver.reasons import Why, because, in_words
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from elastic.protocol.report_values import Report
+from harness.golden import raises, recorded
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
 PLACE = Place(0, 3, 0, 3, 0, 1)
@@ -238,7 +239,7 @@ def test_they_are_served_on_loopback_until_the_end():
     url = f"http://127.0.0.1:{metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b'elastic_workers{stage="starting"} 1.0' in answer.read()
-    with pytest.raises(Invalid, match=f"port {metrics.port}: Address already in use; give another"):
+    with raises(Invalid, metrics.port):
         Metrics("127.0.0.1", metrics.port)
     metrics.close()
     with pytest.raises(ConnectionRefusedError):
@@ -265,7 +266,7 @@ def test_on_loopback_no_other_site_reads_them_under_a_name_of_its_own():
         for host in ("rebound.example:9100", "localhost.example", f"{own}.example:80"):
             status, body = asked(metrics, host)
             assert status == 403 and b"elastic_workers" not in body
-            assert b"by an address, or as localhost" in body
+            recorded("messages", body)
 
 
 def test_where_they_are_served_to_others_any_name_will_do():

@@ -23,6 +23,7 @@ from elastic.driver.monitoring import recovery_traces
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces, phases_of
 from elastic.driver.reasons import in_words
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 
 PHASES = {
     "gathered": 40.0,
@@ -40,7 +41,7 @@ def silent(level: str, text: str) -> None:
     raise AssertionError(text)
 
 
-def recorded(*reports: ReportRecovery, at: float = 100.0) -> list[ReadableSpan]:
+def spans_of(*reports: ReportRecovery, at: float = 100.0) -> list[ReadableSpan]:
     kept = InMemorySpanExporter()
     traces = RecoveryTraces("bert", {}, silent, processors=[SimpleSpanProcessor(kept)])
     traces.note(reports, at)
@@ -50,7 +51,7 @@ def recorded(*reports: ReportRecovery, at: float = 100.0) -> list[ReadableSpan]:
 
 def test_a_recovery_is_a_span_and_its_phases_are_children():
     before = time.time()
-    *children, root = recorded(REPORT)
+    *children, root = spans_of(REPORT)
     after = time.time()
     assert root.name == "recovery" and root.parent is None
     assert dict(root.attributes or {}) == {
@@ -93,7 +94,7 @@ def test_no_phase_leaves_the_recovery_whatever_is_told():
 
 
 def test_each_is_a_trace_of_its_own():
-    spans = recorded(REPORT, ReportRecovery(4, "change", in_words("joined"), 3, 5.0, {}, 0))
+    spans = spans_of(REPORT, ReportRecovery(4, "change", in_words("joined"), 3, 5.0, {}, 0))
     roots = [span for span in spans if span.parent is None]
     assert [span.name for span in roots] == ["recovery", "change"]
     assert len({span.context.trace_id for span in spans if span.context}) == 2
@@ -101,7 +102,7 @@ def test_each_is_a_trace_of_its_own():
 
 def test_the_users_own_name_of_the_service_stays(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "training")
-    assert recorded(REPORT)[0].resource.attributes["service.name"] == "training"
+    assert spans_of(REPORT)[0].resource.attributes["service.name"] == "training"
 
 
 class Stuck(SpanExporter):
@@ -141,27 +142,20 @@ def test_trouble_with_a_collector_is_said_once():
     for _ in range(3):
         logging.getLogger("opentelemetry.exporter").warning("%s refuses", "http://localhost:4318")
     traces.close()
-    assert said == ["traces can't be sent, which is said once: http://localhost:4318 refuses"]
+    recorded("log", said)
 
 
 def test_where_the_sdk_is_missing_that_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(Invalid, match=r"pip install 'hvd-elastic\[opentelemetry\]'"):
+    with raises(Invalid):
         RecoveryTraces("bert", {}, silent)
 
 
 @pytest.mark.parametrize(
-    ("environ", "sentence"),
-    [
-        ({"OTEL_TRACES_EXPORTER": "jaeger"}, "no exporter jaeger here: pip install"),
-        (
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "no exporter otlp_proto_grpc here: pip install opentelemetry-exporter-otlp-proto-grpc",
-        ),
-    ],
+    "environ", [{"OTEL_TRACES_EXPORTER": "jaeger"}, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}]
 )
-def test_an_exporter_that_is_missing_is_said(environ, sentence):
-    with pytest.raises(Invalid, match=sentence):
+def test_an_exporter_that_is_missing_is_said(environ):
+    with raises(Invalid):
         RecoveryTraces("bert", environ, silent)
 
 

@@ -25,6 +25,7 @@ from elastic.driver.monitoring import time_spent
 from elastic.driver.monitoring.time_spent import Seconds, TimeSpent, summary
 from elastic.driver.reasons import Why, because, in_words
 from elastic.protocol.messages import Address, Commit, Part, Place, Times, Worker
+from harness.golden import recorded
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 PLACE = Place(0, 2, 0, 2, 0, 1)
@@ -240,7 +241,8 @@ def test_a_static_job_has_one_world():
     spent.note(ready(A, 0, running=False), [published(1, A)], 104.0)
     spent.note(WorkerExited(A, 0), [EndJob(0, WHY)], 154.0)
     assert spent.stretches()["training"] == 50.0
-    assert spent.goodput() is None and "no worker was in elastic.run" in summary(spent)[-1]
+    assert spent.goodput() is None
+    recorded("messages", summary(spent)[-1])
 
 
 # ---- stalls --------------------------------------------------------------------------------------
@@ -330,10 +332,7 @@ def test_the_summary_is_a_table_with_its_sum():
     spent = trains()
     spent.note(TimePassed(), [EndJob(0, WHY)], 140.0)
     first, head, a, b, everybody, last = summary(spent)
-    assert first == (
-        "how the time went, 40.0 s: before the first world 10.0 s, training 30.0 s,"
-        " stalled 0.00 s, recovering 0.00 s (0 times), changing the world 0.00 s (0 times), after training 0.00 s"
-    )
+    recorded("messages", first)
     assert head.split()[:3] == ["seconds", "total", "training"]
     assert a.split() == [
         "h:0#1",
@@ -350,7 +349,7 @@ def test_the_summary_is_a_table_with_its_sum():
     ]
     assert b.split()[0] == "h:1#1"
     assert everybody.split()[2:4] == ["80.00", "58.00"]
-    assert last.strip().startswith("goodput 0.725: 58.0 s of the workers' 80.0 s")
+    recorded("messages", last.strip())
 
 
 def test_a_job_of_many_shows_some(monkeypatch):
@@ -359,7 +358,7 @@ def test_a_job_of_many_shows_some(monkeypatch):
 
 
 def test_a_job_that_never_had_a_worker_says_no_more_than_that():
-    assert summary(TimeSpent())[0].startswith("how the time went, 0.0 s")
+    recorded("messages", summary(TimeSpent())[0])
 
 
 @pytest.mark.parametrize("doing", ["training", "idle", "data"])

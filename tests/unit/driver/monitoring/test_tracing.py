@@ -16,6 +16,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.trace_file import TraceFile
 from elastic.rendezvous import environment
+from harness.golden import raises, recorded
 
 A, B = Worker("h", 0), Worker("h", 1)
 DEADLINE_S = 60.0
@@ -98,7 +99,7 @@ async def test_a_script_starts_and_stops_one(t):
     # The others ask for the same, or for what only they want.
     t.hear(B, messages.TimelineWanted(1, str(t.path) + "x", False))
     assert (B, messages.TimelineAnswer(1, 1, str(t.path))) in t.told
-    assert "which was asked for first" in t.log[-1]
+    recorded("log", t.log[-1])
     t.trace(A, "recorded")
     t.hear(A, messages.TimelineUnwanted(2, 1))
     off = messages.Tracing(1, False)
@@ -107,7 +108,7 @@ async def test_a_script_starts_and_stops_one(t):
     t.trace(B, "the rest")
     t.hear(B, messages.TracedAll(1))
     await t.until_told(A, messages.TimelineAnswer(2, 1))
-    assert t.names() == ["recorded", "the rest"]
+    recorded("messages", t.names())
     t.hear(B, messages.TimelineUnwanted(2, 1))  # it is over, and that is what B wants
     assert (B, messages.TimelineAnswer(2, 1)) in t.told
 
@@ -145,9 +146,10 @@ async def test_a_bad_path_is_refused_with_a_reason(t):
     t.hear(A, messages.TimelineWanted(1, "/no/such/folder/t.json", False))
     t.hear(A, messages.TimelineWanted(2, "t.json", False))
     first, second = (message for _, message in t.told)
-    assert "can't be written: No such file or directory" in first.error and first.timeline == 0
-    assert "give an absolute one" in second.error
-    with pytest.raises(Invalid, match="can't be written"):
+    assert first.timeline == 0
+    recorded("messages", first.error)
+    recorded("messages", second.error)
+    with raises(Invalid):
         t.tracing.open(str(t.path.parent))
 
 
@@ -175,7 +177,7 @@ async def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypat
         t.trace(A, "second")
         await t.until_told(A, messages.Tracing(1, False))
         assert t.names() == ["first"]
-        assert t.log == [f"warning: the timeline {t.path} ends here: No space left on device"]
+        recorded("log", t.log)
         t.trace(A, "third")
 
     await go(tmp_path)
@@ -228,7 +230,7 @@ def test_without_a_driver_a_script_may_start_it(tmp_path):
     tracing.stop()  # nothing to end
     tracing.start(str(tmp_path / "a.json"), False)
     tracing.start(str(tmp_path / "a.json"), False)  # again: it is there
-    with pytest.raises(Invalid, match=r"is being written to .*a\.json; call stop_timeline\(\)"):
+    with raises(Invalid):
         tracing.start(str(tmp_path / "b.json"), False)
     timeline.tick("w", 3)
     tracing.stop()
@@ -239,7 +241,7 @@ def test_without_a_driver_a_script_may_start_it(tmp_path):
 
 
 def test_without_a_driver_a_bad_path_fails_init():
-    with pytest.raises(Invalid, match=r"no/such/folder.*can't be written"):
+    with raises(Invalid):
         own(0, HOROVOD_TIMELINE="/no/such/folder/t.json")
     assert not timeline.on
 
@@ -283,5 +285,5 @@ def test_the_jobs_own_timeline_is_not_asked_for_again(asking):
 def test_a_timeline_that_cannot_be_written_is_told_by_its_variable(asking):
     made, _, errors = asking
     errors[0] = "no room"
-    with pytest.raises(Invalid, match=r"HOROVOD_TIMELINE=/t\.json: .*no room"):
+    with raises(Invalid):
         made.begin(Place(0, 2, 0, 2, 0, 1))

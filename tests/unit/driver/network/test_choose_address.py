@@ -19,6 +19,7 @@ from elastic.driver.network.choose_address import (
 )
 from elastic.driver.network.interfaces import alone_address, listen_address, own_addresses, route_to
 from elastic.driver.network.resolver import resolved
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 LO4 = Interface("lo", "127.0.0.1", 8, True, True)
@@ -52,7 +53,7 @@ def test_among_several_machines_loopback_is_passed_over():
     assert choose_bind([], OWN, local="::1", several=True) == "fd00::5"
     assert choose_bind([], [LO4, DOCKER], local="127.0.0.1", several=True) == "172.17.0.1"
     said = refusal_of(choose_bind, [], [LO4, LO6, ETH10], local="127.0.0.1", several=True)
-    assert said.startswith("this host has no address that another host could reach, only loopback")
+    recorded("log", said)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,12 @@ def test_the_first_that_is_there_is_used(wanted, local, address):
 
 
 def test_what_is_not_there_is_told_with_what_is():
-    assert refusal_of(wanted_address, ["ib0", "fd77::/16"], [LO4, ETH10]) == (
-        "--network-interface ib0,fd77::/16 gives no address of this machine;"
-        " it has lo 127.0.0.1/8, eth10 10.9.0.5/16 (down)"
-    )
+    recorded("messages", refusal_of(wanted_address, ["ib0", "fd77::/16"], [LO4, ETH10]))
 
 
 def test_an_address_that_needs_a_scope_is_refused():
     said = refusal_of(wanted_address, ["eth1"], [LO4, ETH1_LINK])
-    assert said.startswith("fe80::5 of eth1 is a link-local IPv6 address, which other hosts can't")
+    recorded("log", said)
     assert "fd00::/8" in refusal_of(choose_bind, [], OWN, local="fe80::5%eth1")
     # Something better that stands behind it is taken.
     assert wanted_address(["eth1", "eth0"], [ETH1_LINK, ETH0]) == "192.0.2.5"
@@ -91,9 +89,7 @@ def test_an_address_that_needs_a_scope_is_refused():
 def test_what_can_be_wanted():
     check_wanted(["eth1", "br-0a1b2c", "eth0:1", "enp3s0f0", "10.0.0.0/8", "fd00::/8", "::1"])
     for word in ("10.0.0.0/33", "10.0.0", "fd00::/129", "fd00:::1", "eth 1", "", "fe80::1%eth0"):
-        assert "is neither the name of an interface nor a network" in refusal_of(
-            check_wanted, [word]
-        )
+        recorded("messages", refusal_of(check_wanted, [word]))
 
 
 def test_workers_get_the_interface_of_their_address():
@@ -196,10 +192,7 @@ def test_the_interface_that_was_asked_for_in_the_family_of_the_hosts():
 def test_where_no_name_means_anything_the_way_out_counts():
     assert listening("nobody", routes={"192.0.2.1": "192.0.2.5"}) == "192.0.2.5"
     said = refusal_of(listening, "nobody", routes={})
-    assert said == (
-        "no address of this machine leads to another host (nobody could not be resolved: not known):"
-        " give --network-interface"
-    )
+    recorded("log", said)
 
 
 def test_where_hosts_may_come_that_nobody_knows_yet_the_way_out_counts_too():
@@ -214,7 +207,7 @@ def test_where_hosts_may_come_that_nobody_knows_yet_the_way_out_counts_too():
 
 
 def test_a_driver_does_not_listen_where_a_scope_is_needed():
-    assert "fe80::5 is a link-local IPv6 address" in refusal_of(listening, "near")
+    recorded("messages", refusal_of(listening, "near"))
 
 
 # ---- names
@@ -258,7 +251,7 @@ async def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
         return answers((socket.AF_INET, ("10.0.0.6", port)))(name, port, type)
 
     for _ in range(3):
-        with pytest.raises(OSError, match=r"slow could not be resolved within 0\.01 s"):
+        with raises(OSError):
             await resolved("slow", 80, 0.01, ask=ask)
     third = asyncio.create_task(resolved("slow", 80, 30.0, ask=ask))
     await asyncio.sleep(0)
@@ -268,7 +261,7 @@ async def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
 
 
 def test_a_name_that_is_not_known_is_told():
-    with pytest.raises(OSError, match=r"nobody\.invalid could not be resolved: "):
+    with raises(OSError):
         asyncio.run(resolved("nobody.invalid", 80, 30.0, ask=unknown))
 
 

@@ -15,6 +15,7 @@ from elastic.driver.network.hosts import (
     read_hostfile,
     show,
 )
+from harness.golden import recorded
 from harness.refusals import refusal_of
 
 
@@ -53,29 +54,29 @@ def test_a_host_without_slots_has_the_default():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("a:0", "'a:0' needs a whole number of slots, 1 or more"),
-        ("a:-1", "'a:-1' needs a whole number of slots"),
-        ("a:two", "'a:two' needs a whole number of slots"),
-        ("a:", "'a:' needs a whole number of slots"),
-        ("a:22222", "more than 4096 slots"),
-        (":4", "':4' has no valid host name"),
-        ("a b:4", "'a b:4' has no valid host name"),
-        ("a#1:4", "'a#1:4' has no valid host name"),
-        ("", "'' has no valid host name"),
-        ("a:1,,b:1", "'' has no valid host name"),
-        ("a:1,a:2", "host a is listed twice; list it once, with all its slots"),
-        ("::1:4", "write IPv6 addresses in brackets, as in [::1]:4"),
-        ("[::1:4", "is not an address in brackets"),
-        ("[gpu7]:4", "is not an address in brackets"),
-        ("[::1]4", "is not an address in brackets"),
+        "a:0",
+        "a:-1",
+        "a:two",
+        "a:",
+        "a:22222",
+        ":4",
+        "a b:4",
+        "a#1:4",
+        "",
+        "a:1,,b:1",
+        "a:1,a:2",
+        "::1:4",
+        "[::1:4",
+        "[gpu7]:4",
+        "[::1]4",
     ],
 )
-def test_a_wrong_list_is_told(text, said):
+def test_a_wrong_list_is_told(text):
     answer = refusal_of(parse_hosts, text)
     assert answer.startswith(f"-H {text}: ")
-    assert said in answer
+    recorded("messages", answer)
 
 
 def test_lines_take_either_form_and_comments():
@@ -91,21 +92,13 @@ def test_lines_take_either_form_and_comments():
     }
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("gpu2 slot=4", "it is neither host:slots nor host slots=N"),
-        ("gpu2 slots=many", "needs a whole number of slots"),
-        ("gpu2:4 slots=4", "it gives the slots twice"),
-        ("gpu1", "host gpu1 is listed twice"),
-    ],
-)
-def test_a_wrong_line_is_told_with_its_number(tmp_path, line, said):
+@pytest.mark.parametrize("line", ["gpu2 slot=4", "gpu2 slots=many", "gpu2:4 slots=4", "gpu1"])
+def test_a_wrong_line_is_told_with_its_number(tmp_path, line):
     file = tmp_path / "hosts"
     file.write_text(f"gpu1 slots=4\n\n{line}\n")
     answer = refusal_of(read_hostfile, str(file))
     assert answer.startswith(f"hostfile {file} line 3 reads {line!r}: ")
-    assert said in answer
+    recorded("messages", answer)
 
 
 def test_a_host_of_no_slots_is_left_out_where_that_is_allowed():
@@ -114,14 +107,12 @@ def test_a_host_of_no_slots_is_left_out_where_that_is_allowed():
 
 def test_a_hostfile_that_cannot_be_read_is_told(tmp_path):
     missing = str(tmp_path / "none")
-    assert refusal_of(read_hostfile, missing).endswith("can't be read: No such file or directory")
-    assert "Is a directory" in refusal_of(read_hostfile, str(tmp_path))
+    recorded("messages", refusal_of(read_hostfile, missing))
+    recorded("messages", refusal_of(read_hostfile, str(tmp_path)))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    assert "it is not UTF-8 text" in refusal_of(read_hostfile, str(tmp_path / "bytes"))
+    recorded("messages", refusal_of(read_hostfile, str(tmp_path / "bytes")))
     (tmp_path / "empty").write_text("# nothing\n")
-    assert "names no host; write lines such as" in refusal_of(
-        read_hostfile, str(tmp_path / "empty")
-    )
+    recorded("messages", refusal_of(read_hostfile, str(tmp_path / "empty")))
 
 
 def test_lists_are_shown_as_they_are_written():
@@ -170,10 +161,10 @@ def test_a_name_that_resolves_to_this_machine_is_this_machine():
 
 def test_other_machines_are_told_apart():
     host = this_host(gpu7=["10.0.0.7"])
-    assert host.elsewhere("gpu7") == "it is another machine (10.0.0.7)"
-    assert host.elsewhere("10.0.0.7") == "it is not an address of this machine"
-    assert host.elsewhere("0.0.0.0") == "it is not an address of this machine"
-    assert host.elsewhere("gpu8") == "it could not be resolved: Name or service not known"
+    recorded("messages", host.elsewhere("gpu7"))
+    recorded("messages", host.elsewhere("10.0.0.7"))
+    recorded("messages", host.elsewhere("0.0.0.0"))
+    recorded("messages", host.elsewhere("gpu8"))
 
 
 def test_a_name_server_that_hangs_is_not_awaited():
@@ -184,7 +175,7 @@ def test_a_name_server_that_hangs_is_not_awaited():
         return []
 
     host = ThisHost(hostname="trainer", resolve=hang, resolve_s=0.01)
-    assert host.elsewhere("gpu7") == "it could not be resolved within 0.01 s"
+    recorded("messages", host.elsewhere("gpu7"))
     never.set()
 
 
@@ -198,21 +189,18 @@ def test_what_is_known_is_not_asked_again_but_a_failed_lookup_is():
         return ["127.0.1.1"]
 
     host = ThisHost(hostname="trainer", resolve=resolve)
-    assert "Temporary failure" in str(host.elsewhere("alias"))
+    recorded("messages", str(host.elsewhere("alias")))
     assert host.elsewhere("alias") is None
     assert host.elsewhere("alias") is None
     assert len(asked) == 2
 
 
 def test_a_name_that_no_server_can_be_asked_for_is_told():
-    assert "could not be resolved" in str(ThisHost().elsewhere("a" * 70))
+    recorded("messages", str(ThisHost().elsewhere("a" * 70)))
 
 
 def test_only_own_addresses_can_be_bound():
-    assert (
-        ThisHost(hostname="trainer").elsewhere("192.0.2.1")
-        == "it is not an address of this machine"
-    )
+    recorded("messages", ThisHost(hostname="trainer").elsewhere("192.0.2.1"))
 
 
 def test_spellings_of_an_address():
@@ -235,4 +223,4 @@ def test_addresses_with_a_port():
         "",
         "a:",
     ):
-        assert f"{text!r} is not an address" in refusal_of(parse_address, text)
+        recorded("messages", refusal_of(parse_address, text), f"{text!r}")

@@ -22,6 +22,7 @@ from elastic.driver.processes.last_words import TAIL_LIMIT
 from elastic.driver.processes.output import LINE_LIMIT, Output
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
+from harness.golden import recorded
 
 A, B = Worker("h1", 0), Worker("h2", 3)
 
@@ -87,7 +88,7 @@ def test_the_rank_is_that_of_the_moment():
     screen.output.feed(B, "stdout", b"training\n")
     screen.ranks[B] = 1
     screen.output.feed(B, "stdout", b"still training\n")
-    assert screen.shown() == b"[h2:3] importing\n[2] training\n[1] still training\n"
+    recorded("messages", screen.shown())
 
 
 def test_a_timestamp_comes_first():
@@ -148,7 +149,7 @@ def test_a_closed_pipe_is_told_once_and_the_rest_goes_on():
             output.feed(A, "stdout", b"lost\n")
             output.feed(A, "stderr", b"kept\n")
         output.close()
-    assert said == ["cannot write to stdout: [Errno 32] Broken pipe; this output is lost"]
+    recorded("log", said)
     assert err == b"[0] kept\n" * 3
 
 
@@ -211,7 +212,7 @@ def test_at_the_end_a_slow_reader_gets_everything_in_order_and_is_named_once(mon
     terminal.goes_on.set()
     closing.join(10)
     assert terminal.lines(2) == [b"[0] first", b"[0] last"]
-    assert b"the job has ended, but more than 9 bytes" in err
+    recorded("messages", err)
     assert err.count(b"\n") == 1
 
 
@@ -241,7 +242,7 @@ def test_streams_that_lead_to_one_place_keep_their_order():
     output.say(b"the end\n")
     terminal.goes_on.set()
     output.close()
-    assert terminal.lines(4) == [b"[0] one", b"[0] two", b"[0] why", b"the end"]
+    recorded("log", terminal.lines(4))
 
 
 def test_streams_that_are_missing_take_everything(tmp_path):
@@ -286,15 +287,11 @@ def test_the_drivers_own_lines():
     say("debug", "unseen")
     say("info", "generation 1 has 2 workers")
     say("error", "it wrote:\n  Traceback")
-    assert out.decode() == (
-        "elastic | 12:01:33 | generation 1 has 2 workers\n"
-        "elastic | 12:01:33 | error: it wrote:\n"
-        "elastic |     Traceback\n"
-    )
+    recorded("messages", out.decode())
     out.clear()
     say = Console(out.extend, colour=True, clock=lambda: "12:01:33")
     say("warning", "slow")
-    assert out.decode() == "\x1b[33melastic | 12:01:33 | warning: slow\x1b[0m\n"
+    recorded("messages", out.decode())
 
 
 def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed():
@@ -328,7 +325,7 @@ def test_an_exception_is_shown_once_with_the_first_rank_and_kept_for_each(tmp_pa
     assert bytes(screen.err) == b"[0] before\n[0] short\n"
     assert told == ["unsaid"]
     kept = [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in (0, 1)]
-    assert kept == ["before\nwhole\n", "whole\n"]
+    recorded("messages", kept)
 
 
 def test_what_a_worker_prints_itself_is_not_touched(screen):

@@ -18,6 +18,7 @@ from elastic.driver.processes.proc_stats import (
     parse_status,
     says_frozen,
 )
+from harness.golden import raises
 from harness.waiting import wait_until
 
 REST = b"4194304 800 120 0 0 250 50 30 20 20 0 5 0 31256 9000000 900 18446744073709551615 1 1 0"
@@ -36,7 +37,7 @@ def test_a_command_may_be_called_anything(name):
 
 def test_half_a_line_is_none():
     for text in (b"", b"4711 (python", b"4711 (python) S 12"):
-        with pytest.raises(ValueError, match="no line of /proc/PID/stat"):
+        with raises(ValueError):
             parse_stat(text)
 
 

@@ -15,6 +15,7 @@ from elastic.driver.ray.cluster import Unanswered
 from elastic.driver.ray.discovery import PAUSE_S, RayDiscovery, Wanted, host_of
 from elastic.errors import Invalid
 from harness.fake_ray import FakeRay
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 ONE = {"CPU": 1.0}
@@ -155,7 +156,7 @@ def test_another_driver_finds_the_claims_and_makes_none_twice():
     told = started(aaaa=1, bbbb=2)
     other = Told(told.ray, Wanted(4, ONE), detached=True)
     assert other.watched(nothing) == [[(A, 1), (B, 2)]]
-    assert other.ray.said == ["make 3 for ever"]
+    recorded("log", other.ray.said)
 
 
 def test_as_many_are_held_as_the_driver_needs_now():
@@ -253,7 +254,7 @@ def test_what_cannot_be_told_of_gpus_is_said(monkeypatch):
     assert told.log == []
     other = Told(told.ray, Wanted(1, GPU))
     assert other.watched(*[nothing] * 12) == [[]]
-    assert "asked for GPUs: no module named elastic" in other.said[0]
+    recorded("log", other.said[0])
     assert len(other.log) == 1
 
 
@@ -263,7 +264,7 @@ def test_a_ray_that_does_not_tell_of_drains_is_said_once():
     told.ray.drain("aaaa")
     told.watched(nothing, nothing)
     assert [level for level, _ in told.log] == ["warning"]
-    assert "does not tell which nodes drain" in told.said[0]
+    recorded("log", told.said[0])
 
 
 # ---- placing
@@ -287,28 +288,24 @@ def test_waiting_for_room_is_told():
 
 def test_without_room_it_says_what_there_is_and_removes_its_claims():
     told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(4, {"CPU": 99}))
-    assert refusal_of(told.place, 4, 10) == (
-        "4 workers of CPU 99 each were asked for, and 2 could be placed within 10 s; besides them"
-        " nothing is free on 2 nodes; no node is large enough for one: add nodes, end what holds"
-        " them, or ask for fewer workers (min_workers) or less for each (resources_per_worker)"
-    )
+    recorded("messages", refusal_of(told.place, 4, 10))
     assert told.ray.live == {}
 
 
 def test_where_ray_does_not_answer_that_is_said_too():
     told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
     told.ray.trouble = "RpcError: unavailable"
-    with pytest.raises(Invalid, match=r"the last trouble: RpcError: unavailable$"):
+    with raises(Invalid):
         told.place(1, 3)
     [(_, first), (_, last)] = told.log
-    assert first.endswith("waiting for hosts")
-    assert last.endswith("can't be removed: RpcError: unavailable; they end with the Ray job")
+    recorded("messages", first)
+    recorded("messages", last)
 
 
 def test_where_only_the_gpus_are_missing_that_is_said():
     told = Told(FakeRay(aaaa=1), Wanted(1, GPU))
     told.ray.gpus_known = False
-    with pytest.raises(Invalid, match=r"the last trouble: their GPUs are not known yet$"):
+    with raises(Invalid):
         told.place(1, 3)
 
 
@@ -353,14 +350,14 @@ def test_a_group_that_is_removed_has_no_slots():
 
 def test_a_group_without_a_suitable_bundle_is_refused_at_once():
     told = in_group({"CPU": 0.5})
-    with pytest.raises(Invalid, match="no bundle of the placement group has room"):
+    with raises(Invalid):
         told.place(1, 100)
     assert told.now == 0.0
 
 
 def test_a_group_that_is_too_small_is_refused_with_the_reason():
     told = in_group(ONE, ONE)
-    with pytest.raises(Invalid, match="2 could be placed within 3 s: the placement group has no"):
+    with raises(Invalid):
         told.place(3, 3)
 
 
@@ -439,10 +436,8 @@ def test_a_call_that_hangs_is_told_and_nothing_is_piled_up_behind_it():
     assert slow.watched(nothing, nothing, go_on.set, nothing, nothing) == [[(A, 1)]]
     assert len(calls) < 5
     [(_, late), (_, over)] = slow.log
-    assert (
-        late == "Ray does not answer as it should: nothing was heard for 0.02 s; waiting for hosts"
-    )
-    assert over == "Ray answers again"
+    recorded("messages", late)
+    recorded("messages", over)
 
 
 async def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
@@ -469,19 +464,19 @@ async def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised(
 
 
 @pytest.mark.parametrize(
-    ("most", "resources", "said"),
+    ("most", "resources"),
     [
-        (0, ONE, "the number of workers must be at least 1, got 0"),
-        (1, {}, "asks for nothing"),
-        (1, {"CPU": 0}, "asks for nothing"),
-        (1, {"CPU": -1}, "CPU is -1; give a number, 0 or more"),
-        (1, {"CPU": float("nan")}, "CPU is nan"),
-        (1, {"CPU": "1"}, "CPU is '1'"),
-        (1, {"GPU": 1.5}, "GPU is 1.5; Ray knows parts of one GPU, or whole ones"),
+        (0, ONE),
+        (1, {}),
+        (1, {"CPU": 0}),
+        (1, {"CPU": -1}),
+        (1, {"CPU": float("nan")}),
+        (1, {"CPU": "1"}),
+        (1, {"GPU": 1.5}),
     ],
 )
-def test_what_makes_no_sense_is_refused(most, resources, said):
-    assert said in refusal_of(Wanted, most, resources)
+def test_what_makes_no_sense_is_refused(most, resources):
+    recorded("messages", refusal_of(Wanted, most, resources))
 
 
 def test_a_host_is_named_by_address_and_node():

@@ -12,6 +12,7 @@ from elastic.driver.ray.node.environment import (
     workers_environ,
 )
 from elastic.driver.ray.start_failures import why_gone, why_no_actor
+from harness.golden import recorded
 
 OF_RAY = {
     "RAY_JOB_ID": "01000000",
@@ -105,46 +106,32 @@ def test_an_environment_is_read_as_the_kernel_writes_it():
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "expected"),
+    ("kind", "text"),
     [
         (
             "ActorUnschedulableError",
             "The actor is not schedulable: The node specified via NodeAffinitySchedulingStrategy doesn't exist",
-            "Ray has no node ab12cd34 any more, which was alpha; another has to take its place",
         ),
         (
             "ActorDiedError",
             "The actor died unexpectedly.\n\tclass_name: A\nThe actor died because its node has died. Node Id: x",
-            "the node ab12cd34 of alpha has died; another has to take its place",
         ),
         (
             "ActorDiedError",
             "The actor died because of an error raised in its creation task, \x1b[36mray::A()\x1b[39m\n"
             "RuntimeError: The actor with name AgentActor failed to import on the worker. This may be ...\n"
             "ModuleNotFoundError: No module named 'elastic'",
-            "hvd-elastic can't be imported on alpha: there is no module elastic for Ray's python there; install it in"
-            " the nodes' image, or give ray.init(runtime_env={'pip': ['hvd-elastic']}), or its folder in py_modules",
         ),
         (
             "RuntimeEnvSetupError",
             "Failed to set up runtime environment.\n[Node 1.2.3.4] Traceback\nValueError: no such conda.",
-            "the job's runtime_env can't be set up on alpha: ValueError: no such conda; correct it",
         ),
-        (
-            "TimeoutError",
-            "",
-            "Ray has started no actor on alpha within 30 s: its node ab12cd34 is dead and not yet known to be, or too"
-            " busy, or still sets up the job's runtime_env; look at `ray list nodes` and the load there",
-        ),
-        (
-            "RpcError",
-            "failed to connect\nmore",
-            "Ray can't run an actor on alpha, node ab12cd34: RpcError: failed to connect; look at `ray list actors`",
-        ),
+        ("TimeoutError", ""),
+        ("RpcError", "failed to connect\nmore"),
     ],
 )
-def test_why_there_is_no_actor(kind, text, expected):
-    assert why_no_actor("alpha", "ab12cd34ef", kind, text, limit_s=30.0) == expected
+def test_why_there_is_no_actor(kind, text):
+    recorded("messages", why_no_actor("alpha", "ab12cd34ef", kind, text, limit_s=30.0))
 
 
 def test_why_an_actor_is_gone():
@@ -152,6 +139,4 @@ def test_why_an_actor_is_gone():
         "The actor died unexpectedly before finishing this task.\n\tclass_name: AgentActor\n"
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR."
     )
-    assert why_gone("alpha", text) == (
-        "the agent on alpha is gone with its actor: its worker process has died. Worker exit type: SYSTEM_ERROR"
-    )
+    recorded("messages", why_gone("alpha", text))

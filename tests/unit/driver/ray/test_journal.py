@@ -26,6 +26,7 @@ from elastic.driver.ray.journal import RayArchive, RayJournal
 from elastic.driver.ray.kv import Insistent
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 from harness.journal_contract import FakeKeyValues, InRay, Killed
 from unit.driver.journal.test_journal_contract import Drive
 
@@ -307,7 +308,7 @@ async def test_what_a_deposed_driver_wrote_too_late_does_not_count(tmp_path, job
     second = Drive(place, settings)
     await second.go_on()
     await second.tell(entries[7:12])
-    with pytest.raises(Deposed, match="does not lead job night"):
+    with raises(Deposed):
         await first.tell(entries[7:10])  # with a snapshot
     past = await place.archive().past()
     assert past is not None and taken(past.membership) == taken(second.membership)
@@ -329,7 +330,8 @@ async def test_it_is_said_once_that_another_driver_leads(tmp_path):
         await first.forget()
     assert kept
     [(level, text)] = said
-    assert level == "warning" and text.startswith("another driver leads job night now")
+    assert level == "warning"
+    recorded("messages", text)
 
 
 async def test_a_turn_whose_answer_got_lost_is_taken_all_the_same(tmp_path):
@@ -421,7 +423,8 @@ async def test_forgetting_has_a_bound(tmp_path):
     archive = RayArchive("night", log=log, kv=Insistent(kv, quiet, pause=no_pause))
     await archive.forget(within_s=0.0)
     [(level, text)] = said
-    assert level == "warning" and "stays in Ray's key-value store" in text
+    assert level == "warning"
+    recorded("messages", text)
 
 
 # ---- read ------------------------------------------------------------------------------------------------------------
@@ -451,9 +454,9 @@ def test_what_counts_is_found_from_the_end(monkeypatch):
     assert counting({a: old}) == ([b"old", b"gone"], Place(a, 2))
     assert counting({b: {0: one[0]}}) == ([], None), "half of a beginning"
     assert counting({}) == ([], None)
-    with pytest.raises(ValueError, match=f"record 2 of {b} is missing"):
+    with raises(ValueError, b):
         counting({**chapters, b: {n: piece for n, piece in one.items() if n != 2}})
-    with pytest.raises(ValueError, match="its beginning is missing"):
+    with raises(ValueError):
         counting({a: written((b"x", {}))})
 
 
@@ -465,9 +468,7 @@ async def test_a_journal_with_a_hole_is_noticed(tmp_path, job):
     await drive.tell(entries[:30])
     [key] = [key for key in place.kept if key.endswith("/000000004")]
     del place.kept[key]
-    with pytest.raises(
-        Invalid, match=r"under journal/night/ can't be resumed: record 4 of .* is missing"
-    ):
+    with raises(Invalid):
         await place.archive().past()
 
 
@@ -486,7 +487,7 @@ async def test_snapshots_keep_it_small(tmp_path, job):
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\nb"])
 def test_names_that_would_be_other_keys_are_refused(name):
-    with pytest.raises(Invalid, match="can't be the name of a job"):
+    with raises(Invalid):
         of({}, job=name)
 
 
@@ -621,7 +622,7 @@ async def test_a_call_that_hangs_has_a_deadline_and_those_after_it_wait_their_tu
     journal.record(1.0, TimePassed())
     await journal.settle()
     assert [level for _, level, _ in hours.said] == ["warning", "info"]
-    assert "nothing was heard for 0.01 s" in hours.said[0][2]
+    recorded("log", hours.said[0][2])
     past = await of(kv.kept).past()
     assert past is not None and past.replayed == 1
 

@@ -27,6 +27,7 @@ from elastic.driver.ray.node.agent_actor import AgentActor, InRay, RayProcess
 from elastic.driver.ray.node.agent_folder import make_folder, sweep
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter, name_of
+from harness.golden import raises, recorded
 from harness.starter_contract import (
     SECRET,
     Bench,
@@ -279,8 +280,8 @@ class TestRay(StarterContract):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "chatty"))
             await until(lambda: len(bench.log) >= 20, "its lines")
-            assert bench.log[0] == ("warning", "the agent on alpha: line 0")
-            assert bench.log[19][1] == "the agent on alpha: line 19; further lines are left out"
+            recorded("log", bench.log[0])
+            recorded("log", bench.log[19][1])
 
     async def test_another_agent_takes_the_place_of_one_that_still_runs(self, opened):
         async with opened as bench:
@@ -329,14 +330,14 @@ async def test_another_release_is_refused_before_it_is_told_anything(tmp_path):
     async with bench_in(tmp_path) as bench:
         bench.fake.release = "0.0.1"
         text = await failure(bench.starter, bootstrap("alpha"))
-        assert "alpha has release 0.0.1 of hvd-elastic" in text
+        recorded("messages", text)
         assert not (bench.folder / "alpha").exists()
 
 
 async def test_a_host_that_ray_does_not_list_is_refused(tmp_path):
     nodes: dict[str, str] = {}
     starter = RayStarter(nodes.__getitem__, b"", print, job="j", actors=Fake("python"))
-    assert "no such node" in await failure(starter, bootstrap("alpha"))
+    recorded("messages", await failure(starter, bootstrap("alpha")))
 
 
 async def test_the_next_driver_redirects_and_hears_agents_that_are_there(tmp_path):
@@ -429,7 +430,7 @@ async def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(tmp_path
         calling = asyncio.create_task(bench.starter.call(3, b"f"))
         await worker.hear()
         worker.writer.transport.abort()
-        with pytest.raises(RuntimeError, match="rank 3 is gone: it hung up"):
+        with raises(RuntimeError):
             await calling
         assert await bench.starter.present() == 0
         with pytest.raises(CallFailed, match="rank 3"):
@@ -439,7 +440,7 @@ async def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(tmp_path
 async def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(tmp_path):
     async with bench_in(tmp_path) as bench:
         (worker,) = await served(bench, [0])
-        with pytest.raises(CallFailed, match=r"rank 0 has not answered within 0.1 s"):
+        with raises(CallFailed):
             await bench.starter.call(0, b"slow", 0.1)
         assert await worker.hear() == b"slow"
         nxt = asyncio.create_task(bench.starter.call(0, b"next"))

@@ -7,6 +7,7 @@ from elastic.driver.commandline.afterwards.replay_cli import ReplayClock, play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 from unit.driver.monitoring.explain.test_explain import HERE, unpacked
 
 
@@ -39,20 +40,14 @@ def test_the_page_comes_to_the_end_of_the_job(tmp_path):
 def test_a_film_is_written_and_its_size_said(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     assert replay_cli.main([str(file), "--svg", str(tmp_path / "film.svg"), "--length", "12"]) == 0
-    assert "a film of 12 s" in capsys.readouterr().out
+    recorded("output", capsys.readouterr().out)
     assert 'dur="12s"' in (tmp_path / "film.svg").read_text()
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ([], "give one journal"),
-        (["--speed", "-1", "FILE"], "--speed: '-1' must be a number, more than 0"),
-        (["--svg", "no/such/film.svg", "FILE"], "cannot write"),
-        (["nothing"], "No such file"),
-    ],
+    "flags", [[], ["--speed", "-1", "FILE"], ["--svg", "no/such/film.svg", "FILE"], ["nothing"]]
 )
-def test_mistakes_are_told(flags, told, tmp_path):
+def test_mistakes_are_told(flags, tmp_path):
     file = str(unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path))
-    with pytest.raises(Invalid, match=told):
+    with raises(Invalid):
         replay_cli.main([file if flag == "FILE" else flag for flag in flags])

@@ -25,6 +25,7 @@ from elastic.driver.commandline.kubernetes.kubernetes_release import (
 )
 from elastic.driver.discovery.kubernetes.cluster import connection
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 
@@ -59,37 +60,37 @@ def test_an_image_has_parts(image, parts):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("--workers 2 x", "run needs --image, --workers and a command"),
-        ("--image a x", "run needs --image, --workers and a command"),
-        ("--image a --workers 2", "run needs --image, --workers and a command"),
-        ("--image a --workers 2: x", "'2:' is not MIN or MIN:PODS"),
-        ("--image a --workers 0:2 x", "is not MIN or MIN:PODS"),
-        ("--image a --workers 3:2 x", "2 pods can't have 3 workers"),
-        ("--image :1 --workers 2 x", "--image ':1' names no image; give one as in"),
-        ("--image a:b:c --workers 2 x", "--image 'a:b:c' names no image; give one as in"),
-        ("--image a@sha256:ab --workers 2 x", "--image 'a@sha256:ab' names no image"),
+        "--workers 2 x",
+        "--image a x",
+        "--image a --workers 2",
+        "--image a --workers 2: x",
+        "--image a --workers 0:2 x",
+        "--image a --workers 3:2 x",
+        "--image :1 --workers 2 x",
+        "--image a:b:c --workers 2 x",
+        "--image a@sha256:ab --workers 2 x",
     ],
 )
-def test_what_does_not_fit_together_is_told(line, said):
-    assert said in refusal_of(values, line)
+def test_what_does_not_fit_together_is_told(line):
+    recorded("messages", refusal_of(values, line))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["frob"], "knows no 'frob'; say one of run, status, logs, stop, scale"),
-        (["status"], "give a job, as in: elasticrun k8s status"),
-        (["scale", "bert"], "give a job, as in: elasticrun k8s scale [flags] NAME PODS"),
-        (["status", "bert", "-n", "lab", "more"], "give a job"),
-        (["status", "../../x"], "'../../x' can't name a job in Kubernetes; give a letter"),
-        (["stop", "a" * 46], "can't name a job in Kubernetes; give a letter"),
-        (["run", "--image", "a", "--workers", "2", "--name=-x", "--", "x"], "'-x' can't name a"),
+        ["frob"],
+        ["status"],
+        ["scale", "bert"],
+        ["status", "bert", "-n", "lab", "more"],
+        ["status", "../../x"],
+        ["stop", "a" * 46],
+        ["run", "--image", "a", "--workers", "2", "--name=-x", "--", "x"],
     ],
 )
-def test_words_that_are_missing_or_too_many_are_told(words, said):
-    assert said in refusal_of(main, words)
+def test_words_that_are_missing_or_too_many_are_told(words):
+    recorded("messages", refusal_of(main, words))
 
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
@@ -119,7 +120,7 @@ def release(monkeypatch):
 
 @pytest.mark.parametrize("pods", ["1.5", "many", "100001", "99999999999999"])
 def test_a_number_of_pods_that_is_none_or_cannot_be_meant_is_refused(release, pods):
-    with pytest.raises(Invalid, match=r"is not a number of pods; give 0 to 100,000"):
+    with raises(Invalid):
         main(["scale", "bert", pods])
     release.scale.assert_not_called()
 
@@ -127,7 +128,7 @@ def test_a_number_of_pods_that_is_none_or_cannot_be_meant_is_refused(release, po
 def test_a_job_that_is_there_already_is_left_alone(release):
     release.exists.return_value = True
     release.taken.return_value = NameTaken("has a job bert already")
-    with pytest.raises(Invalid, match="has a job bert already"):
+    with raises(Invalid):
         main(RUN)
     release.install.assert_not_called()
     release.uninstall.assert_not_called()
@@ -136,7 +137,7 @@ def test_a_job_that_is_there_already_is_left_alone(release):
 def test_a_job_that_another_has_just_installed_is_left_alone(release):
     """Both looked before either had installed anything."""
     release.install.side_effect = NameTaken("has a job bert already")
-    with handlers_put_back(), pytest.raises(NameTaken, match="has a job bert already"):
+    with handlers_put_back(), raises(NameTaken):
         main(RUN)
     release.uninstall.assert_not_called()
 
@@ -146,14 +147,12 @@ def test_a_job_whose_output_nobody_reads_any_more_goes_on(release, capsys):
     with handlers_put_back(), pytest.raises(BrokenPipeError):
         main(RUN)
     release.uninstall.assert_not_called()
-    assert (
-        "still there; remove it with `elasticrun k8s stop -n lab bert`" in capsys.readouterr().err
-    )
+    recorded("output", capsys.readouterr().err)
 
 
 def test_what_helm_has_made_of_a_job_that_it_could_not_install_is_removed(release):
     release.install.side_effect = Invalid("helm install failed: too much")
-    with handlers_put_back(), pytest.raises(Invalid, match="too much"):
+    with handlers_put_back(), raises(Invalid):
         main(RUN)
     release.uninstall.assert_called_once_with(if_there=True)
     release.follow.assert_not_called()
@@ -193,9 +192,9 @@ def test_ctrl_c_removes_it_and_another_one_does_not_stop_that(release):
 def test_what_cannot_be_removed_is_told_with_the_command_for_later(release, capsys):
     release.follow.side_effect = KeyboardInterrupt
     release.uninstall.side_effect = Invalid("helm uninstall failed: no answer")
-    with handlers_put_back(), pytest.raises(Invalid, match="no answer"):
+    with handlers_put_back(), raises(Invalid):
         main(RUN)
-    assert "remove it with `elasticrun k8s stop -n lab bert`" in capsys.readouterr().err
+    recorded("output", capsys.readouterr().err)
 
 
 def test_a_failed_install_is_told_though_nothing_can_be_removed_either(release):
@@ -215,13 +214,10 @@ def test_a_silence_is_told_once_and_so_is_its_end(monkeypatch):
         silence.goes_on(ApiSilent("the API server does not answer (X)"))
     silence.over()
     silence.over()
-    assert said == [
-        "the API server does not answer (X); the job goes on without us, and we try again for 300 s",
-        "the API server answers again",
-    ]
+    recorded("log", said)
     silence.goes_on(ApiSilent("no answer"))
     now[0] += AWAY_S + 1
-    with pytest.raises(Invalid, match="no answer, for 300 s; the job may go on without us"):
+    with raises(Invalid):
         silence.goes_on(ApiSilent("no answer"))
 
 
@@ -237,5 +233,5 @@ def test_a_kubeconfig_without_a_context_to_use_is_told(content, tmp_path, monkey
     file.write_text(content)
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(file))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(Invalid, match="choose one with `kubectl config use-context NAME`"):
+    with raises(Invalid):
         connection()

@@ -50,6 +50,7 @@ from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker
+from harness.golden import raises, recorded
 
 SECRET = b"s" * 32
 PLACE = Place(0, 2, 0, 2, 0, 1)
@@ -139,7 +140,8 @@ async def test_a_digit_too_many_starts_nobody(tmp_path):
         hosts = own.watch()
         assert await anext(hosts) == {"h": 4}
         told = await job.ask(messages.AskScale, 100_000)
-        assert not told.done and "too many for this machine, which has 2 cores: 16" in told.text
+        assert not told.done
+        recorded("messages", told.text)
         assert not job.told and own.slots == 4
         watching = asyncio.ensure_future(anext(hosts))
         reading = asyncio.ensure_future(drained(hosts, watching))
@@ -158,25 +160,27 @@ async def drained(hosts: AsyncIterator[dict[str, int]], first: Awaitable[object]
 @pytest.mark.parametrize("count", ["x", "0", "2.5"])
 async def test_what_is_no_number_is_refused_as_wrong_usage(tmp_path, count):
     async with running(tmp_path) as job:
-        with pytest.raises(Invalid, match=f"elasticrun scale: '{count}' must be a whole number"):
+        with raises(Invalid, count):
             await asyncio.to_thread(job_commands.main, "scale", ["bert", count], job.environ)
 
 
 async def test_there_are_no_lines_of_who_was_never_there(tmp_path):
     async with running(tmp_path) as job:
         told = await job.ask(messages.AskLogs, "9")
-        assert not told.done and "9 is not a worker of this job" in told.text
-        assert "give a rank, 0 to 1, or host:slot" in told.text
+        assert not told.done
+        recorded("messages", told.text)
+        recorded("messages", told.text)
         assert (await job.ask(messages.AskLogs, "1")).done
         job.page.model.state.tables["workers"].clear()  # as before the first world
-        assert "this job; give host:slot" in (await job.ask(messages.AskLogs, "0")).text
+        recorded("messages", (await job.ask(messages.AskLogs, "0")).text)
 
 
 @pytest.mark.parametrize("name", ["2", "-1", "h:7", "h:0#2", "", "x"])
 async def test_nobody_of_that_name(tmp_path, name):
     async with running(tmp_path) as job:
         told = await job.ask(messages.AskRemove, name)
-        assert not told.done and "give a rank, 0 to 1, or host:slot" in told.text
+        assert not told.done
+        recorded("messages", told.text)
         assert not job.told
 
 
@@ -189,7 +193,8 @@ async def test_a_refusal_is_told_with_its_reason(tmp_path):
 
         job.driver.tell.side_effect = no
         told = await job.ask(messages.AskScale, 3)
-        assert not told.done and "fixed size" in told.text
+        assert not told.done
+        recorded("messages", told.text)
 
 
 async def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
@@ -197,7 +202,8 @@ async def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
     async with running(tmp_path) as job:
         job.driver.tell.side_effect = None
         told = await job.ask(messages.AskScale, 3)
-        assert not told.done and "no decision" in told.text
+        assert not told.done
+        recorded("messages", told.text)
 
 
 async def test_status_and_logs(tmp_path):
@@ -238,7 +244,8 @@ async def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatc
         told = await job.ask(messages.AskStacks)
         stacks = json.loads(told.data)
         assert stacks == {"h:0#1": "Thread 1\n  File train.py\n", "h:1#1": ""}
-        assert told.done and "none of h:1#1" in told.text
+        assert told.done
+        recorded("messages", told.text)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +270,8 @@ async def test_stacks_show_the_script_and_are_logged_where_that_is_wanted(
         job.driver.dump.side_effect = dump
         assert await asyncio.to_thread(job_commands.main, "stacks", flags, job.environ) == 0
         said = capsys.readouterr().out
-        assert said.count('"train.py", line 3 in step') == 2 and ("<frozen x>" in said) is printed
+        assert ("<frozen x>" in said) is printed
+        recorded("log", said)
         assert any("train.py" in line for line in job.lines) is logged
         assert job.page.model.was_asked(A)
         assert not any("train.py" in line[3] for line in job.page.model.state.series["log"])
@@ -273,7 +281,8 @@ async def test_stop_says_who_asks(tmp_path):
     async with running(tmp_path) as job:
         assert (await job.ask(messages.AskStop)).done
         [(reason, code)] = [call.args for call in job.driver.stop.call_args_list]
-        assert "asks for it" in reason and code == 143
+        assert code == 143
+        recorded("messages", reason)
 
 
 async def test_a_job_with_the_name_of_one_that_runs_says_so(tmp_path):
@@ -305,7 +314,7 @@ def test_a_driver_that_is_stopped_does_not_refuse(monkeypatch):
     monkeypatch.setattr(client, "CONNECT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(JobUnreachable, match=r"job x does not answer within 0\.01 s"):
+        with raises(JobUnreachable):
             JobClient(JobAddress("x", address, SECRET))
 
 
@@ -329,9 +338,9 @@ async def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
     async with running(tmp_path) as job:
         there = find_job("bert", job.environ)
         await job.desk.close()
-        with pytest.raises(JobUnreachable, match="does not answer"):
+        with raises(JobUnreachable):
             await asyncio.to_thread(JobClient, there)
-        with pytest.raises(Invalid, match="no job 'bert' of this user runs here"):
+        with raises(Invalid):
             find_job("bert", job.environ)
         job.desk = OperatorDesk(job.desk.job, job.page, print)  # closed once more at the end
 
@@ -345,25 +354,23 @@ def record(name: str, port: int, journal: str = "") -> JobRecord:
 
 def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    with pytest.raises(Invalid, match="no job of this user runs here"):
+    with raises(Invalid):
         find_job("", environ)
     journal = tmp_path / "j"
     journal.touch()
     first = LeftRecord(environ, record("bert", 1, str(journal)))
     assert find_job("", environ).name == "bert"
     second = LeftRecord(environ, record("gpt", 2))
-    with pytest.raises(Invalid, match="2 jobs run here, so say which: bert"):
+    with raises(Invalid):
         find_job("", environ)
-    with pytest.raises(Invalid, match="no job 'x' of this user runs here; those that do: bert"):
+    with raises(Invalid):
         find_job("x", environ)
     assert find_job("gpt", environ).address == "127.0.0.1:2"
     assert find_job(str(journal), environ).name == find_job("", environ, journal=str(journal)).name
     second.close()
     assert find_job(str(os.getpid()), environ).name == "bert"
     first.close()
-    with pytest.raises(
-        Invalid, match=rf"runs here .if it has ended, elasticrun explain {journal} says"
-    ):
+    with raises(Invalid, journal):
         find_job(str(journal), environ)
     assert records(environ) == []
 
@@ -413,16 +420,14 @@ def test_the_journal_of_another_user_names_who_may_ask(tmp_path):
     else:
         theirs = Path("/etc/passwd")
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    with pytest.raises(
-        Invalid, match=r"belongs to user \w+, and a job answers only .* ask as \w+$"
-    ):
+    with raises(Invalid):
         find_job(str(theirs), environ)
 
 
 def test_a_folder_that_is_not_ours_to_enter_is_named(tmp_path, monkeypatch):
     refused = create_autospec(Path.exists, side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "exists", refused)
-    with pytest.raises(Invalid, match=rf"{tmp_path} is not yours to enter: set XDG_RUNTIME_DIR"):
+    with raises(Invalid, tmp_path):
         records({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 

@@ -14,6 +14,7 @@ from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from harness.golden import recorded
 
 A, B, C, D = (Worker("h", slot) for slot in range(4))
 PLACE = Place(0, 4, 0, 4, 0, 1)
@@ -89,18 +90,19 @@ def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
 
 
 @pytest.mark.parametrize(
-    ("event", "told"),
+    "event",
     [
-        (events.WorkerRaised(B, 1, None, "ValueError: bad sample", ""), "ValueError: bad sample"),
-        (events.WorkerQuit(B, 1, 3, "sys.exit(3)"), "sys.exit(3)"),
+        events.WorkerRaised(B, 1, None, "ValueError: bad sample", ""),
+        events.WorkerQuit(B, 1, 3, "sys.exit(3)"),
     ],
 )
-def test_a_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event, told):
+def test_a_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
     page = training(A, B, C)
     for each in (event, events.WorkerExited(B, 3)):
         page.note(each, [], 20.0)
         row = page.state.tables["workers"]["h:1"]
-        assert row["state"] == "lost" and told in row["note"]
+        assert row["state"] == "lost"
+        recorded("page", row["note"])
     page = training(A, B)
     page.note(events.WorkerQuit(B, 1, 0, "sys.exit(0)"), [], 20.0)
     assert states(page)["h:1"] == "training"
@@ -127,7 +129,8 @@ def test_who_is_killed_says_why_and_nothing_more_is_believed_of_it():
     page.note(events.WorkerConnected(B, 9), [], 40.1)
     page.note(events.WorkerExited(B, -9), [], 40.2)
     row = page.state.tables["workers"]["h:1"]
-    assert row["state"] == "lost" and row["note"].startswith("killed: it is frozen")
+    assert row["state"] == "lost"
+    recorded("page", row["note"])
 
 
 def test_a_slot_that_is_not_listed_goes_with_its_worker():
@@ -193,7 +196,8 @@ def test_stacks_that_were_asked_for_are_kept_and_nothing_else():
     page.stderr(A, "much later", 99.0)
     page.stderr(A, "and later", 99.0)
     [stack] = page.state.tables["stacks"].values()
-    assert stack["why"] == "it is stuck" and stack["text"] == 'File "train.py", line 3 in step\n'
+    recorded("page", stack["why"])
+    recorded("page", stack["text"])
 
 
 def test_a_flood_of_lines_is_cut_and_says_so():
@@ -203,7 +207,7 @@ def test_a_flood_of_lines_is_cut_and_says_so():
     page.line("info", "", "x" * 1000, 11.5)
     lines = list(page.state.series["log"])
     assert len(lines) == LINES + 2
-    assert lines[-2][3] == "50 lines are left out here"
+    recorded("page", lines[-2][3])
     assert lines[-1][3].endswith("...") and len(lines[-1][3]) < 600
 
 
@@ -238,10 +242,8 @@ def test_a_recovery_and_the_end():
     assert (row["total_ms"], row["phases_ms"], row["why"]) == (83.0, {"formed": 20.0}, "lost h:1#1")
     page.note(events.TimePassed(), [events.EndJob(1, in_words("too few"))], 21.0)
     page.note(events.WorkerReady(A, 1, None, STORE), [], 22.0)
-    assert page.state.values["job"]["phase"] == "ended" and page.state.values["job"]["ended"] == [
-        1,
-        "too few",
-    ]
+    assert page.state.values["job"]["phase"] == "ended"
+    recorded("page", page.state.values["job"]["ended"])
 
 
 def test_what_an_operator_has_wanted():

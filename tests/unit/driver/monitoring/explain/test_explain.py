@@ -24,6 +24,7 @@ from elastic.driver.monitoring.time_spent import STRETCHES
 from elastic.driver.reasons import Why, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
+from harness.golden import raises, recorded
 
 HERE = Path(__file__).parent
 JOURNALS = HERE.parents[1] / "journal"
@@ -74,9 +75,7 @@ def test_its_first_three_lines_name_the_cause(name, tmp_path):
 
 
 def test_who_was_lost_as_the_same_rank_each_time_is_told(tmp_path):
-    assert "4 workers were lost in this way in the whole job, each of them as rank 1." in as_text(
-        job("stuck", tmp_path)
-    )
+    recorded("explain", as_text(job("stuck", tmp_path)))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -140,12 +139,12 @@ def test_one_that_ends_too_early_says_so(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     file.write_bytes(file.read_bytes()[: file.read_bytes().index(b'{"type":"EndJob"')])
     lines = as_text(read_journal(file))
-    assert lines[0].startswith("The journal ends in the middle")
+    recorded("explain", lines[0])
     assert "SIGKILL" in lines[1]
-    assert lines[-1].strip() == "The last line is cut off, as after a crash or in a copy."
+    recorded("explain", lines[-1].strip())
     with open(file) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert as_text(read_journal(file))[0].startswith("The job runs")
+        recorded("explain", as_text(read_journal(file))[0])
 
 
 def test_lines_that_are_none_are_left_out_and_counted(tmp_path):
@@ -153,33 +152,33 @@ def test_lines_that_are_none_are_left_out_and_counted(tmp_path):
     lines = file.read_bytes().splitlines(keepends=True)
     lines[5:5] = [b"\xff\x00 garbage\n", b'{"at": 1, "event": {"type": "Unheard"}}\n', b"[]\n"]
     file.write_bytes(b"".join(lines))
-    assert "3 lines could not be read" in as_text(read_journal(file))[-1]
+    recorded("explain", as_text(read_journal(file))[-1])
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    "data",
     [
-        (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n\x00\x00", "is not a journal of elasticrun"),
-        (b"\x00" * 5_000_000, "is not a journal of elasticrun"),
-        (b'{"journal": 99, "date": "", "settings": {}}\n', "format 99"),
-        (b'{"journal": 2, "date": "", "settings": {}}\n' + b"what\n" * 200, "lines are none"),
-        (b'{"loss": 1.0}\n', "is not a journal of elasticrun"),
+        b"",
+        b"\x89PNG\r\n\x1a\n\x00\x00",
+        b"\x00" * 5_000_000,
+        b'{"journal": 99, "date": "", "settings": {}}\n',
+        b'{"journal": 2, "date": "", "settings": {}}\n' + b"what\n" * 200,
+        b'{"loss": 1.0}\n',
     ],
 )
-def test_what_is_no_journal_is_refused_with_a_sentence(data, told, tmp_path):
+def test_what_is_no_journal_is_refused_with_a_sentence(data, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(data)
-    with pytest.raises(Invalid, match=told) as refused:
+    with raises(Invalid) as refused:
         read_journal(file)
     assert len(str(refused.value)) < 400
 
 
 def test_what_cannot_be_opened_is_refused_with_a_sentence(tmp_path):
-    for path, told in ((tmp_path, "is a folder"), (tmp_path / "none", "No such file")):
-        with pytest.raises(Invalid, match=told):
+    for path in [tmp_path, tmp_path / "none"]:
+        with raises(Invalid):
             explain_cli.main([str(path)])
-    with pytest.raises(Invalid, match="give one journal"):
+    with raises(Invalid):
         explain_cli.main([])
 
 
@@ -196,14 +195,14 @@ def test_a_page_is_written_and_json_beside_it(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
     assert explain_cli.main([str(file), "--html", str(tmp_path / "p.html"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"]
-    assert "sample 20 is damaged" in (tmp_path / "p.html").read_text()
+    recorded("explain", (tmp_path / "p.html").read_text())
 
 
 def test_a_journal_that_could_not_be_written_on_is_explained(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     data = file.read_bytes()
     file.write_bytes(data.replace(b'{"journal":2', b'{"journal":%d' % ABANDONED, 1))
-    assert "as on a full disk" in as_text(read_journal(file))[-1]
+    recorded("explain", as_text(read_journal(file))[-1])
 
 
 def test_a_file_journal_says_that_etcd_was_away(tmp_path):
@@ -215,7 +214,7 @@ def test_a_file_journal_says_that_etcd_was_away(tmp_path):
     journal.close()
     assert read(file)[1], "who reads entries does not stumble over it"
     text = "\n".join(as_text(read_journal(file)))
-    assert "etcd at e:1 stopped answering 1.0 s after the start (connection refused)" in text
+    recorded("explain", text)
 
 
 def test_an_etcd_that_came_back_is_no_cause(tmp_path):
@@ -230,8 +229,8 @@ def test_an_etcd_that_came_back_is_no_cause(tmp_path):
     )
     file.write_bytes(file.read_bytes() + encoded(back))
     text = "\n".join(as_text(read_journal(file)))
-    assert "lost etcd" not in text
-    assert "stopped answering (connection refused), and answered again 5.5 s later." in text
+    recorded("explain", text)
+    recorded("explain", text)
 
 
 @pytest.mark.parametrize(

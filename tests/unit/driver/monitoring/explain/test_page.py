@@ -8,8 +8,6 @@ import json
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from elastic.driver import events
 from elastic.driver.journal.entries import decoded_header, encoded, header_of, readable
 from elastic.driver.monitoring.explain.findings import JournalState, findings
@@ -23,6 +21,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Worker
 from elastic.protocol.report_values import Report
+from harness.golden import raises, recorded
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&\'"\u2028$TITLE'
 HOST = "<b>h</b>"
@@ -125,7 +124,8 @@ def test_a_run_writes_its_report_at_its_end(tmp_path):
     run.report(Report(0, 2, 1, str(worker(0)), {"loss": 0.5, "step": 1}, 1e9))
     run.write()
     text = (tmp_path / "r.html").read_text()
-    assert "The job failed" in text and "python train.py" in text and "0.5" in text
+    assert "0.5" in text
+    recorded("explain", text)
     assert [each.name for each in tmp_path.iterdir()] == ["r.html"]
 
 
@@ -135,13 +135,14 @@ def test_the_report_of_a_driver_that_follows_another_says_that_it_begins_in_the_
     run.note(events.WorkerExited(worker(1), -9), [], 100.0)
     run.write()
     text = (tmp_path / "r.html").read_text()
-    assert "begins in the middle of the job" in text and "SIGKILL" in text
+    assert "SIGKILL" in text
+    recorded("explain", text)
 
 
 def test_a_job_of_which_nothing_is_known_has_a_page_too():
     story = Story()
     found = findings(story, JournalState(SETTINGS))
-    assert "no events" in page(PageJob(story, WorkerRows(), found))
+    recorded("explain", page(PageJob(story, WorkerRows(), found)))
 
 
 def test_an_argument_that_is_no_text_is_shown_as_what_it_is(tmp_path):
@@ -155,7 +156,7 @@ def test_an_argument_that_is_no_text_is_shown_as_what_it_is(tmp_path):
 def test_where_it_cannot_be_written_a_sentence_says_so(tmp_path):
     (tmp_path / "taken").mkdir()
     for file in (tmp_path / "taken", tmp_path / "no" / "page.html"):
-        with pytest.raises(Invalid, match="cannot write"):
+        with raises(Invalid):
             write_page(file, "page")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]
 
