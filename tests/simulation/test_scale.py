@@ -10,6 +10,7 @@ import pytest
 
 from elastic.chaos.simulator.scale import Cost, Scale, regroup
 from elastic.chaos.simulator.simulator import Simulation, Violation
+from harness.golden import raises
 
 
 @pytest.mark.slow
@@ -40,7 +41,7 @@ def test_a_job_that_does_not_come_together_again_has_failed(monkeypatch):
     scale = Scale(7, workers=200, virtual_s=60.0, host_failures=0)
     scale.simulation.clock.at(58.0, scale._lose_a_host)
     monkeypatch.setattr(scale, "_back", lambda host: None)
-    with pytest.raises(Violation, match="8 workers are not in the world 400 s after the last"):
+    with raises(Violation):
         scale.run()
 
 

@@ -10,6 +10,7 @@ import pytest
 from gpu import listed, machine, running
 from gpu.listed import Case
 from gpu.machine import Machine
+from harness.golden import raises, recorded
 
 HERE = Machine(gpus=1, ranks=1, why_few="", versions={}, made_up=False, small=True)
 
@@ -36,7 +37,7 @@ def test_each_case_has_a_module_and_a_number_of_its_own():
     assert {case.name for case in listed.CASES} == {path.stem for path in folder.glob("*.py")}
     assert [case.number for case in listed.CASES] == list(range(1, len(listed.CASES) + 1))
     assert [case.name for case in listed.chosen("4,frozen")] == ["killed", "frozen"]
-    with pytest.raises(ValueError, match="there is no case 99"):
+    with raises(ValueError):
         listed.chosen("1,99")
 
 
@@ -62,7 +63,8 @@ def test_a_case_that_hangs_is_ended_with_its_children_and_what_it_had_found_is_k
         " env=env, start_new_session=True); result.figure('child', child.pid); time.sleep(99)"
     )
     outcome = outcome_of(body, 5.0, tmp_path, monkeypatch)
-    assert outcome["ok"] is False and "did not end within 5 s" in outcome["reason"]
+    assert outcome["ok"] is False
+    recorded("messages", outcome["reason"])
     left = Path(f"/proc/{outcome['figures']['child']}/stat")
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -71,10 +73,12 @@ def test_a_case_that_crashes_has_failed_with_its_last_words(tmp_path, monkeypatc
     body = "print('its last words', flush=True); os._exit(0)"
     outcome = outcome_of(body, 20.0, tmp_path, monkeypatch)
     assert outcome["ok"] is False
-    assert "crashed" in outcome["reason"] and "its last words" in outcome["reason"]
+    assert "crashed" in outcome["reason"]
+    recorded("messages", outcome["reason"])
 
 
 def test_a_case_may_be_skipped_with_a_reason(tmp_path, monkeypatch):
     body = "from gpu.results import Skipped; raise Skipped('there is no second GPU')"
     outcome = outcome_of(body, 20.0, tmp_path, monkeypatch)
-    assert outcome["ok"] is None and outcome["reason"] == "there is no second GPU"
+    assert outcome["ok"] is None
+    recorded("messages", outcome["reason"])

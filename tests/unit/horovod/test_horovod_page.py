@@ -16,6 +16,7 @@ from elastic.driver.commandline.arguments import WithoutMeaning
 from elastic.driver.launch.environment import worker_environment
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker
+from harness.golden import raises, recorded
 
 PAGE = Path(__file__).parents[3] / "docs" / "horovod.md"
 ROOT = PAGE.parents[1]
@@ -152,7 +153,7 @@ def test_a_flag_is_what_its_row_says():
     for flag in OPTIONS:
         action = known[flag]
         if flag == "--disable-cache" or isinstance(action, WithoutMeaning):
-            assert rows()[flag] == "no meaning", flag
+            recorded("messages", rows()[flag])
         elif flag in ("--mpi", "--jsrun"):
             assert rows()[flag] == "refused", flag
         elif "not available yet" in (action.help or "") or "as -p" in (action.help or ""):
@@ -197,5 +198,5 @@ def test_links_lead_somewhere():
 
 
 def test_a_flag_that_is_not_horovods_is_named():
-    with pytest.raises(Invalid, match="unknown flag"):
+    with raises(Invalid):
         flags.parse(["--np", "2", "python", "train.py"])

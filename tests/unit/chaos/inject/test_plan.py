@@ -21,6 +21,7 @@ from elastic.chaos.inject.plan import (
 )
 from elastic.chaos.inject.plan_file import read_plan
 from elastic.protocol.messages import Worker
+from harness.golden import recorded
 from harness.refusals import refusal_of
 
 A, B, C = (Worker("gpu1", 0), Worker("gpu1", 1), Worker("gpu2", 0, 4))
@@ -66,11 +67,7 @@ def test_a_plan_says_what_when_and_to_whom():
 
 def test_a_fault_says_itself_in_words():
     words = [str(fault) for fault in read_plan(PLAN, "plan.toml").faults]
-    assert words == [
-        "12.0 s after training began: freeze for 8 s rank 0",
-        "after 100 commits: slow 5 times for 5 s newest",
-        "when generation 3 begins: kill random",
-    ]
+    recorded("messages", words)
 
 
 FREEZE = '[[fault]]\nkind = "freeze"\n'
@@ -78,62 +75,50 @@ OTHER = '[[fault]]\nat_s = 1\nkind = "kill"\n\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    "text",
     [
-        ("", "plan.toml has no fault; give [random] or [[fault]]"),
-        ("[[fault]\n", "plan.toml is not TOML"),
-        ("[faults]\n", "line 1: 'faults' means nothing here; give [random] or [[fault]]"),
-        ("faults = 3\n", "line 1: 'faults' means nothing here"),
-        ("[fault]\nat_s = 1\n", "line 1: write [[fault]], in double brackets"),
-        ("random = 3\n", "line 1: write [random], and what it has below it"),
-        (
-            OTHER + '[[fault]]\nat_s = 1\nkind = "kil"\n',
-            "line 7: 'kil' is not a kind of fault; give",
-        ),
-        (OTHER + "[[fault]]\nat_s = 1\n", "line 5: the fault has no kind; give one of kill, leave"),
-        (OTHER + FREEZE, "line 5: the fault does not say when; give one of at_s, after_commits"),
-        (FREEZE + "at_s = 1\nat_generation = 2\n", "line 4: the fault has at_s and at_generation"),
-        (FREEZE + "at_s = -1\n", "line 3: at_s is -1; give a number of 0 or more"),
-        (FREEZE + 'at_s = "now"\n', "line 3: at_s is 'now'; give a number of 0 or more"),
-        (FREEZE + "at_s = nan\n", "line 3: at_s is nan; give a number"),
-        (FREEZE + "at_s = inf\n", "line 3: at_s is inf; give a finite number"),
-        (FREEZE + "at_s = true\n", "line 3: at_s is True; give a number"),
-        (FREEZE + "after_commits = 0\n", "line 3: after_commits is 0; give a whole number, 1"),
-        (FREEZE + "at_s = 1\nfor_s = 0\n", "line 4: for_s is 0; give a number above 0"),
-        (FREEZE + "at_s = 1\nfor_s = -1\n", "line 4: for_s is -1; give a number above 0"),
-        (FREEZE + "at_s = 1" + 400 * "0" + "\n", "line 3: at_s is too much; give at most 1000000"),
-        (FREEZE + "at_s = 1" + 5000 * "0" + "\n", "plan.toml has a number or a nesting that is"),
-        (FREEZE + "at_s = 1\nfor_s = 1e7\n", "line 4: for_s is too much; give at most 1000000"),
-        (FREEZE + "after_commits = 1" + 30 * "0" + "\n", "line 3: after_commits is too much"),
-        (FREEZE + 'at_s = 1\nvictim = "rank ٣"\n', "line 4: 'rank ٣' is not a victim; give one of"),
-        (FREEZE + 'at_s = 1\nvictim = "x"\n', '"all but one", "all"'),
-        (FREEZE + "at_s = 1\nfactor = 3\n", "line 4: a freeze has no factor"),
-        (FREEZE + "at_s = 1\nfor = 3\n", "line 4: 'for' is not known here; give one of kind"),
-        (
-            FREEZE + 'at_s = 1\nvictim = "rank one"\n',
-            "line 4: 'rank one' is not a victim; give one of",
-        ),
-        ('[[fault]]\nat_s = 1\nkind = "kill"\nfor_s = 1\n', "line 4: a kill does not last"),
-        (
-            '[[fault]]\nat_s = 1\nkind = "slow"\nfactor = 1\n',
-            "line 4: factor is 1; give a number above 1",
-        ),
-        ("[random]\nseed = 1\n", "line 1: [random] needs mean_time_between_faults_s"),
-        ("[random]\nmean_time_between_faults_s = 0\n", "line 2: mean_time_between_faults_s is 0"),
-        (
-            "[random]\nmean_time_between_faults_s = 1e-9\n",
-            "line 2: mean_time_between_faults_s is 1e-09",
-        ),
-        ("[random]\nmean_time_between_faults_s = 1\nfaults = []\n", "line 3: faults is []; give"),
-        ("[random]\nmean_time_between_faults_s = 1\nfaults = ['x']\n", "line 3: 'x' is not a kind"),
-        ("[random]\nmean_time_between_faults_s = 1\nfor_s = [4, 1]\n", "line 3: for_s is [4, 1]"),
-        ("[random]\nmean_time_between_faults_s = 1\nfor_s = 4\n", "line 3: for_s is 4; give the"),
-        ("[random]\nmean_time_between_faults_s = 1\nspare = 'x'\n", "line 3: spare is 'x'; give a"),
-        ("[random]\nmean_time_between_faults_s = 1\nseed = 1.5\n", "line 3: seed is 1.5; give"),
+        "",
+        "[[fault]\n",
+        "[faults]\n",
+        "faults = 3\n",
+        "[fault]\nat_s = 1\n",
+        "random = 3\n",
+        OTHER + '[[fault]]\nat_s = 1\nkind = "kil"\n',
+        OTHER + "[[fault]]\nat_s = 1\n",
+        OTHER + FREEZE,
+        FREEZE + "at_s = 1\nat_generation = 2\n",
+        FREEZE + "at_s = -1\n",
+        FREEZE + 'at_s = "now"\n',
+        FREEZE + "at_s = nan\n",
+        FREEZE + "at_s = inf\n",
+        FREEZE + "at_s = true\n",
+        FREEZE + "after_commits = 0\n",
+        FREEZE + "at_s = 1\nfor_s = 0\n",
+        FREEZE + "at_s = 1\nfor_s = -1\n",
+        FREEZE + "at_s = 1" + 400 * "0" + "\n",
+        FREEZE + "at_s = 1" + 5000 * "0" + "\n",
+        FREEZE + "at_s = 1\nfor_s = 1e7\n",
+        FREEZE + "after_commits = 1" + 30 * "0" + "\n",
+        FREEZE + 'at_s = 1\nvictim = "rank ٣"\n',
+        FREEZE + 'at_s = 1\nvictim = "x"\n',
+        FREEZE + "at_s = 1\nfactor = 3\n",
+        FREEZE + "at_s = 1\nfor = 3\n",
+        FREEZE + 'at_s = 1\nvictim = "rank one"\n',
+        '[[fault]]\nat_s = 1\nkind = "kill"\nfor_s = 1\n',
+        '[[fault]]\nat_s = 1\nkind = "slow"\nfactor = 1\n',
+        "[random]\nseed = 1\n",
+        "[random]\nmean_time_between_faults_s = 0\n",
+        "[random]\nmean_time_between_faults_s = 1e-9\n",
+        "[random]\nmean_time_between_faults_s = 1\nfaults = []\n",
+        "[random]\nmean_time_between_faults_s = 1\nfaults = ['x']\n",
+        "[random]\nmean_time_between_faults_s = 1\nfor_s = [4, 1]\n",
+        "[random]\nmean_time_between_faults_s = 1\nfor_s = 4\n",
+        "[random]\nmean_time_between_faults_s = 1\nspare = 'x'\n",
+        "[random]\nmean_time_between_faults_s = 1\nseed = 1.5\n",
     ],
 )
-def test_a_mistake_is_one_sentence_with_its_line(text, told):
-    assert told in refusal_of(read_plan, text, "plan.toml")
+def test_a_mistake_is_one_sentence_with_its_line(text):
+    recorded("messages", refusal_of(read_plan, text, "plan.toml"))
 
 
 # ---- by chance -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from elastic.chaos.invariants.invariants import BrokenInvariant
 from elastic.chaos.invariants.sample_history import SampleHistory
 from elastic.protocol.messages import Commit, Worker
 from harness.conversation import exited, ready
+from harness.golden import raises
 from harness.told import Told, broken, digested, training, world
 
 
@@ -70,16 +71,14 @@ def test_a_cursor_that_is_one_off_is_found():
     told = a_world_of_two_after_three_samples(6)
     told.lines_of(digested("h:0", (3, 1), samples=[2]), digested("h:1", (3, 1), samples=[3]))
     told.lines_of(digested("h:0", (3, 2), samples=[4]), digested("h:1", (3, 2), samples=[5]))
-    with pytest.raises(
-        BrokenInvariant, match=r"samples \[2\] of epoch 0 count again in g3c1, which"
-    ):
+    with raises(BrokenInvariant):
         told.end()
 
 
 def test_a_last_round_has_no_more_repeats_than_it_needs():
     told = a_world_of_two_after_three_samples(5)
     told.lines_of(digested("h:0", (3, 1), samples=[3]), digested("h:1", (3, 1), samples=[4, 0]))
-    with pytest.raises(BrokenInvariant, match="2 were left for 2 workers, which needs 0 repeats"):
+    with raises(BrokenInvariant):
         told.end()
 
 

@@ -272,23 +272,20 @@ def test_a_script_is_found_and_not_yet_run(folder):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("-np 2 -H gpu7:2 -i key", "--ssh-identity-file key can't be read"),
-        ("-np 2 -H a:1 --hostfile b", "-H and --hostfile are given together; keep one of them"),
-        ("-np 2 --hostfile nowhere", "hostfile nowhere can't be read: No such file"),
-        ("-np 2 --host-discovery-script ./train.py", "is not executable; run: chmod +x ./train.py"),
-        ("-np 2 --host-discovery-script no.sh", "discovery script 'no.sh' does not exist"),
-        (
-            "-np 2 --network-interface eth77",
-            "--network-interface eth77 gives no address of this machine",
-        ),
-        ("-np 2 --mpi", "--mpi is not available; leave it out"),
-        ("-np 2 --jsrun", "--jsrun is not available; leave it out"),
+        "-np 2 -H gpu7:2 -i key",
+        "-np 2 -H a:1 --hostfile b",
+        "-np 2 --hostfile nowhere",
+        "-np 2 --host-discovery-script ./train.py",
+        "-np 2 --host-discovery-script no.sh",
+        "-np 2 --network-interface eth77",
+        "-np 2 --mpi",
+        "-np 2 --jsrun",
     ],
 )
-def test_places_that_cannot_be_had_are_told(line, said):
-    assert said in refusal(line)
+def test_places_that_cannot_be_had_are_told(line):
+    recorded("messages", refusal(line))
 
 
 def test_the_network_interface_gives_the_address():
@@ -719,30 +716,30 @@ def test_flags_win_over_the_config_file():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("controller: mpi", "--mpi is not available"),
-        ("controller: nccl", "controller: there is no controller 'nccl'; write gloo"),
-        ("loging: {}", "loging: there is no such section; did you mean logging?"),
-        ("zzz: {}", "there is no such section; there are controller, autotune"),
-        ("logging: {levle: INFO}", "logging.levle: there is no such key; did you mean level?"),
-        ("logging: {level: LOUD}", "logging.level: --log-level: 'LOUD' must be one of"),
-        ("logging: {level: [INFO]}", "logging.level is ['INFO']; write one number or text"),
-        ("logging: INFO", "logging must hold entries such as key: value"),
-        ("autotune: {enabled: maybe}", "autotune.enabled is 'maybe'; write true or false"),
-        ("params: {cycle_time_ms: true}", "params.cycle_time_ms is True; write one number"),
-        ("params: {cache_capacity: -1}", "'-1' must be a whole number, 0 or more"),
-        ("params: {cache_capacity: 1, cache_capacity: 2}", "'cache_capacity' is given twice"),
-        ("logging: {}\nlogging: {}", "line 2: 'logging' is given twice"),
-        ("- a\n- b", "config file job.yaml must hold entries such as key: value"),
-        ("a: [", "config file job.yaml is not valid YAML: line 1"),
-        ("a: !!python/object:os.system {}", "is not valid YAML"),
-        ("a: \x00", "is not valid YAML"),
-        ("[" * 1000, "config file job.yaml is"),
+        "controller: mpi",
+        "controller: nccl",
+        "loging: {}",
+        "zzz: {}",
+        "logging: {levle: INFO}",
+        "logging: {level: LOUD}",
+        "logging: {level: [INFO]}",
+        "logging: INFO",
+        "autotune: {enabled: maybe}",
+        "params: {cycle_time_ms: true}",
+        "params: {cache_capacity: -1}",
+        "params: {cache_capacity: 1, cache_capacity: 2}",
+        "logging: {}\nlogging: {}",
+        "- a\n- b",
+        "a: [",
+        "a: !!python/object:os.system {}",
+        "a: \x00",
+        "[" * 1000,
     ],
 )
-def test_a_wrong_config_file_is_told(text, said):
-    assert said in refusal_of(config, text)
+def test_a_wrong_config_file_is_told(text):
+    recorded("messages", refusal_of(config, text))
 
 
 def test_a_config_file_that_cannot_be_read_is_told(folder):

@@ -383,21 +383,21 @@ def test_what_reaches_its_mark_is_no_trouble():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given",
     [
-        (measured(mark=Mark(next_step_ms=2000)), "the next step took 2300 ms"),
-        (measured(mark=Mark(failed=0)), "1 steps failed, allowed are 0"),
-        (measured(mark=Mark(interrupted=False)), "training was interrupted"),
-        (measured(mark=Mark(adopted_ms=2000)), "no other driver went on"),
-        (measured(mark=Mark(adopted_ms=2000), adopted_ms=2500.0), "adoption took 2500 ms"),
-        (measured(survivors=4), "3 workers came through, expected 4"),
-        (measured(Aftermath(3, True, None, 0, 0, 0)), "stepped again"),
-        (measured(Aftermath(3, True, 100, 0, 0, lost=2)), "2 committed steps were lost"),
+        measured(mark=Mark(next_step_ms=2000)),
+        measured(mark=Mark(failed=0)),
+        measured(mark=Mark(interrupted=False)),
+        measured(mark=Mark(adopted_ms=2000)),
+        measured(mark=Mark(adopted_ms=2000), adopted_ms=2500.0),
+        measured(survivors=4),
+        measured(Aftermath(3, True, None, 0, 0, 0)),
+        measured(Aftermath(3, True, 100, 0, 0, lost=2)),
     ],
 )
-def test_what_misses_its_mark_says_so(given, said):
+def test_what_misses_its_mark_says_so(given):
     (trouble,) = given.troubles
-    assert said in trouble and "the link is cut" in trouble
+    recorded("messages", trouble)
 
 
 def test_a_busy_machine_is_given_more_time_and_nothing_else():

@@ -28,6 +28,7 @@ from elastic.state.handlers.part import ShardsStateHandler
 from elastic.state.sampler import ElasticSampler
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
+from harness.golden import raises, recorded
 
 
 def trained(seed: int, steps: int = 3, width: int = 20) -> TorchState:
@@ -175,7 +176,7 @@ def test_what_is_torn_is_passed_over(tmp_path):
     whole = written(storage, state, Name(1, 2, 30))
     held = hold(state)
     writing.write_share(storage, Name(1, 2, 40), held, 0, 2, nobody_minds)
-    with pytest.raises(NotReadable, match="one folder that all hosts share"):
+    with raises(NotReadable):
         writing.seal(storage, Name(1, 2, 40), held, 2, nobody_minds)
     held.release()
     assert catalog.entry(storage, Name(1, 2, 40)).torn
@@ -195,14 +196,14 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path, capsys, fi
     path.write_bytes(content)
     found = resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
     assert found is not None and found[1].name == Name(1, 2, 30)
-    assert "is passed over" in capsys.readouterr().err
+    recorded("output", capsys.readouterr().err)
 
 
 def test_where_nothing_can_be_read_training_does_not_begin_anew_by_itself(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     written(storage, state, Name(1, 2, 30))
     (tmp_path / "r0001-g0002-c00000030" / "__0_0.distcp").unlink()
-    with pytest.raises(Invalid, match=r"__0_0\.distcp is missing"):
+    with raises(Invalid):
         resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
     fresh = CheckpointOptions(str(tmp_path), run=2, floor=2)
     assert resuming.load_newest(storage, fresh, trained(7)) is None
@@ -226,7 +227,7 @@ def test_who_computes_differently_goes_on_only_where_that_is_allowed(tmp_path, m
     storage, first = Storage(str(tmp_path)), state()
     found = written(storage, first, Name(1, 2, 30))
     monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 2"])
-    with pytest.raises(StateMismatch, match=r"threads 2, the .* or give --allow-inexact"):
+    with raises(StateMismatch):
         loading.load(storage, found, state())
     monkeypatch.setattr(ShardsStateHandler, "_allowed", lambda self: True)
     other = state()
@@ -260,7 +261,7 @@ def test_what_an_older_version_has_written_is_gone_on_from_its_damage_found_and_
         whole = (folder / file).read_bytes()
         (folder / file).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
         said = catalog.verify(storage, catalog.read(storage, found.name))
-        assert said == f"{file} is damaged: its checksum differs"
+        recorded("log", said, file)
         (folder / file).write_bytes(whole)
     written(storage, state, Name(1, 2, 40))
     assert catalog.prune(storage, 1) == [found.name]
@@ -272,10 +273,11 @@ def test_a_newer_version_is_refused(tmp_path):
     path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9', 1))
     entry = catalog.entry(storage, Name(1, 2, 30))
-    assert entry.newer and "newer version (format 9" in entry.trouble
+    assert entry.newer
+    recorded("messages", entry.trouble)
     # An older one is no way out: what is newer would be removed in time.
     written(storage, state, Name(1, 2, 20))
-    with pytest.raises(Invalid, match="start the version that has written it"):
+    with raises(Invalid):
         resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
 
 
@@ -306,19 +308,19 @@ def test_old_ones_go_once_newer_ones_are_whole(tmp_path):
     left = [Name(1, 9, 99), Name(2, 1, 30), Name(2, 1, 40), Name(2, 1, 50)]
     assert catalog.names(storage) == left
     assert catalog.chosen(storage, "1.40").name == Name(2, 1, 40)
-    with pytest.raises(Invalid, match=r"no commit 7\.7"):
+    with raises(Invalid):
         catalog.chosen(storage, "7.7")
 
 
 def test_a_protocol_without_its_package_is_refused_before_anything_else():
-    with pytest.raises(Invalid, match="gs:// needs a package"):
+    with raises(Invalid):
         Storage("gs://bucket/folder")
     with pytest.raises(Invalid, match="nonsense"):
         Storage("nonsense://folder")
 
 
 def test_a_url_with_one_slash_is_no_folder_of_that_name(tmp_path):
-    with pytest.raises(Invalid, match=r"two slashes after its protocol: s3://bucket/folder"):
+    with raises(Invalid):
         Storage("s3:/bucket/folder")
     for path in ("./s3:/bucket", f"file:{tmp_path}", "a:/b", "runs/12:30"):
         assert Storage(path).local

@@ -28,6 +28,7 @@ from elastic.driver.job.checkpoint_shares import (
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
+from harness.golden import recorded
 from harness.groups import at_once
 from harness.waiting import wait_until
 
@@ -241,9 +242,10 @@ def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, br
     wait_until(lambda: "can't be written" in capsys.readouterr().err, "a word about it")
     broken.clear()
     ranks.has(5)
-    assert "No space left" not in "".join(ranks.failed)
+    recorded("messages", "".join(ranks.failed))
     said = capsys.readouterr().err
-    assert "can be written to" in said and said.count("can't be written") < 3
+    assert said.count("can't be written") < 3
+    recorded("log", said)
     assert ranks.loaded().step == 5
 
 
@@ -285,9 +287,7 @@ def test_parameters_that_became_infinite_displace_no_checkpoint(job):
         state.model.weight.data[3, 4] = float("nan")
     ranks.commit(5)
     wait_until(lambda: ranks.failed, "a word about it")
-    assert ranks.failed == [
-        "model.weight became infinite or NaN: nothing is written until that is over, and what was written before stays"
-    ]
+    recorded("messages", ranks.failed)
     for state in ranks.states:
         state.model.weight.data.copy_(before)
     wait_until(lambda: all(each._settled for each in ranks.writers), "the end of that one")

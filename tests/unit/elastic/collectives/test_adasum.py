@@ -12,6 +12,7 @@ from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Invalid
 from harness.adasum import adasum_of
 from harness.fakes import collectives as fake
+from harness.golden import raises
 from harness.groups import at_once
 
 SHAPES = [(), (0,), (1,), (127,), (128,), (129,), (3, 5, 7), (1000,), (40_000,)]
@@ -104,7 +105,7 @@ def test_dtypes_may_be_mixed():
 
 @pytest.mark.parametrize("size", [0, 3, 5, 6, 7, 12])
 def test_a_number_of_ranks_that_is_no_power_of_two_is_refused(size):
-    with pytest.raises(Invalid, match=f"here are {size}; use Average"):
+    with raises(Invalid, size):
         adasum.check(size)
 
 
@@ -113,9 +114,9 @@ def test_nothing_is_sent_before_size_and_dtypes_are_checked():
         size = 3  # and every call of a LocalCollectives would return at once
 
     tensor = torch.ones(3)
-    with pytest.raises(ValueError, match="here are 3"):
+    with raises(ValueError):
         adasum.reduce_(Silent(), [tensor])
-    with pytest.raises(TypeError, match="int64; convert it to floating point"):
+    with raises(TypeError):
         adasum.reduce_(fake.world(2)[0], [tensor, torch.ones(3, dtype=torch.int64)])
     assert torch.equal(tensor, torch.ones(3))
 

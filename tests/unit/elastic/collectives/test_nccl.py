@@ -21,6 +21,7 @@ from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous.store import Store
+from harness.golden import raises, recorded
 
 
 class Kernel:
@@ -179,7 +180,7 @@ def test_what_nccl_reports_breaks_the_group(nccl):
         True,
         RuntimeError("NCCL error: remote process exited"),
     )
-    with pytest.raises(CollectiveFailed, match="remote process exited"):
+    with raises(CollectiveFailed):
         work.wait()
     with pytest.raises(CollectiveFailed):
         nccl.group.allreduce(torch.ones(3), Op.SUM)
@@ -188,7 +189,7 @@ def test_what_nccl_reports_breaks_the_group(nccl):
 def test_a_collective_that_hangs_ends_at_the_timeout(nccl):
     nccl.group._collective_timeout_s = nccl.group._launched_timeout_s = 0.0
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
-    with pytest.raises(CollectiveFailed, match="did not complete within"):
+    with raises(CollectiveFailed):
         work.wait()
 
 
@@ -212,7 +213,7 @@ def test_nan_wins_though_nccl_loses_it(nccl, op, chosen):
     keys[0].copy_(chosen(torch.stack(keys), 0))
     nccl.kernel.completed = True
     works[0].wait()
-    assert str(mine.tolist()) == f"[nan, nan, {-0.0 if op is Op.MIN else 0.0}]"
+    recorded("messages", str(mine.tolist()), -0.0 if op is Op.MIN else 0.0)
 
 
 def test_what_nccl_cannot_reduce_is_refused(nccl):
@@ -297,9 +298,7 @@ def test_making_a_group_leaves_the_environment_alone(monkeypatch):
 def test_a_collective_in_a_cuda_graph_is_refused_with_a_sentence(nccl, monkeypatch):
     """Replayed, it would go by everything that tells whether a step was whole."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(
-        Invalid, match="no part of a CUDA graph: capture forward and backward without"
-    ):
+    with raises(Invalid):
         nccl.group.allreduce(torch.ones(3), Op.SUM)
     assert not nccl.backend.reduced
 
@@ -360,8 +359,8 @@ def test_a_revoke_that_fails_is_followed_by_an_abort_at_once_and_said_once(revoc
     assert revocable.asked == ["revoke", "abort"]
     revocable.group.abort()
     said = capsys.readouterr().err
-    assert "NCCL did not revoke a communicator: error 3" in said
-    assert "frees its communicators at once" in said
+    recorded("log", said)
+    recorded("log", said)
 
 
 def test_a_kernel_that_outlives_a_revoke_is_aborted(revocable):
@@ -379,7 +378,7 @@ def test_an_error_that_nccl_has_noticed_frees_nothing_either(revocable):
     """Torch's own wait would abort the communicator in the thread that waits."""
     work = revocable.group.allreduce(torch.ones(3), Op.SUM)
     revocable.nccl.kernel.completed, revocable.error = True, 6
-    with pytest.raises(CollectiveFailed, match="NCCL error: error 6"):
+    with raises(CollectiveFailed):
         work.wait()
     assert not revocable.nccl.kernel.waited
     assert revocable.group.drain(5.0)

@@ -19,6 +19,7 @@ from elastic.errors import Invalid
 from elastic.negotiation import execution, submission
 from elastic.negotiation.messages import ALLREDUCE, Request
 from elastic.rendezvous.store import Store
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 
@@ -59,7 +60,7 @@ def test_a_second_gpu_is_refused_with_a_sentence():
     own_gpu.meet(torch.device("cuda", 1))
     own_gpu.meet(torch.device("cpu"))
     own_gpu.meet(torch.device("cuda"))  # whichever it is
-    with pytest.raises(Invalid, match="on cuda:1 so far, and now on cuda:0: start one worker for"):
+    with raises(Invalid):
         own_gpu.meet(torch.device("cuda", 0))
 
 
@@ -87,11 +88,7 @@ def test_a_submission_of_a_second_gpu_reaches_nobody(monkeypatch):
 
 def test_two_workers_on_one_gpu_are_refused_with_a_sentence():
     own_gpu.refuse_shared(["GPU-a", "GPU-b"], visible=2)
-    assert refusal_of(own_gpu.refuse_shared, ["GPU-a", "GPU-b", "GPU-a"], visible=2) == (
-        "ranks 0 and 2 use the same GPU (GPU-a), and NCCL needs one for each worker: call"
-        " torch.cuda.set_device(local_rank()) before anything is put there, and start no more workers on a host"
-        " than it has GPUs (2 are visible here)"
-    )
+    recorded("messages", refusal_of(own_gpu.refuse_shared, ["GPU-a", "GPU-b", "GPU-a"], visible=2))
 
 
 def test_what_is_no_uuid_proves_nothing():
@@ -115,7 +112,7 @@ def same_gpu(monkeypatch) -> NcclCollectives:
 def test_it_is_said_before_nccl_is_asked_on_every_rank(same_gpu):
     store = create_autospec(Store, instance=True)
     store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]
-    with pytest.raises(Invalid, match="ranks 0 and 1 use the same GPU"):
+    with raises(Invalid):
         same_gpu.connect(store, "gradients", "127.0.0.1")
 
 
@@ -124,5 +121,5 @@ def test_nccl_may_be_told_to_allow_it(same_gpu, monkeypatch):
     store = create_autospec(Store, instance=True)
     store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]
     monkeypatch.setattr(c10d, "TCPStore", lambda *_, **__: c10d.HashStore())
-    with pytest.raises(BaseException, match="it came to NCCL"):
+    with raises(BaseException):
         same_gpu._make(store, "gradients", "127.0.0.1")

@@ -21,6 +21,7 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from elastic.state import TorchState, sampler
+from harness.golden import raises, recorded
 
 
 def world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, generation: int = 1) -> None:
@@ -276,9 +277,9 @@ def test_loaders_that_were_made_for_torch():
     nine: Any = range(9)
     dealing: Any = DistributedSampler(nine, num_replicas=4, rank=2, seed=1)
     loader = from_torch(TorchLoader(nine, 3, sampler=dealing), drop_last=True)
-    assert (loader.layout(), loader.drop_last) == ("DataLoader of 9 shuffled seed 1", True)
+    recorded("messages", (loader.layout(), loader.drop_last))
     loader = from_torch(TorchLoader(nine, 3, shuffle=True), seed=4)
-    assert loader.layout() == "DataLoader of 9 shuffled seed 4"
+    recorded("messages", loader.layout())
     weighted = WeightedRandomSampler([0.0, 1.0, 0.0], 5)
     assert lists(from_torch(TorchLoader(nine, 2, sampler=weighted))) == [[1, 1], [1, 1], [1]]
     assert lists(from_torch(TorchLoader(Stream(5), 2))) == [[0, 1], [2, 3], [4]]
@@ -286,7 +287,7 @@ def test_loaders_that_were_made_for_torch():
     assert lists(from_torch(batches)) == [[0, 1, 2], [3], [4]]
     whole: Any = TorchLoader([torch.ones(2)], None)  # type: ignore[arg-type]
     assert lists(from_torch(whole)) == [[1.0, 1.0]]
-    with pytest.raises(Invalid, match="list is no DataLoader of torch"):
+    with raises(Invalid):
         from_torch([1, 2])
 
 
@@ -294,47 +295,47 @@ def test_loaders_that_were_made_for_torch():
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "sentence"),
+    ("dataset", "options"),
     [
-        ([], {}, "the dataset is empty; give it"),
-        (5, {}, "int can be neither indexed nor iterated over"),
-        (iter([1]), {}, "can be read only once"),
-        (SimpleNamespace(__getitem__=1), {}, "SimpleNamespace has no length"),
-        ([1], {"shuffle": True, "sampler": [0]}, "shuffle and sampler are given, and each says"),
-        ([1], {"sampler": [0], "batch_sampler": [[0]]}, "sampler and batch_sampler are given"),
-        ([1], {"sampler": ElasticSampler([1])}, "ElasticSampler deals to fixed ranks"),
-        ([1], {"batch_size": 0}, "batch_size is 0; give a whole number"),
-        ([1], {"batch_size": True}, "batch_size is True"),
-        ([1], {"batch_size": 2, "global_batch_size": 8}, "give no batch_size"),
-        ([1], {"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler makes the batches"),
-        ([1], {"shards": 2}, "give global_batch_size too"),
-        ([1], {"shards": 4, "global_batch_size": 3}, "can't be cut into 4 shards"),
-        ([1], {"generator": torch.Generator()}, "give seed=, which all ranks share"),
-        ([1], {"in_order": False}, "in_order=False hands batches out as they come"),
-        ([1], {"num_wokers": 2}, "takes no num_wokers"),
-        (Stream(3), {"shuffle": True}, "Stream is a stream, which is read in its own order"),
+        ([], {}),
+        (5, {}),
+        (iter([1]), {}),
+        (SimpleNamespace(__getitem__=1), {}),
+        ([1], {"shuffle": True, "sampler": [0]}),
+        ([1], {"sampler": [0], "batch_sampler": [[0]]}),
+        ([1], {"sampler": ElasticSampler([1])}),
+        ([1], {"batch_size": 0}),
+        ([1], {"batch_size": True}),
+        ([1], {"batch_size": 2, "global_batch_size": 8}),
+        ([1], {"batch_sampler": [[0]], "batch_size": 2}),
+        ([1], {"shards": 2}),
+        ([1], {"shards": 4, "global_batch_size": 3}),
+        ([1], {"generator": torch.Generator()}),
+        ([1], {"in_order": False}),
+        ([1], {"num_wokers": 2}),
+        (Stream(3), {"shuffle": True}),
     ],
 )
-def test_bad_input(dataset, options, sentence):
-    with pytest.raises(Invalid, match=sentence):
+def test_bad_input(dataset, options):
+    with raises(Invalid):
         DataLoader(dataset, **options)
 
 
 def test_a_sampler_that_is_not_the_same_on_all_ranks_is_refused():
     own = torch.Generator()
-    with pytest.raises(Invalid, match="draws other indices each time under the same seeds"):
+    with raises(Invalid):
         DataLoader(range(9), sampler=WeightedRandomSampler([1.0] * 9, 9, generator=own))
 
 
 def test_two_passes_at_once_are_refused():
     loader = DataLoader(range(4))
-    with pytest.raises(Invalid, match="has one position: the older iteration can't go on"):
+    with raises(Invalid):
         list(zip(loader, loader, strict=True))
 
 
 def test_an_epoch_that_would_always_be_empty_is_refused():
     loader = DataLoader(range(3), batch_size=4, drop_last=True)
-    with pytest.raises(Invalid, match="every epoch would be empty"):
+    with raises(Invalid):
         list(loader)
 
 
@@ -345,7 +346,7 @@ def test_a_dataset_that_grows_within_an_epoch_is_refused():
     for _ in loader:
         break
     dataset.append(6)
-    with pytest.raises(Invalid, match="the dataset has 7 samples, and had 6"):
+    with raises(Invalid):
         list(loader)
 
 
@@ -353,7 +354,7 @@ def test_shards_that_nobody_asked_for_are_refused():
     loader = DataLoader(range(8), global_batch_size=4, shards=2)
     steps = iter(loader)
     next(next(steps))
-    with pytest.raises(Invalid, match="1 shards of a step were not asked for"):
+    with raises(Invalid):
         next(steps)
 
 
@@ -363,12 +364,12 @@ def test_a_loader_is_made_before_init_and_iterated_after(monkeypatch):
     )
     monkeypatch.setattr(environment, "read", lambda: env)
     loader = DataLoader(range(4))
-    with pytest.raises(NotInitialized, match=r"call init\(\) before you iterate"):
+    with raises(NotInitialized):
         list(loader)
     world(monkeypatch, 0, 2)
     assert lists(loader) == [[0], [2]]
 
 
 def test_a_negative_epoch_is_refused():
-    with pytest.raises(Invalid, match="epoch is -1; give a number of 0 or more"):
+    with raises(Invalid):
         DataLoader(range(4)).set_epoch(-1)

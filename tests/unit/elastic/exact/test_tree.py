@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from elastic.exact import tree
 from elastic.exact.assignment import assign, balance
 from elastic.exact.tree import Node
+from harness.golden import raises
 
 
 def expression(held: list[list[int]], shards: int) -> str:
@@ -100,11 +101,11 @@ def test_every_shard_has_one_rank_and_ranks_have_few_partials(shards, ranks):
 
 def test_a_lost_partial_is_noticed():
     _, nodes = tree.schedule((0, 1, 2), 4)
-    with pytest.raises(ValueError, match="no rank has shard 3"):
+    with raises(ValueError):
         tree.program([nodes, []], 4)
 
 
 @pytest.mark.parametrize(("shards", "ranks"), [(0, 1), (1, 0)])
 def test_nothing_can_not_be_assigned(shards, ranks):
-    with pytest.raises(ValueError, match="at least 1"):
+    with raises(ValueError):
         assign(shards, ranks)

@@ -30,6 +30,7 @@ from elastic.protocol import trace_format
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.trace_file import TraceFile
 from elastic.protocol.trace_format import TraceFormat
+from harness.golden import raises, recorded
 
 A, B, C = (Worker("h", n) for n in range(3))
 S = 1_000_000_000
@@ -102,7 +103,7 @@ def test_a_loss_ends_everything():
 
 
 @pytest.fixture
-def recorded():
+def rows_of():
     """The buffer of a timeline that is on, and how often somebody was woken."""
     buffer, pokes = TraceBuffer(), []
     timeline.record(buffer, lambda: pokes.append(len(buffer)), cycles=False)
@@ -110,8 +111,8 @@ def recorded():
     timeline.stop()
 
 
-def test_call_sites_write_into_the_present_buffer(recorded):
-    buffer, _ = recorded
+def test_call_sites_write_into_the_present_buffer(rows_of):
+    buffer, _ = rows_of
     assert timeline.on
     timeline.begin("w", "ALLREDUCE")
     timeline.tick("w", 2)
@@ -134,8 +135,8 @@ def test_call_sites_write_into_the_present_buffer(recorded):
     assert buffer.take(9)[0][:3] == ("i", "cycles", "CYCLE_START")
 
 
-def test_when_many_wait_somebody_is_woken(recorded):
-    buffer, pokes = recorded
+def test_when_many_wait_somebody_is_woken(rows_of):
+    buffer, pokes = rows_of
     for _ in range(timeline.POKE_AT + 10):
         timeline.span("w", "QUEUE", 1, 2)
     assert pokes == [timeline.POKE_AT]
@@ -383,7 +384,7 @@ def test_a_full_disk_leaves_what_was_there_before(tmp_path, monkeypatch):
         return pwrite(fd, text[: max(0, room - at)], at)
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="found room"):
+    with raises(OSError):
         file.append(['{"name":"second, which is too long"}'])
     assert json.loads(path.read_text()) == [{"name": "first"}]
 
@@ -391,7 +392,7 @@ def test_a_full_disk_leaves_what_was_there_before(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["no/such/folder/t.json", ".", "null\0character"])
 def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Invalid, match=r"can't be written: .*; give the path of a file"):
+    with raises(Invalid):
         TraceFile(path)
     assert list(tmp_path.iterdir()) == []
 
@@ -441,11 +442,7 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
         ("B", "generations", "generation 2: 2 workers"),
         ("E", "generations", "generation 2: 2 workers"),
     ]
-    assert [name for _, _, row, name in found if row == "workers"] == [
-        "fence h:1#1",
-        "join h:2#1",
-        "without h:1#1",
-    ]
+    recorded("messages", [name for _, _, row, name in found if row == "workers"])
     [recovery] = [e for e in parsed(lines) if e["name"] == "recovery: generation 2"]
     assert (recovery["ts"], recovery["dur"]) == (2.5e6, 1.5e6)
     assert recovery["args"]["gathered_ms"] == 3.0

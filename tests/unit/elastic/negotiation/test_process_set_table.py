@@ -15,6 +15,7 @@ from elastic.negotiation.process_set_table import (
     checked_ranks,
     present,
 )
+from harness.golden import raises, recorded
 
 
 def world(size: int) -> list[SetTable]:
@@ -54,21 +55,9 @@ def test_ranks_are_sorted_whatever_they_came_in():
     assert checked_ranks([2, 0]) == checked_ranks({0, 2}) == checked_ranks(range(0, 4, 2)) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sentence"),
-    [
-        ([], "at least one rank"),
-        ([0, 0, 1], "not rank 0 twice"),
-        ([0, -1], "-1 in a process set is not a rank"),
-        ([0, 1.5], "1.5 in a process set is not a rank"),
-        ([True, 2], "True in a process set is not a rank"),
-        (["0"], "'0' in a process set is not a rank"),
-        ("01", "a list of ranks"),
-        (3, "a list of ranks"),
-    ],
-)
-def test_what_is_no_list_of_ranks_is_refused(ranks, sentence):
-    with pytest.raises(Invalid, match=sentence):
+@pytest.mark.parametrize("ranks", [[], [0, 0, 1], [0, -1], [0, 1.5], [True, 2], ["0"], "01", 3])
+def test_what_is_no_list_of_ranks_is_refused(ranks):
+    with raises(Invalid):
         checked_ranks(ranks)
 
 
@@ -77,7 +66,7 @@ def test_a_communicator_is_told_that_there_is_no_mpi():
         def Get_rank(self) -> int:
             return 0
 
-    with pytest.raises(Invalid, match="there is no MPI here; give a list of ranks"):
+    with raises(Invalid):
         checked_ranks(Comm())
 
 
@@ -114,7 +103,7 @@ def test_the_same_ranks_twice_are_refused_and_nothing_changes():
     for sets in [(0, 2)], [(0, 1), (0, 1)], [(1,), (0, 2)]:
         wishes = ask(tables, ADD, *sets)
         for table in tables:
-            with pytest.raises(Invalid, match="is registered already"):
+            with raises(Invalid):
                 table.add(wishes, 1)
     assert [content(table) for table in tables] == [{1: (0, 2)}] * 3
 
@@ -122,7 +111,7 @@ def test_the_same_ranks_twice_are_refused_and_nothing_changes():
 def test_a_rank_that_never_existed_is_refused():
     tables = world(3)
     wishes = ask(tables, ADD, (1, 3))
-    with pytest.raises(Invalid, match=r"has a rank 3, and the ranks of this job are 0 to 2"):
+    with raises(Invalid):
         tables[0].add(wishes, 1)
 
 
@@ -181,7 +170,7 @@ def test_a_set_of_an_earlier_generation_is_found_again():
     tables = world(3)
     assert add(tables, (0, 1), generation=1) == [1]
     assert add(tables, (0, 1), generation=2) == [1]
-    with pytest.raises(Invalid, match="registered already"):
+    with raises(Invalid):
         tables[0].add(ask(tables, ADD, (0, 1), generation=2), 2)
 
 
@@ -216,9 +205,7 @@ def test_a_newcomer_takes_over_what_the_world_has():
     news = newcomer.adopt(tables[0].text())
     assert content(newcomer) == content(tables[0]) == {2: (1, 2), 3: (0, 2)}
     assert second.number == 2 and first.removed
-    assert news == [
-        "process set 1 with ranks [0, 1] is not registered in the world that this worker joins: it can't be used"
-    ]
+    recorded("messages", news)
     newcomer.in_world(3)
     assert add([tables[0], newcomer], (0, 2), generation=4) == [3]
 
@@ -231,7 +218,7 @@ def test_a_newcomer_that_saw_another_size_gets_the_set_of_the_same_statement():
     (news,) = newcomer.adopt(tables[0].text())
     assert (even.number, even.ranks) == (1, (0, 2))
     assert (odd.number, odd.ranks) == (2, (1, 3))
-    assert news.startswith("process set 2 was registered with ranks [1] here; in the world")
+    recorded("messages", news)
 
 
 def test_a_survivor_that_lags_behind_takes_the_table_over_in_silence():

@@ -26,6 +26,7 @@ from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.adasum import adasum_of
 from harness.fakes import collectives as fake
+from harness.golden import raises
 from harness.groups import at_once
 from harness.small_worlds import net
 
@@ -278,7 +279,7 @@ def test_it_is_the_users_class_and_shares_what_schedulers_know(threads):
         optimizer.synchronize()
         with pytest.raises(AssertionError, match="op=Adasum"), optimizer.skip_synchronize():
             pass
-        with pytest.raises(Invalid, match="only once"):
+        with raises(Invalid):
             DistributedOptimizer(optimizer, op=Op.ADASUM)
         return world.activity
 
@@ -325,7 +326,7 @@ def test_passes_are_counted_and_may_be_fewer(threads):
         optimizer.zero_grad()  # a gradient that is thrown away does not count
         for _ in range(2):
             loss_of(model, rank).backward()
-        with pytest.raises(AssertionError, match=r"weight|bias.*increase backward_passes_per_step"):
+        with raises(AssertionError):
             loss_of(model, rank).backward()
         optimizer.set_backward_passes_per_step(4)
         for _ in range(4):
@@ -423,21 +424,21 @@ def test_an_error_of_the_step_itself_leaves_no_half_step(own):
             model[0].weight.add_(1.0)
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with raises(RuntimeError):
         optimizer.step(closure)
     assert all(map(torch.equal, values(model), before))
 
 
 def test_the_number_of_ranks_is_checked_first(own):
     own.world = World(0, 3)
-    with pytest.raises(ValueError, match="here are 3; use Average"):
+    with raises(ValueError):
         wrapped(net(3, 2))
     own.world = World(0, 3, elastic=True)  # which may be 4 when it begins
     model = net(3, 2)
     optimizer = wrapped(model)
     before = values(model)
     loss_of(model, 0).backward()
-    with pytest.raises(ValueError, match="here are 3"):
+    with raises(ValueError):
         optimizer.step()
     assert all(map(torch.equal, values(model), before))
 

@@ -13,6 +13,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
+from harness.golden import raises
 from harness.small_worlds import Twins, backward, net, sgd, small, train_once
 
 WIDE = 9000  # elements of a gradient that is filled in by itself
@@ -77,7 +78,7 @@ def test_a_change_between_backward_and_step_is_refused(
         optimizer.zero_grad(set_to_none)
         backward(model)  # a second pass may follow
         change(model)
-        with pytest.raises(Invalid, match=r"same number of backward passes in every step"):
+        with raises(Invalid):
             optimizer.step()
         optimizer.zero_grad(set_to_none)
         backward(model)
@@ -119,7 +120,7 @@ def test_a_hook_that_comes_after_ours_is_refused(world):
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(halve)
     optimizer.zero_grad()
-    with pytest.raises(Invalid, match="A hook that changes"):
+    with raises(Invalid):
         backward(model)
 
 

@@ -21,6 +21,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from harness.golden import raises, recorded, warns
 from harness.small_worlds import Rounding, Twins, backward, net, sgd, small, take_steps, train_once
 
 
@@ -276,7 +277,7 @@ def test_passes_are_added_up_and_travel_once(world):
     backward(model)
     assert len(world.gradients.calls) == 4
     optimizer.step()
-    with pytest.raises(Invalid, match="at least 1"):
+    with raises(Invalid):
         optimizer.set_backward_passes_per_step(0)
 
 
@@ -308,9 +309,9 @@ def test_two_optimizers_of_one_model_are_named_as_what_they_are(world):
 def test_a_complex_parameter_is_named(world):
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("phase", parameter)])
-    with pytest.raises(TypeError, match=r"phase is torch\.complex64, which can't be reduced"):
+    with raises(TypeError):
         parameter.abs().sum().backward()
-    with pytest.raises(TypeError, match="phase is"):
+    with raises(TypeError):
         optimizer.step()
     assert world.gradients.calls == []
 
@@ -328,7 +329,7 @@ def test_gradients_of_gradients_are_refused(world):
 def test_zero_grad_is_refused_while_gradients_travel(world):
     model, optimizer = small(3, 2)
     backward(model)
-    with pytest.raises(AssertionError, match="after the step"):
+    with raises(AssertionError):
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
@@ -537,8 +538,9 @@ def test_a_hook_that_cannot_launch_marks_the_world_broken_and_step_raises(world)
     world.gradients.failure = "connection reset"
     optimizer.zero_grad()
     backward(model)
-    assert world.broken and world.reason == "connection reset"
-    with pytest.raises(PeerLost, match="connection reset"):
+    assert world.broken
+    recorded("messages", world.reason)
+    with raises(PeerLost):
         optimizer.step()
 
 
@@ -549,7 +551,7 @@ def test_a_broken_world_launches_nothing(world):
     before = len(world.gradients.calls)
     backward(model)
     assert len(world.gradients.calls) == before
-    with pytest.raises(PeerLost, match="the driver"):
+    with raises(PeerLost):
         optimizer.synchronize()
 
 
@@ -640,10 +642,7 @@ def test_different_models_are_refused_on_every_rank(threads):
     def train(rank):
         model, optimizer = small(3, 2 + rank)
         backward(model)
-        with pytest.raises(
-            StateMismatch,
-            match=r"parameter 0 is 0.weight float32 \[3, 3\] .* on rank 1, 0.weight float32 \[2, 3\]",
-        ):
+        with raises(StateMismatch):
             optimizer.step()
         return "refused"
 
@@ -675,53 +674,53 @@ def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elast
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    "options",
     [
-        ({"backward_passes_per_step": 0}, "at least 1"),
-        ({"backward_passes_per_step": 1.5}, "whole number"),
-        ({"gradient_predivide_factor": float("nan")}, "positive"),
-        ({"compression": "fp16"}, r"Compression\.fp16"),
-        ({"compression": Compression}, r"Compression\.fp16"),
-        ({"groups": True}, "number of groups"),
-        ({"gradient_predivide_factor": 2.0, "op": Op.SUM}, "op=Average only"),
-        ({"gradient_predivide_factor": -1.0}, "positive"),
-        ({"op": 17}, "Average, Sum"),
-        ({"groups": -1}, "number of groups"),
-        ({"groups": "all"}, "number of groups"),
-        ({"groups": [1, 2]}, "not a list"),
-        ({"groups": [["weight"]]}, "contains a str"),
-        ({"process_set": object()}, r"add_process_set\(\)"),
-        ({"process_set": ProcessSet([0, 1])}, "not registered"),
+        {"backward_passes_per_step": 0},
+        {"backward_passes_per_step": 1.5},
+        {"gradient_predivide_factor": float("nan")},
+        {"compression": "fp16"},
+        {"compression": Compression},
+        {"groups": True},
+        {"gradient_predivide_factor": 2.0, "op": Op.SUM},
+        {"gradient_predivide_factor": -1.0},
+        {"op": 17},
+        {"groups": -1},
+        {"groups": "all"},
+        {"groups": [1, 2]},
+        {"groups": [["weight"]]},
+        {"process_set": object()},
+        {"process_set": ProcessSet([0, 1])},
     ],
 )
-def test_bad_options_say_what_to_do(world, options, expected):
-    with pytest.raises(ValueError, match=expected):
+def test_bad_options_say_what_to_do(world, options):
+    with raises(ValueError):
         sgd(net(3, 2), **options)
 
 
 def test_bad_names_say_what_to_do(world):
     one, two = net(3, 2), net(3, 2)
     both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match=r"more than once: 0\.bias, 0\.weight"):
+    with raises(ValueError):
         DistributedOptimizer(both, [*one.named_parameters(), *two.named_parameters()])
-    with pytest.raises(ValueError, match="does not name 2 of the optimizer's parameters"):
+    with raises(ValueError):
         DistributedOptimizer(both, one.named_parameters())
-    with pytest.raises(ValueError, match=r"pass model.named_parameters\(\)"):
+    with raises(ValueError):
         DistributedOptimizer(both, list(one.parameters()))
     model = net(3, 2)
-    with pytest.raises(ValueError, match="a parameter twice"):
+    with raises(ValueError):
         sgd(model, groups=[[model[0].bias], [model[0].bias]])
 
 
 def test_only_a_plain_optimizer_can_be_wrapped(world):
-    with pytest.raises(ValueError, match="only once"):
+    with raises(ValueError):
         DistributedOptimizer(sgd(net(3, 2)))
-    with pytest.raises(ValueError, match=r"not a torch.optim.Optimizer"):
+    with raises(ValueError):
         DistributedOptimizer(net(3, 2))
 
 
 def test_num_groups_is_an_old_name(world):
-    with pytest.warns(DeprecationWarning, match="use groups"):
+    with warns(DeprecationWarning):
         sgd(net(3, 2), num_groups=2)
 
 
@@ -847,7 +846,7 @@ def test_a_removed_process_set_says_so_at_the_step(threads):
         pair._entry.number, pair._entry.removed = 0, True
         optimizer.zero_grad()
         backward(model)  # raises nothing, as nobody could handle it there
-        with pytest.raises(ValueError, match="was removed"):
+        with raises(ValueError):
             optimizer.step()
 
     threads(2, train)
@@ -936,9 +935,7 @@ def test_a_parameter_that_grows_in_place(threads, who):
                     parameter.data = torch.cat([parameter.data, parameter.data])
             optimizer.zero_grad()
             if step == 1 and len(who) == 1:
-                with pytest.raises(
-                    StateMismatch, match=r"parameter 0 is 0\.weight float32 \[.* on rank 1"
-                ):
+                with raises(StateMismatch):
                     train_once(model, optimizer, scale=1.0 + rank)
                 return None
             train_once(model, optimizer, scale=1.0 + rank)
@@ -950,7 +947,7 @@ def test_a_parameter_that_grows_in_place(threads, who):
 def test_the_first_option_that_differs_is_named_with_both_values(threads):
     def train(rank):
         _, optimizer = small(3, 2, compression=Compression.fp16 if rank else Compression.none)
-        with pytest.raises(StateMismatch, match="compression is fp16 on rank 1, none on rank 0"):
+        with raises(StateMismatch):
             optimizer.step()
 
     threads(3, train)
@@ -964,7 +961,7 @@ def test_newcomers_that_differ_end_alone(threads):
         own: Any = lifecycle.current()
         own.world = messages.World(1, own.place, messages.Address("", 0), 2, None, "")
         optimizer = sgd(model, op=Op.SUM if rank == 2 else Op.AVERAGE)
-        with pytest.raises(StateMismatch if rank == 2 else PeerLost, match="op is SUM on rank 2"):
+        with raises(StateMismatch if rank == 2 else PeerLost):
             optimizer.step()
 
     threads(3, train)

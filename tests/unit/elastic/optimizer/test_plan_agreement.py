@@ -19,6 +19,7 @@ from elastic.optimizer.plan_agreement import (
     StepFlag,
     StepPlan,
 )
+from harness.golden import raises
 
 FOLDS: dict[Op, Any] = {Op.SUM: sum, Op.MAX: max, Op.MIN: min, Op.PRODUCT: math.prod}
 
@@ -212,7 +213,7 @@ def test_an_optimizer_whose_plan_was_replaced_has_to_have_changed_alike():
     agree(known, 5, own)
     known.record(0, layout(6), None)
     assert own.replaced == 1
-    with pytest.raises(StateMismatch, match="add and change the same on every rank"):
+    with raises(StateMismatch):
         known.adopt(own, 5, 0)
     agreed = known.adopt(own, 6, 0)
     assert agreed is known.agreed[0] and agreed.version == 1

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from elastic.errors import Invalid
 from elastic.protocol import messages
 from elastic.protocol.messages import REPORT_LIMIT, Worker, encoded
-from elastic.protocol.report_values import DEPTH, Report, packed, unpacked
+from elastic.protocol.report_values import Report, packed, unpacked
+from harness.golden import raises, recorded
 
 A = Worker("h", 1, 2)
 
@@ -88,7 +89,8 @@ class Text(str):
 )
 def test_what_is_like_a_plain_value_becomes_one(given_, comes_out):
     [value] = come_out({"x": given_}).values()
-    assert value == comes_out and type(value) is type(comes_out)
+    assert type(value) is type(comes_out)
+    recorded("messages", value)
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, 1e300, torch.tensor(math.inf)])
@@ -108,30 +110,30 @@ def looped() -> list:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "kind", "said"),
+    ("metrics", "kind"),
     [
-        (0.5, TypeError, "was given a float; give a dict"),
-        ([("loss", 1)], TypeError, "was given a list; give a dict"),
-        ({1: 2}, TypeError, "metrics has the key 1, a int; keys are strings"),
-        ({"a": {None: 2}}, TypeError, r"metrics\['a'\] has the key None"),
-        ({"a": b"x"}, TypeError, r"metrics\['a'\] is a bytes; give None, numbers"),
-        ({"a": [1, {"b": {1, 2}}]}, TypeError, r"metrics\['a'\]\[1\]\['b'\] is a set"),
-        ({"a": Path("x")}, TypeError, r"metrics\['a'\] is a PosixPath"),
-        ({"a": 1j}, TypeError, r"metrics\['a'\] is a complex"),
-        ({"a": torch.Tensor}, TypeError, r"metrics\['a'\] is a _TensorMeta"),
-        ({"a": torch.ones(3)}, TypeError, r"metrics\['a'\] is a Tensor of 3 elements; give one"),
-        ({"a": np.zeros((2, 2))}, TypeError, r"metrics\['a'\] is a ndarray of 4 elements"),
-        ({"a": np.zeros(0)}, TypeError, r"metrics\['a'\] is a ndarray of 0 elements"),
-        ({"a": np.datetime64("2026-01-01")}, TypeError, r"is a datetime64 of a date; give numbers"),
-        ({"a": torch.tensor(1j)}, TypeError, r"is a Tensor of a complex; give numbers"),
-        ({"a": 2**64}, Invalid, r"metrics\['a'\] is an integer that does not fit 64 bits"),
-        ({"a": [-(2**63) - 1]}, Invalid, r"metrics\['a'\]\[0\] is an integer"),
-        ({"a": looped()}, Invalid, f"nested more than {DEPTH} deep"),
-        ({"a": "x" * REPORT_LIMIT}, Invalid, f"given 655.. bytes; the limit is {REPORT_LIMIT}"),
+        (0.5, TypeError),
+        ([("loss", 1)], TypeError),
+        ({1: 2}, TypeError),
+        ({"a": {None: 2}}, TypeError),
+        ({"a": b"x"}, TypeError),
+        ({"a": [1, {"b": {1, 2}}]}, TypeError),
+        ({"a": Path("x")}, TypeError),
+        ({"a": 1j}, TypeError),
+        ({"a": torch.Tensor}, TypeError),
+        ({"a": torch.ones(3)}, TypeError),
+        ({"a": np.zeros((2, 2))}, TypeError),
+        ({"a": np.zeros(0)}, TypeError),
+        ({"a": np.datetime64("2026-01-01")}, TypeError),
+        ({"a": torch.tensor(1j)}, TypeError),
+        ({"a": 2**64}, Invalid),
+        ({"a": [-(2**63) - 1]}, Invalid),
+        ({"a": looped()}, Invalid),
+        ({"a": "x" * REPORT_LIMIT}, Invalid),
     ],
 )
-def test_what_cannot_be_reported_is_named(metrics, kind, said):
-    with pytest.raises(kind, match=said):
+def test_what_cannot_be_reported_is_named(metrics, kind):
+    with raises(kind):
         packed(metrics)
 
 
@@ -139,7 +141,7 @@ def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
     body = packed({"a": "x" * (REPORT_LIMIT - 8)})
     assert REPORT_LIMIT - 8 < len(body) <= REPORT_LIMIT
     come_out({"a": "x" * (REPORT_LIMIT - 8)})
-    with pytest.raises(ValueError, match="the limit is"):
+    with raises(ValueError):
         packed({"a": "é" * (REPORT_LIMIT // 2)})
     long = encoded(messages.Reported(1, 1, 1, 0, 1, 0.0, bytes(REPORT_LIMIT + 1)))
     with pytest.raises(msgspec.ValidationError, match="length <= 65536"):

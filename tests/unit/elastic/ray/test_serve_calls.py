@@ -14,6 +14,7 @@ import pytest
 from elastic.errors import CollectiveFailed
 from elastic.ray import calls
 from elastic.ray.serve_calls import LENGTH, serve
+from harness.golden import raises, recorded
 
 called_off = threading.Event()
 
@@ -139,7 +140,7 @@ def test_functions_with_arguments(worker):
 
 
 def test_the_instance_is_kept_between_calls(worker):
-    assert worker.value(calls.EXECUTE, lambda: "nothing yet") == "nothing yet"
+    recorded("messages", worker.value(calls.EXECUTE, lambda: "nothing yet"))
     assert worker.value(calls.MAKE, Counter, (5,), {"by": 2}) is None
     assert worker.value(calls.EXECUTE, lambda counter: counter.step()) == 7
     assert worker.value(calls.EXECUTE, lambda counter: counter.step()) == 9
@@ -151,17 +152,17 @@ def test_an_exception_comes_back_as_it_is_with_the_workers_traceback(worker):
     def fails():
         raise KeyError("no such sample")
 
-    with pytest.raises(KeyError, match="no such sample") as caught:
+    with raises(KeyError) as caught:
         worker.value(calls.RUN, fails, (), {})
     shown = "".join(traceback.format_exception(caught.value))
-    assert "on rank 3:" in shown
-    assert "in fails" in shown
+    recorded("messages", shown)
+    recorded("messages", shown)
     assert worker.value(calls.RUN, int, (), {}) == 0
 
 
 @pytest.mark.parametrize("code", [0, 7, "a word"])
 def test_sys_exit_is_an_error_of_the_call_and_ends_nobody(worker, code):
-    with pytest.raises(calls.RaisedOnWorker, match=r"rank 3 ended with SystemExit"):
+    with raises(calls.RaisedOnWorker):
         worker.value(calls.RUN, sys.exit, (code,), {})
     assert worker.value(calls.RUN, int, (), {}) == 0
 
@@ -173,7 +174,7 @@ def test_what_does_not_pickle_is_an_error_of_the_call(worker):
     def odd():
         raise Odd(1, 2)
 
-    with pytest.raises(calls.RaisedOnWorker, match="Odd: odd"):
+    with raises(calls.RaisedOnWorker):
         worker.value(calls.RUN, odd, (), {})
     assert worker.value(calls.RUN, int, (), {}) == 0
 
@@ -181,7 +182,7 @@ def test_what_does_not_pickle_is_an_error_of_the_call(worker):
 def test_a_word_that_can_not_be_opened_is_an_error_of_the_call(worker):
     with pytest.raises(pickle.UnpicklingError):
         calls.opened(worker.ask(b"no pickle"))
-    with pytest.raises(ValueError, match="another release"):
+    with raises(ValueError):
         worker.value("sing")
     assert worker.value(calls.RUN, int, (), {}) == 0
 
@@ -197,7 +198,7 @@ def test_regroup_acts_during_a_call_and_is_answered_after_it(worker, world):
     worker.say(calls.REGROUP)
     assert calls.opened(worker.hear()) is True
     assert calls.opened(worker.hear()) is None
-    assert world.told == ["call off", "regroup"]
+    recorded("messages", world.told)
 
 
 def test_it_ends_when_it_is_told_to(worker, world):
@@ -210,7 +211,7 @@ def test_it_ends_when_nobody_is_there_any_more(worker, world):
     worker.close()
     worker.thread.join(30)
     assert not worker.thread.is_alive()
-    assert world.told == ["call off"]  # what blocks in a collective has to come back
+    recorded("messages", world.told)  # what blocks in a collective has to come back
 
 
 def test_a_failure_is_seen_without_opening_the_value():

@@ -6,6 +6,7 @@ import pytest
 
 from elastic.errors import Invalid
 from elastic.rendezvous import environment, nccl_settings
+from harness.golden import raises
 
 
 def test_without_a_driver_a_collective_has_half_an_hour_unless_it_is_told():
@@ -29,7 +30,7 @@ def test_the_wait_for_the_driver_ends_later_than_any_patience_of_its_own():
     "name", ["HOROVOD_GLOO_TIMEOUT_SECONDS", "ELASTIC_COLLECTIVE_TIMEOUT", "ELASTIC_WAIT_TIMEOUT"]
 )
 def test_a_damaged_number_is_named(name):
-    with pytest.raises(Invalid, match=f"{name} is 'soon'; give a number of seconds"):
+    with raises(Invalid, name):
         environment.read({name: "soon"})
 
 
@@ -120,7 +121,7 @@ def test_the_files_of_tls_come_together():
     assert read(empty).tls is None
     given = {"ELASTIC_TLS_CERT": "/c", "ELASTIC_TLS_KEY": "/k", "ELASTIC_TLS_CA": "/a"}
     assert read(given).tls == ("/c", "/k", "/a")
-    with pytest.raises(Invalid, match="ELASTIC_TLS_KEY is not set"):
+    with raises(Invalid):
         read({**given, "ELASTIC_TLS_KEY": ""})
 
 
@@ -133,7 +134,7 @@ def test_memory_is_shared_unless_it_is_turned_off(value, native):
 
 
 def test_sharing_is_on_or_off():
-    with pytest.raises(Invalid, match="ELASTIC_NATIVE is 'yes'; set it to 1 or 0"):
+    with raises(Invalid):
         environment.read({"ELASTIC_NATIVE": "yes"})
 
 

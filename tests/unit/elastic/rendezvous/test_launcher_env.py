@@ -19,6 +19,7 @@ from elastic.rendezvous.launcher_env import (
     place,
     started,
 )
+from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
@@ -157,9 +158,7 @@ def test_a_batch_script_is_no_step():
 
 def test_mpirun_over_several_hosts_needs_the_first_ones_name():
     several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(
-        Invalid, match=r"mpirun has started ranks on several hosts.*set MASTER_ADDR"
-    ):
+    with raises(Invalid):
         started(several)
     assert isinstance(found := way(several, MASTER_ADDR="gpu1"), ByAddress) and found.host == "gpu1"
 
@@ -167,7 +166,7 @@ def test_mpirun_over_several_hosts_needs_the_first_ones_name():
 def test_a_secret_can_be_told_to_all():
     assert isinstance(found := way(BY_HAND, ELASTIC_SECRET="00ff"), ByAddress)
     assert found.secret == b"\x00\xff"
-    with pytest.raises(Invalid, match="ELASTIC_SECRET is damaged"):
+    with raises(Invalid):
         way(BY_HAND, ELASTIC_SECRET="hush")
 
 
@@ -179,20 +178,20 @@ def test_a_world_of_one_meets_nobody_and_needs_no_address():
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    "env",
     [
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but nothing tells of how many ranks"),
-        (BY_HAND | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0 to size - 1"),
-        (BY_HAND | {"RANK": "-1"}, "RANK is '-1'; it must be a whole number"),
-        (BY_HAND | {"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, which is not a port"),
-        (BY_HAND | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'; it must be a whole number"),
-        (SLURM | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many'"),
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"PMIX_RANK": "0"},
+        BY_HAND | {"RANK": "4"},
+        BY_HAND | {"RANK": "-1"},
+        BY_HAND | {"MASTER_PORT": "99999"},
+        BY_HAND | {"LOCAL_RANK": "one"},
+        SLURM | {"SLURM_NTASKS": "many"},
     ],
 )
-def test_what_does_not_suffice_is_told(env, said):
-    assert said in refusal_of(started, env)
+def test_what_does_not_suffice_is_told(env):
+    recorded("messages", refusal_of(started, env))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from elastic.rendezvous import environment
 from elastic.runtime import lifecycle, link_thread, session
 from elastic.runtime.failures import excepthook
 from elastic.runtime.worker import Runtime
+from harness.golden import raises, recorded
 
 
 class Silent:
@@ -52,7 +53,7 @@ def test_one_that_did_not_run_knows_that_it_was_fenced(worker, clock):
     worker.link_thread.poked()
     worker.session.driver_lost("the driver closed the connection")
     assert worker.session.lost_driver
-    with pytest.raises(LeaveRequested, match="was fenced: it did not run for 12 s, and the others"):
+    with raises(LeaveRequested):
         worker.session.raise_over()
 
 
@@ -62,9 +63,7 @@ def test_one_that_ran_all_the_time_cannot_tell(worker, clock):
         worker.link_thread.poked()
         clock[0] += 1.0
     worker.session.driver_lost("the driver closed the connection")
-    with pytest.raises(
-        LeaveRequested, match="was fenced, or elasticrun is gone: the driver closed"
-    ):
+    with raises(LeaveRequested):
         worker.session.raise_over()
 
 
@@ -75,7 +74,7 @@ def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
         worker.link_thread.poked()
         clock[0] += 1.0
     worker.session.driver_lost("the driver closed the connection")
-    with pytest.raises(JobFailed, match="fenced, or elasticrun is gone") as caught:
+    with raises(JobFailed) as caught:
         worker.session.raise_over()
     assert not isinstance(caught.value, JobOver)  # nobody else has said it
 
@@ -84,7 +83,7 @@ def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
     worker.link_thread.receive(messages.End("too few workers"))
     worker.session.driver_lost("the driver closed the connection")
     assert not worker.session.lost_driver
-    with pytest.raises(JobOver, match="too few workers"):
+    with raises(JobOver):
         worker.session.raise_over()
 
 
@@ -113,4 +112,4 @@ def test_the_sentence_is_printed_where_elastic_run_ends(worker, monkeypatch, cap
     with pytest.raises(SystemExit) as end:
         train(elastic.ObjectState(step=0))
     assert end.value.code == 1
-    assert capsys.readouterr().err.count("this worker was fenced") == 1
+    recorded("output", capsys.readouterr().err)

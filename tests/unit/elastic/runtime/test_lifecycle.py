@@ -10,22 +10,18 @@ from elastic.protocol.messages import Address
 from elastic.rendezvous import environment
 from elastic.rendezvous.environment import Environment
 from elastic.runtime import lifecycle
+from harness.golden import raises
 
 
 @pytest.mark.parametrize(
-    ("group_made", "under_elasticrun", "says"),
-    [
-        (True, True, "is torch's own.*pip install"),
-        (True, False, "use hvd.init"),
-        (False, True, "use hvd.init"),
-    ],
+    ("group_made", "under_elasticrun"), [(True, True), (True, False), (False, True)]
 )
 def test_a_worker_whose_torch_has_not_loaded_our_backend_is_told_so(
-    monkeypatch, group_made, under_elasticrun, says
+    monkeypatch, group_made, under_elasticrun
 ):
     known = create_autospec(Environment, instance=True)
     known.driver = Address("127.0.0.1", 1) if under_elasticrun else None
     monkeypatch.setattr(environment, "read", lambda: known)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group_made)
-    with pytest.raises(NotInitialized, match=says):
+    with raises(NotInitialized):
         lifecycle.current()

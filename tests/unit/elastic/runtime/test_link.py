@@ -23,6 +23,7 @@ from elastic.protocol.messages import Address, Worker
 from elastic.protocol.tls import check, context
 from elastic.runtime import link as link_module
 from elastic.runtime.link import Link
+from harness.golden import raises, recorded
 
 SECRET = b"s" * 32
 A = Worker("localhost", 0)
@@ -209,9 +210,9 @@ def test_last_words_are_heard_before_the_loop_comes_to_them(paths):
 
 def test_another_secret_is_refused_by_both(paths):
     with driving(paths) as driver:
-        with pytest.raises(DriverLost, match="refused this worker"):
+        with raises(DriverLost):
             Link(driver.address, b"x" * 32, A, tls=paths)
-        assert "does not know the job's secret" in driver.line()
+        recorded("messages", driver.line())
         assert driver.heard.empty()
 
 
@@ -262,31 +263,27 @@ def framed(*messages) -> bytes:
 def test_who_connects_a_second_time_is_told_why(paths):
     """A child of a worker has its environment, and so all it takes to introduce itself."""
     with driving(paths) as driver, linked(driver, paths):
-        with pytest.raises(DriverLost, match=r"localhost:0#1 has a connection already: .* child"):
+        with raises(DriverLost):
             Link(driver.address, SECRET, A, tls=paths)
-        with pytest.raises(DriverLost, match="localhost:1#1 is not a worker of this job"):
+        with raises(DriverLost):
             Link(driver.address, SECRET, Worker("localhost", 1), tls=paths)
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    "said",
     [
-        (framed(protocol.Challenge(b"n" * 32), protocol.Accepted(b"p" * 32)), "does not know this"),
-        (
-            framed(protocol.Challenge(b"n" * 32), protocol.TurnedAway("x", b"p" * 32)),
-            "not know this",
-        ),
-        (framed(protocol.Accepted(b"p" * 32)), "not a driver of hvd-elastic"),
-        (framed(protocol.Challenge(b"n" * 32, 99)), "speaks version 99"),
-        # Of another length, its parts could be read otherwise than they were meant.
-        (framed(protocol.Challenge(b"n" * 33)), "no proper length"),
-        (framed(protocol.Challenge(b"")), "no proper length"),
-        (b"\x00\x00\xff\xff", "a frame of 65535 bytes"),
-        (b"HTTP/1.1 200 OK\r\n", "a frame of"),
+        framed(protocol.Challenge(b"n" * 32), protocol.Accepted(b"p" * 32)),
+        framed(protocol.Challenge(b"n" * 32), protocol.TurnedAway("x", b"p" * 32)),
+        framed(protocol.Accepted(b"p" * 32)),
+        framed(protocol.Challenge(b"n" * 32, 99)),
+        framed(protocol.Challenge(b"n" * 33)),
+        framed(protocol.Challenge(b"")),
+        b"\x00\x00\xff\xff",
+        b"HTTP/1.1 200 OK\r\n",
     ],
 )
-def test_an_impostor_is_told_nothing(said, why):
-    with impostor(said) as address, pytest.raises(DriverLost, match=why):
+def test_an_impostor_is_told_nothing(said):
+    with impostor(said) as address, raises(DriverLost):
         Link(address, SECRET, A)
 
 
@@ -308,7 +305,7 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
     thread = threading.Thread(target=drip)
     thread.start()
     try:
-        with pytest.raises(DriverLost, match="timed out"):
+        with raises(DriverLost):
             Link(Address(*listening.getsockname()), SECRET, A)
     finally:
         over.set()
@@ -323,31 +320,31 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
 def test_a_worker_without_tls_is_told_what_is_missing(files, monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
     with driving(files) as driver:
-        with pytest.raises(DriverLost, match="does it expect TLS"):
+        with raises(DriverLost):
             Link(driver.address, SECRET, A)
-        assert "give it --tls-cert, --tls-key and --tls-ca" in driver.line()
+        recorded("messages", driver.line())
 
 
 @needs_openssl
 def test_a_driver_without_tls_is_told_what_is_missing(files):
     with driving() as driver:
-        with pytest.raises(DriverLost, match="it does not speak TLS: give it --tls-cert"):
+        with raises(DriverLost):
             Link(driver.address, SECRET, A, tls=files)
-        assert "speaks TLS, which this job was not given" in driver.line()
+        recorded("messages", driver.line())
 
 
 @needs_openssl
 def test_a_certificate_of_another_authority_is_refused_whoever_shows_it(files, tmp_path):
     stranger = new_authority(tmp_path, "others").sign("stranger")
     with driving(files) as driver:
-        with pytest.raises(DriverLost, match="unknown ca"):  # it takes ours, and shows its own
+        with raises(DriverLost):  # it takes ours, and shows its own
             Link(driver.address, SECRET, A, tls=(stranger[0], stranger[1], files[2]))
-        assert "its certificate is refused: unable to get local issuer" in driver.line()
+        recorded("messages", driver.line())
         assert driver.heard.empty()
     with driving(stranger) as driver:
-        with pytest.raises(DriverLost, match="its certificate is refused"):
+        with raises(DriverLost):
             Link(driver.address, SECRET, A, tls=files)
-        assert "it does not accept our certificate or TLS: unknown ca" in driver.line()
+        recorded("messages", driver.line())
 
 
 @needs_openssl
@@ -360,7 +357,7 @@ def test_no_certificate_no_entry(files):
         failing = pytest.raises((ssl.SSLError, ConnectionError))
         with raw, failing, bare.wrap_socket(raw) as sock:
             sock.recv(1)
-        assert "it shows no certificate: give it --tls-cert" in driver.line()
+        recorded("messages", driver.line())
 
 
 @needs_openssl
@@ -379,7 +376,7 @@ def test_what_is_older_than_1_2_is_not_spoken(files, version, monkeypatch):
             if version == "TLSv1_1":
                 with pytest.raises((ssl.SSLError, ConnectionError)):
                     old.wrap_socket(raw)
-                assert "no TLS of version 1.2 or later" in driver.line()
+                recorded("messages", driver.line())
             else:
                 with old.wrap_socket(raw) as sock:
                     assert b"Challenge" in sock.recv(1000)
@@ -393,17 +390,17 @@ def test_files_are_checked_before_anything_starts(authority, files, tmp_path):
     other = new_authority(tmp_path, "others").sign("other")
     text = tmp_path / "text.pem"
     text.write_text("no certificate\n")
-    for given, why in (
-        (("/no/such/file", key, ca), "--tls-cert /no/such/file can't be read: No such file"),
-        ((cert, str(tmp_path), ca), "can't be read: Is a directory"),
-        ((cert, other[1], ca), "does not belong to --tls-cert"),
-        ((other[0], other[1], ca), "unable to get local issuer certificate; have it signed"),
-        ((cert, key, str(text)), "holds no certificate"),
-        ((str(text), key, ca), "are no certificate and key"),
-        (authority.sign("old", days=-1), "certificate has expired"),
-        (authority.sign("server-only", usage="serverAuth"), "unsuitable certificate purpose"),
-    ):
-        with pytest.raises(Invalid, match=why):
+    for given in [
+        ("/no/such/file", key, ca),
+        (cert, str(tmp_path), ca),
+        (cert, other[1], ca),
+        (other[0], other[1], ca),
+        (cert, key, str(text)),
+        (str(text), key, ca),
+        authority.sign("old", days=-1),
+        authority.sign("server-only", usage="serverAuth"),
+    ]:
+        with raises(Invalid):
             check(*given)
     locked = tmp_path / "locked.key"
     openssl("ec", "-in", key, "-aes256", "-passout", "pass:four", "-out", locked)

@@ -21,6 +21,7 @@ from elastic.runtime import lifecycle
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.worker import Runtime
 from elastic.state import ObjectState
+from harness.golden import raises, recorded
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def gpu(monkeypatch, threads_of_its_own):
 
 
 def test_a_kernel_that_outlives_its_abort_is_given_ten_seconds_and_no_more(gpu):
-    with pytest.raises(DeviceLost, match="its GPU did not come back within 10 s"):
+    with raises(DeviceLost):
         gpu.groups.drain(1.0)
     assert 110.0 <= gpu.clock.now < 110.5
 
@@ -72,7 +73,7 @@ def test_nobody_is_ready_before_the_gpu_has_the_memory_of_the_world_before_the_l
     stuck.freed.side_effect = lambda timeout_s: gpu.clock.now > 103.0
     gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
     gpu.groups.retire()
-    with pytest.raises(DeviceLost, match="did not get back the memory of an earlier world's"):
+    with raises(DeviceLost):
         gpu.groups.make_room()
     gpu.clock.now = 104.0
     gpu.groups.make_room()
@@ -82,7 +83,7 @@ def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
     unmade = create_autospec(NcclCollectives, instance=True)
     unmade.ended.return_value = False
     gpu.groups._made, gpu.groups._unmade = {}, [unmade]
-    with pytest.raises(DeviceLost, match="its GPU did not come back"):
+    with raises(DeviceLost):
         gpu.groups.drain(1.0)
     gpu.groups.retire()
     unmade.close.assert_not_called()  # not in the thread that trains
@@ -101,7 +102,7 @@ def test_nobody_waits_for_a_few_communicators_that_do_not_connect_but_for_many(g
         gpu.groups.make_room()
     gpu.groups._unmade = [unmade[2]]
     gpu.groups.retire()
-    with pytest.raises(DeviceLost, match="did not connect"):
+    with raises(DeviceLost):
         gpu.groups.make_room()
     freed.append(unmade[1])
     gpu.groups.make_room()
@@ -154,4 +155,4 @@ def test_the_process_ends_at_once_and_has_said_why(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"os._exit\(1\)"):
         train(ObjectState(step=0))
     assert said == [("DeviceLost: its GPU did not come back within 10 s", True)]
-    assert "DeviceLost: its GPU did not come back" in capsys.readouterr().err
+    recorded("output", capsys.readouterr().err)

@@ -17,6 +17,7 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 from elastic.runtime.training import Training
+from harness.golden import raises
 
 
 class Hours:
@@ -51,7 +52,7 @@ def waiting(monkeypatch):
 
 
 def test_a_driver_that_says_nothing_for_too_long_is_lost(waiting):
-    with pytest.raises(DriverLost, match="in vain for 7200 s: is elasticrun stopped"):
+    with raises(DriverLost):
         waiting(looks=50).wait_while(Phase.WAITING, "to form a world")
 
 
@@ -73,5 +74,5 @@ def test_a_step_of_a_second_training_that_was_cut_short_is_not_committed():
         commits.may_commit()
         with pytest.raises(PeerLost), Guard(groups, "gradients"):
             raise CollectiveFailed("rank 1 is gone")
-        with pytest.raises(PeerLost, match="rank 1 is gone"):  # though the script caught it
+        with raises(PeerLost):  # though the script caught it
             commits.may_commit()

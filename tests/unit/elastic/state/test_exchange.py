@@ -23,6 +23,7 @@ from elastic.state.handlers import python_values
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import same_bits
 from harness.fakes import collectives as fake
+from harness.golden import raises, recorded
 from harness.groups import at_once
 
 
@@ -380,8 +381,8 @@ def test_a_worker_with_another_model_is_told_and_the_others_are_served():
     before = model[2].weight.clone()
     results = transfer([states[0], stranger, states[1]])
     assert isinstance(results[1], StateMismatch)
-    assert "this worker has model.2.weight float32 [3, 8]" in str(results[1])
-    assert "the world has model.2.weight float32 [2, 8]" in str(results[1])
+    recorded("messages", str(results[1]))
+    recorded("messages", str(results[1]))
     assert results[0] == results[2] > 0
     assert_equal(*states)
     assert same_bits(model[2].weight, before)
@@ -399,7 +400,7 @@ def test_a_value_that_cannot_be_read_is_reported_where_it_cannot(monkeypatch):
     monkeypatch.setattr(exchange, "loads", loads)
     results = transfer(states)
     assert isinstance(results[1], StateMismatch)
-    assert "No module named 'mine'" in str(results[1])
+    recorded("messages", str(results[1]))
     assert results[0] == results[2] > 0
 
 
@@ -412,7 +413,7 @@ def test_a_value_that_cannot_be_pickled_is_named_before_anything_is_sent():
             return self
 
     state = TorchState(model=net(), good=1, stubborn=Stubborn())
-    with pytest.raises(Invalid, match=r"state\.stubborn can't be pickled"):
+    with raises(Invalid):
         state.transfer(fake.world(2)[0], 0)
 
 
@@ -430,7 +431,7 @@ def test_parameters_that_should_have_been_equal_are_named(caplog):
         states[1].model[2].bias[0] += 1
     states[1].save()
     transfer(states, expected_equal=True)
-    assert "1 parameters differed" in caplog.text
+    recorded("log", caplog.text)
     assert caplog.text.rstrip().endswith("model.2.bias")
     caplog.clear()
     states[1].save()

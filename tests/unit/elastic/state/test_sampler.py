@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
+from harness.golden import raises
 
 
 class World:
@@ -153,9 +154,9 @@ def test_a_finished_epoch_has_nothing_left_until_the_next_begins(world):
 
 
 def test_bad_input_is_refused_in_one_sentence(world):
-    with pytest.raises(Invalid, match="dataset is empty"):
+    with raises(Invalid):
         ElasticSampler([])
-    with pytest.raises(Invalid, match="has no length"):
+    with raises(Invalid):
         ElasticSampler(iter([1]))  # type: ignore[arg-type]
     sampler = ElasticSampler([1, 2])
     for size in (0, -3):

@@ -17,6 +17,7 @@ from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
 from elastic.state.state import ObjectState, State, has_custom_sync
 from harness.fakes import collectives as fake
+from harness.golden import raises, recorded
 
 
 class FakeRuntime:
@@ -76,7 +77,7 @@ def test_defect_e_values_are_copied_deeply_at_commit_and_at_restore():
 
 
 def test_a_value_that_cannot_be_copied_is_named():
-    with pytest.raises(Invalid, match=r"state\.lock can't be copied"):
+    with raises(Invalid):
         ObjectState(lock=threading.Lock())
     state = ObjectState(batches=None)
     state.batches = (each for each in [1, 2])
@@ -87,7 +88,7 @@ def test_a_value_that_cannot_be_copied_is_named():
 @pytest.mark.parametrize("value", [torch.nn.Linear(1, 1), Shards(2), ElasticSampler(range(2))])
 def test_what_only_a_torch_state_can_restore_is_refused(value):
     """A restore would put a copy there, which no optimizer trains and no loader asks."""
-    with pytest.raises(Invalid, match=f"state.it is a {type(value).__name__}: .* a TorchState"):
+    with raises(Invalid, type(value).__name__):
         ObjectState(it=value, epoch=0)
 
 
@@ -125,7 +126,7 @@ def test_a_torn_state_is_not_restored(caplog):
     with pytest.raises(OSError):
         state.commit()
     state.restore()
-    assert "did not complete" in caplog.text
+    recorded("log", caplog.text)
 
 
 def test_commit_saves_first_and_looks_at_changes_after(rt):
@@ -194,7 +195,7 @@ def test_only_a_sync_that_is_not_ours_is_custom():
 
 @pytest.mark.parametrize("name", ["commit", "layout", "valid", "_saved_state"])
 def test_a_value_that_would_hide_a_method_is_refused(name):
-    with pytest.raises(Invalid, match="choose another name"):
+    with raises(Invalid):
         ObjectState(None, None, **{name: 1})
 
 

@@ -20,6 +20,7 @@ from elastic.state.handlers.python_values import Index, copied
 from elastic.state.snapshots import tensor_index
 from elastic.state.snapshots.snapshot import same_bits
 from elastic.state.snapshots.tensor_index import dissect
+from harness.golden import raises
 
 
 class Net(nn.Module):
@@ -289,5 +290,5 @@ def test_a_dictionary_or_list_of_another_class_stays_one():
 
     made = copied([Named(a=1), Row([2])], "it")
     assert [type(each) for each in made] == [Named, Row]
-    with pytest.raises(Invalid, match="it can't be copied"):
+    with raises(Invalid):
         copied({"lock": threading.Lock()}, "it")

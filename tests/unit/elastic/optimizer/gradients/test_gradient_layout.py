@@ -17,6 +17,7 @@ from elastic.optimizer.gradients import gradient_layout, gradient_reducer
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState
 from harness.fakes import collectives as fake
+from harness.golden import recorded
 from harness.groups import at_once
 from harness.small_worlds import World, net, sgd
 
@@ -41,35 +42,21 @@ def state_of(reverse: bool = False, channels_last: bool = False, **options: Any)
 
 
 @pytest.mark.parametrize(
-    ("other", "expected"),
+    "other",
     [
-        ({"compression": Compression.fp16}, "optimizer.compression: fp16 here, none in the world"),
-        ({"op": Op.SUM}, "optimizer.op: SUM here, AVERAGE in the world"),
-        (
-            {"gradient_predivide_factor": 2.0},
-            "optimizer.gradient_predivide_factor: 2.0 here, 1.0 in the world",
-        ),
-        (
-            {"backward_passes_per_step": 2},
-            "optimizer.backward_passes_per_step: 2 here, 1 in the world",
-        ),
-        ({"sparse_as_dense": True}, "optimizer.sparse_as_dense: True here, False in the world"),
-        ({"groups": 2}, "optimizer.groups: 2 here, 0 in the world"),
-        (
-            {"reverse": True},
-            "optimizer.parameter.0: 1.bias float32 [2] strides [1] here,"
-            " 0.weight float32 [2, 2, 2, 2] strides [8, 4, 2, 1] in the world",
-        ),
-        (
-            {"channels_last": True},
-            "optimizer.parameter.0: 0.weight float32 [2, 2, 2, 2] strides [8, 1, 4, 2] here,"
-            " 0.weight float32 [2, 2, 2, 2] strides [8, 4, 2, 1] in the world",
-        ),
+        {"compression": Compression.fp16},
+        {"op": Op.SUM},
+        {"gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 2},
+        {"sparse_as_dense": True},
+        {"groups": 2},
+        {"reverse": True},
+        {"channels_last": True},
     ],
 )
-def test_an_edited_script_is_told_the_first_thing_that_differs(other, expected):
+def test_an_edited_script_is_told_the_first_thing_that_differs(other):
     said = layout_diff.difference(state_of(**other).layout(), state_of().layout())
-    assert said.splitlines()[0] == expected
+    recorded("log", said.splitlines()[0])
 
 
 def test_equal_scripts_have_equal_layouts_whatever_is_frozen_and_however_often_they_pass():
@@ -96,7 +83,7 @@ def test_an_optimizer_beside_the_state_is_compared_too():
     del optimizer
     other = sgd(model, compression=Compression.fp16)
     said = layout_diff.difference(gradient_layout.outside_state(state.handled()), before)
-    assert said == "DistributedOptimizer.compression: fp16 here, none in the world"
+    recorded("log", said)
     assert gradient_layout.outside_state(ObjectState().handled()) != ""
     assert gradient_layout.outside_state(TorchState(model=model, optimizer=other).handled()) == ""
 

@@ -27,6 +27,7 @@ from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
 from elastic.state import TorchState
+from harness.golden import raises, recorded
 from harness.small_worlds import net, ranks_as_threads
 from simulation.test_shard_schedules import (
     a_lost_partial,
@@ -382,20 +383,20 @@ def run_step(model: Any, shards: Shards, within: Any = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        ({"op": Op.ADASUM}, "op=Adasum"),
-        ({"op": Op.MAX}, "op=Max"),
-        ({"compression": NoneCompressor()}, "a compression other than Compression.fp16"),
-        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
-        ({"groups": 2}, "groups"),
-        ({"shards": 8}, "give an elastic.Shards"),
+        {"op": Op.ADASUM},
+        {"op": Op.MAX},
+        {"compression": NoneCompressor()},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"shards": 8},
     ],
     # An address differs in each process of a run.
     ids=lambda it: " ".join(it) if isinstance(it, dict) else it,
 )
-def test_what_would_depend_on_who_holds_what_is_refused(ranks, options, said):
-    with pytest.raises(Invalid, match=said):
+def test_what_would_depend_on_who_holds_what_is_refused(ranks, options):
+    with raises(Invalid):
         ranks(1, lambda rank: made(**options))
 
 
@@ -467,27 +468,27 @@ def sparse(model, shards, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    "mistake",
     [
-        (stepping_in_the_loop, "within the loop over the shards of step 0"),
-        (clipping_in_the_loop, "clip and change gradients after the loop"),
-        (backward_outside, "outside of the loop over the shards"),
-        (leaving_the_loop, "was left before its end"),
-        (two_passes, "more than backward_passes_per_step=1"),
-        (too_few_batches, "no micro-batch for shard 2 of step 0"),
-        (commit_within, r"call commit\(\) and check_host_updates\(\) after"),
-        (host_updates_within, r"check_host_updates\(\) was called within the loop over the shards"),
-        (collective_within, "allreduce loss was called within the loop over the shards of step 1"),
-        (mean_within, r"mean\(\) was called within the loop"),
-        (too_few_values, "one value for each of this rank's shards, 4"),
-        (single_value, "a list of one value for each of this rank's shards, 4"),
-        (value_of_each_sample, r"for shard 0 was given a tensor of shape \(2,\); give the mean"),
-        (zero_grad_within, r"zero_grad\(\) was called within the loop over the shards of step 0"),
-        (sparse, "pass sparse_as_dense=True"),
+        stepping_in_the_loop,
+        clipping_in_the_loop,
+        backward_outside,
+        leaving_the_loop,
+        two_passes,
+        too_few_batches,
+        commit_within,
+        host_updates_within,
+        collective_within,
+        mean_within,
+        too_few_values,
+        single_value,
+        value_of_each_sample,
+        zero_grad_within,
+        sparse,
     ],
 )
-def test_a_mistake_in_the_loop_is_told(ranks, mistake, said):
-    with pytest.raises(Invalid, match=said):
+def test_a_mistake_in_the_loop_is_told(ranks, mistake):
+    with raises(Invalid):
         ranks(1, lambda rank: mistake(*made()))
 
 
@@ -498,9 +499,7 @@ def test_no_optimizer_steps_in_the_loop_not_even_one_that_was_not_wrapped():
     for _ in range(2):
         list(shards)
         optimizer.step()
-    with pytest.raises(
-        Invalid, match="stepped within the loop over the shards of step 2, in shard"
-    ):
+    with raises(Invalid):
         for _ in shards:
             optimizer.step()
 
@@ -513,7 +512,7 @@ def test_ranks_with_other_shards_are_told(ranks):
         run_step(model, shards)
         optimizer.step()
 
-    with pytest.raises(StateMismatch, match="other parameters or Shards"):
+    with raises(StateMismatch):
         ranks(2, step)
 
 
@@ -523,7 +522,7 @@ def test_fewer_shards_than_the_least_workers_are_refused_before_training(ranks):
         world.env = replace(world.env, workers_min=5)
         made()
 
-    with pytest.raises(Invalid, match="4 shards are fewer than --min-np 5"):
+    with raises(Invalid):
         ranks(1, wrap)
 
 
@@ -543,11 +542,11 @@ def test_a_rank_that_computes_differently_is_told_or_let_in(ranks, monkeypatch, 
         return shards.inexact_since
 
     if not allowed:
-        with pytest.raises(StateMismatch, match="rank 1 computes differently from rank 0"):
+        with raises(StateMismatch):
             ranks(2, step)
         return
     assert ranks(2, step) == [0, 0]
-    assert "from step 0 on the run is not exactly" in caplog.text
+    recorded("log", caplog.text)
 
 
 def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
@@ -558,12 +557,12 @@ def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
         run_step(model, shards)
 
-    with pytest.raises(Invalid, match="in 77 threads in step 1"):
+    with raises(Invalid):
         ranks(1, step)
 
 
 def test_statistics_of_all_ranks_are_refused():
-    with pytest.raises(Invalid, match="Use torch's BatchNorm, which normalizes each shard"):
+    with raises(Invalid):
         Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
 
 
@@ -598,35 +597,29 @@ def taken(step: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("batches", "said"),
+    "batches",
     [
-        (lambda shards: loader_of(shards=shards), "for step in loader"),
-        (lambda shards: torch.utils.data.DataLoader(Augmented()), "knows nothing of shards"),
-        (lambda shards: iter(torch.utils.data.DataLoader(Augmented())), "knows nothing of shards"),
-        (
-            lambda shards: torch.ones(5, 2).unbind(),
-            r"5 micro-batches, and this rank has \d of the 5",
-        ),
-        (lambda shards: torch.ones(4, 3), "given a Tensor that is one batch"),
-        (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict that is one batch"),
-        (lambda shards: [torch.ones(4, 3), torch.ones(4).long()], "given a list that is one batch"),
-        (lambda shards: next(iter(loader_of(shards=5))), "give DataLoader"),
-        (lambda shards: next(iter(loader_of(shards=Shards(5)))), "give DataLoader"),
-        (lambda shards: taken(next(iter(loader_of(shards=shards)))), "as LBFGS does"),
-        (
-            lambda shards: next(iter(loader_of(shards=shards)))[0],
-            r"iterate over shards.over\(step\)",
-        ),
+        lambda shards: loader_of(shards=shards),
+        lambda shards: torch.utils.data.DataLoader(Augmented()),
+        lambda shards: iter(torch.utils.data.DataLoader(Augmented())),
+        lambda shards: torch.ones(5, 2).unbind(),
+        lambda shards: torch.ones(4, 3),
+        lambda shards: {"input_ids": torch.ones(4, 3)},
+        lambda shards: [torch.ones(4, 3), torch.ones(4).long()],
+        lambda shards: next(iter(loader_of(shards=5))),
+        lambda shards: next(iter(loader_of(shards=Shards(5)))),
+        lambda shards: taken(next(iter(loader_of(shards=shards)))),
+        lambda shards: next(iter(loader_of(shards=shards)))[0],
     ],
 )
-def test_what_is_no_step_of_this_rank_is_refused(ranks, batches, said):
+def test_what_is_no_step_of_this_rank_is_refused(ranks, batches):
     """With the number alone a loader deals blocks. In a world of 3 these are the ranks' shards, and in others not."""
 
     def step(rank):
         shards = Shards(5)
         list(shards.over(batches(shards)))
 
-    with pytest.raises(Invalid, match=said):
+    with raises(Invalid):
         ranks(3, step)
 
 
@@ -634,29 +627,27 @@ def test_what_follows_shards_is_in_one_state_with_them(ranks):
     def states(rank):
         model, shards, optimizer = made()
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(Invalid, match=r"state\.optimizer knows nothing of the state's Shards"):
+        with raises(Invalid):
             TorchState(model, plain, shards=shards)
-        with pytest.raises(Invalid, match=r"state\.optimizer works in shards that are no part of"):
+        with raises(Invalid):
             TorchState(model, optimizer)
-        with pytest.raises(Invalid, match=r"state\.loader works in shards that are no part of"):
+        with raises(Invalid):
             TorchState(model, loader=loader_of(shards=shards))
-        with pytest.raises(Invalid, match=r"state\.optimizer works in shards that are no part of"):
+        with raises(Invalid):
             TorchState(model, optimizer, shards=Shards(4))
-        with pytest.raises(Invalid, match="trains weight, which is in no model of the state"):
+        with raises(Invalid):
             TorchState(torch.nn.Linear(3, 1), optimizer, shards=shards)
-        with pytest.raises(
-            Invalid, match=r"an optimizer, SGD, is in no state, .* over state\.shards"
-        ):
+        with raises(Invalid):
             TorchState(model, shards=shards)
         TorchState(model, optimizer, shards=shards, loader=loader_of(shards=shards))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with pytest.raises(Invalid, match=r"learning rate of state\.optimizer and is in no state"):
+        with raises(Invalid):
             TorchState(model, optimizer, shards=shards)
         state = TorchState(model, optimizer, shards=shards, schedule=schedule)
         late = DistributedOptimizer(
             torch.optim.SGD([*model.parameters()][:1], lr=1.0), shards=shards
         )
-        with pytest.raises(Invalid, match="add it, as in TorchState"):
+        with raises(Invalid):
             state.save()
         late.itself = late  # a scheduler makes such a cycle, too
         del late
@@ -749,13 +740,13 @@ def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(dataset, w
 @pytest.mark.parametrize("changed", [{"count": 4}, {"seed": 2}, {"exact": False}], ids=str)
 def test_a_run_can_not_be_resumed_with_other_shards(changed):
     saved = Shards(8, seed=1).state_dict()
-    with pytest.raises(StateMismatch, match="change it back"):
+    with raises(StateMismatch):
         Shards(**{"count": 8, "seed": 1} | changed).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("bad", [{"count": 0}, {"count": 2.0}, {"count": 2, "seed": -1}], ids=str)
 def test_bad_numbers(bad):
-    with pytest.raises(Invalid, match="give a whole number"):
+    with raises(Invalid):
         Shards(**bad)
 
 

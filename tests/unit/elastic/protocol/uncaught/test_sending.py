@@ -15,6 +15,7 @@ from elastic.horovod_errors import HorovodPeerLost
 from elastic.protocol.uncaught import sending
 from elastic.protocol.uncaught.at_start import sitecustomize
 from elastic.protocol.uncaught.sending import DIAGNOSTICS, Uncaught
+from harness.golden import recorded
 
 START = str(Path(sitecustomize.__file__).parent)
 
@@ -94,7 +95,8 @@ def test_an_uncaught_exception_goes_to_the_agent_and_not_to_stderr(pipe):
 
 def test_without_an_agent_it_is_printed_as_ever():
     done = run("1 / 0", {})
-    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert done.returncode == 1
+    recorded("messages", done.stderr)
 
 
 def test_a_script_and_its_children_do_not_find_the_folder(tmp_path):
@@ -111,7 +113,7 @@ def test_a_sitecustomize_of_the_user_is_imported_all_the_same(tmp_path, pipe):
 
 def test_a_forked_child_prints_its_own(pipe):
     code = "import os\nif not os.fork():\n    1 / 0\nos.wait()"
-    assert run(code, pipe[1]).stderr.endswith("ZeroDivisionError: division by zero\n")
+    recorded("messages", run(code, pipe[1]).stderr)
 
 
 def test_an_agent_that_reads_nothing_is_not_waited_for_without_end(pipe, monkeypatch):
