@@ -108,7 +108,8 @@ class CollectiveFailed(HorovodInternalError):
     In a world of a fixed size it reaches the script: nobody replaces the lost worker there. ``aborted``: the group was
     aborted, here or by another rank, so that the error does not know why. ``ended``: the rank whose process has ended,
     where that is seen. ``differs``: of ranks that have called different collectives, the group. ``late``: a rank did
-    not come in time.
+    not come in time. ``rank``: the one that left, ended, differed or was late, by its rank in the group, where one
+    is known. ``awaited``: the key under which ranks were awaited at the store.
     """
 
     def __init__(
@@ -118,17 +119,27 @@ class CollectiveFailed(HorovodInternalError):
         ended: int | None = None,
         differs: Differing | None = None,
         late: bool = False,
+        rank: int | None = None,
+        awaited: str = "",
     ) -> None:
         super().__init__(*args)
         self.aborted = aborted
         self.ended = ended
         self.differs = differs
         self.late = late
+        self.rank = rank
+        self.awaited = awaited
 
     def again(self) -> CollectiveFailed:
         """The same once more: each one that waits raises its own."""
         return CollectiveFailed(
-            *self.args, aborted=self.aborted, ended=self.ended, differs=self.differs, late=self.late
+            *self.args,
+            aborted=self.aborted,
+            ended=self.ended,
+            differs=self.differs,
+            late=self.late,
+            rank=self.rank,
+            awaited=self.awaited,
         )
 
 
@@ -194,6 +205,10 @@ class NotReduced(Invalid):
 
     def __reduce__(self) -> tuple[type[NotReduced], tuple[str, str]]:
         return type(self), (str(self), self.parameter)
+
+
+class DuplicateName(Invalid):
+    """A collective was submitted under a name that one in flight has."""
 
 
 class UnsupportedType(Invalid, TypeError):

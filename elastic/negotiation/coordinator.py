@@ -177,6 +177,7 @@ class Coordinator:
                 next(iter(asked.values())),
                 error=f"{name} can't run: {ranks_in_words(gone)} {why}",
                 refused=True,
+                missing=tuple(gone),
             )
         if any(rank not in asked for rank in self._active(each)):
             return None
@@ -216,7 +217,7 @@ class Coordinator:
         """Those that have joined wait for a rank that never will."""
         rank, why = next(iter(self._gone.items()))
         error = f"join can't end: rank {rank} {why}"
-        refused = Response(Request(JOIN, JOIN), error=error, refused=True)
+        refused = Response(Request(JOIN, JOIN), error=error, refused=True, missing=(rank,))
         return ResponseList(ALL, self._set(ALL).epoch, responses=(refused,))
 
     def leave(self, rank: int, why: str) -> list[ResponseList]:
@@ -332,6 +333,7 @@ class Coordinator:
             next(iter(asked.values())),
             error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
             refused=True,
+            missing=tuple(missing),
         )
 
 

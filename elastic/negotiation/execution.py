@@ -65,7 +65,7 @@ def error_of(response: Response) -> BaseException | None:
     if not response.error:
         return None
     if response.refused:
-        return CollectiveFailed(response.error)
+        return CollectiveFailed(response.error, rank=next(iter(response.missing), None))
     return TensorMismatch(response.error, calls=response.calls)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.context import Context
-from elastic.errors import Invalid, PeerLost
+from elastic.errors import DuplicateName, Invalid, PeerLost
 from elastic.negotiation.messages import Members
 from elastic.negotiation.pending import Pending
 
@@ -43,7 +43,7 @@ class Handles:
         self._world: tuple[Context, int] | None = None  # whose handles these are
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
-        """A handle for a collective that is about to be submitted. Raises Invalid if its name is in flight."""
+        """A handle for a collective that is about to be submitted. Raises DuplicateName if its name is in flight."""
         name = pending.name
         with self._lock:
             if self._world is None or self._world[0] is not rt or self._world[1] != rt.generation:
@@ -54,7 +54,7 @@ class Handles:
                 full = pending.members, name
                 before = self._names.get(full)
                 if before is not None and not self._claimed[before].pending.done():
-                    raise Invalid(
+                    raise DuplicateName(
                         f"{name} is in flight already; synchronize() its handle first, or use another name:"
                         " no duplicates"
                     )

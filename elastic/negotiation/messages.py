@@ -75,6 +75,9 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     refused: bool = False  # the error is nobody's mistake: a rank is gone
     calls: Calls = ()  # of the ranks, where the error is that they differ
+    missing: tuple[
+        int, ...
+    ] = ()  # the ranks that are gone, or never submitted it, where it is refused
 
     def asked_by(self, position: int) -> Request:
         """What the member at this position asked for."""

@@ -174,7 +174,7 @@ class ControllerClient:
     def _failure(self, error: object) -> CollectiveFailed:
         if self._aborted:
             return CollectiveFailed("aborted", aborted=True)
-        return CollectiveFailed(f"rank 0, where collectives are negotiated: {error}")
+        return CollectiveFailed(f"rank 0, where collectives are negotiated: {error}", rank=0)
 
     def abort(self) -> None:
         self._aborted = True

@@ -156,10 +156,11 @@ class Store:
         except (OSError, ProtocolError) as error:
             if call.aborted:
                 raise CollectiveFailed(
-                    f"aborted while waiting for {awaited}", aborted=True
+                    f"aborted while waiting for {awaited}", aborted=True, awaited=key
                 ) from None
             raise CollectiveFailed(
-                f"gave up waiting for {awaited} at the store {self.address}: {error or type(error).__name__}"
+                f"gave up waiting for {awaited} at the store {self.address}: {error or type(error).__name__}",
+                awaited=key,
             ) from error
         finally:
             with self._lock:

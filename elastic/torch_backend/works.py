@@ -182,10 +182,15 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
     until = time.monotonic() + limit_s
     while not work.within(min(_SLICE_S, max(until - time.monotonic(), 0.0))):
         if time.monotonic() >= until:
-            who = "the other ranks did not come"
+            who, missing = "the other ranks did not come", []
             if isinstance(work, KnowsWhoIsMissing):
-                who = late(sorted(map(owner.in_world, work.missing())))
-            raise CollectiveFailed(f"{name}: Timed out after {limit_s:g} s: {who}", late=True)
+                missing = sorted(map(owner.in_world, work.missing()))
+                who = late(missing)
+            raise CollectiveFailed(
+                f"{name}: Timed out after {limit_s:g} s: {who}",
+                late=True,
+                rank=missing[0] if missing else None,
+            )
     work.wait()
 
 

@@ -360,6 +360,7 @@ class SharedCollectives:
             ended=ended,
             differs=Differing(self._key, self.rank, self.size) if reason == _OTHER else None,
             late=reason == _LATE,
+            rank=named,
         )
 
     def _raise_if_failed(self) -> None:

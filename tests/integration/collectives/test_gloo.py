@@ -28,7 +28,7 @@ from elastic.collectives.gloo import sockets
 from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, Differing
-from elastic.protocol.messages import Address
+from elastic.protocol.messages import Address, ProtocolError
 from harness import groups, ranks
 from harness.collectives_contract import CollectivesContract
 from harness.groups import TIMEOUT_S, World, wait_in_two_orders
@@ -167,10 +167,9 @@ def test_aborting_the_store_ends_an_exchange(world):
     aborter = threading.Timer(0.05, store.abort)
     aborter.start()
     began = time.monotonic()
-    with pytest.raises(
-        CollectiveFailed, match="aborted while waiting for the 3 ranks of group 'x'"
-    ):
+    with pytest.raises(CollectiveFailed) as caught:
         store.exchange("x", 2, 3, b"")
+    assert caught.value.aborted and caught.value.awaited == "x"
     assert time.monotonic() - began < WAKE_S
     aborter.join()
 
@@ -178,8 +177,9 @@ def test_aborting_the_store_ends_an_exchange(world):
 def test_a_rank_that_never_comes_ends_the_connect_at_the_timeout(world):
     attempt = connecting(world.stores[0], 0, 3, timeout_s=0.2)
     world.stores[0]._timeout_s = 0.2
-    with pytest.raises(CollectiveFailed, match="gave up waiting for the 3 ranks of group"):
+    with pytest.raises(CollectiveFailed) as caught:
         attempt.connect()
+    assert caught.value.awaited == "named/3" and not caught.value.aborted
 
 
 def test_a_late_rank_is_waited_for_as_long_as_in_a_collective(world):
@@ -225,8 +225,9 @@ def stacked(thread: threading.Thread, function: str) -> bool:
 
 def test_a_store_that_nobody_serves_is_tried_until_the_timeout():
     store = Store(store_to_be(), None, 0.2)
-    with pytest.raises(CollectiveFailed, match=r"at the store 127\.0\.0\.1:.*refused"):
+    with pytest.raises(CollectiveFailed) as caught:
         store.exchange("named", 1, 2, b"")
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
 
 def test_the_store_may_start_later_than_those_who_look_for_it():
@@ -251,7 +252,7 @@ def test_who_fetches_what_the_store_can_not_make_is_told_why():
         store.provide("rules", fails)
         store.open()
         for _ in range(2):
-            with pytest.raises(CollectiveFailed, match=r"'rules' can't be had.* no rules yet"):
+            with pytest.raises(CollectiveFailed, match="ValueError: no rules yet"):
                 store.fetch("rules", 0)
 
 
@@ -260,8 +261,9 @@ def test_who_fetches_what_the_store_can_not_make_is_told_why():
 )
 def test_the_store_answers_only_its_own_generation_and_job(world, generation, secret):
     stranger = Store(world.stores[0].address, None, 1.0, generation=generation, secret=secret)
-    with pytest.raises(CollectiveFailed, match="connection was closed"):
+    with pytest.raises(CollectiveFailed) as caught:
         stranger.exchange("named", 0, 1, b"")
+    assert isinstance(caught.value.__cause__, OSError | ProtocolError)
     groups = world.group()
     assert total(groups, world) == [6.0, 6.0, 6.0]
 
@@ -553,8 +555,9 @@ def test_the_timeout_bounds_a_collective(world):
     )
     world.groups += groups
     began = time.monotonic()
-    with pytest.raises(CollectiveFailed, match=r"(?i)timed out"):
+    with pytest.raises(CollectiveFailed) as caught:
         groups[0].allreduce(torch.ones(1000), Op.SUM).wait()
+    assert caught.value.late
     assert time.monotonic() - began < WAKE_S
 
 
@@ -569,8 +572,9 @@ def test_a_collective_may_have_a_timeout_of_its_own(world, to_connect, to_end, l
     )
     world.groups += groups
     began = time.monotonic()
-    with pytest.raises(CollectiveFailed, match=r"(?i)timed out"):
+    with pytest.raises(CollectiveFailed) as caught:
         groups[0].allreduce(torch.ones(1000), Op.SUM).wait()
+    assert caught.value.late
     assert least <= time.monotonic() - began < least + WAKE_S
 
 

@@ -205,7 +205,6 @@ def test_a_killed_rank_ends_the_others_on_all_hosts_and_no_result_is_wrong(doome
         assert isinstance(result, dict), result
         assert 5 <= result["completed"] <= 6
         # By its rank in the whole group, where a neighbour has seen it.
-        assert result["ended"] is None or f"the process of rank {lost} of" in result["reason"]
         assert result["ended"] in (None, lost)
     times = [result["raised_at"] for result in others.values()]
     print(f"raised within {(max(times) - min(times)) * 1e3:.1f} ms of each other", others)

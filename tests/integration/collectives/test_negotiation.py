@@ -29,7 +29,7 @@ from elastic.api.ops import (
     poll,
     synchronize,
 )
-from elastic.errors import CollectiveFailed, TensorMismatch
+from elastic.errors import CollectiveFailed, DuplicateName, TensorMismatch
 from elastic.negotiation import local_transport, transport
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.local_transport import LocalController
@@ -39,6 +39,7 @@ from elastic.protocol.calls import Called
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
+from harness.golden import recorded
 from harness.ranks import Died, Ranks, store_to_be
 
 SOON_S = 5.0  # far below every timeout of a collective
@@ -150,7 +151,7 @@ def interrupted(rank: int, size: int) -> list[float]:
         with pytest.raises(KeyError):
             synchronize(handle)
         signal.signal(signal.SIGALRM, before)
-        with pytest.raises(ValueError, match="in flight already"):
+        with pytest.raises(DuplicateName):
             allreduce_async(torch.ones(2), name="cut short", op=Sum)
     if rank == 2:
         time.sleep(0.3)
@@ -159,21 +160,21 @@ def interrupted(rank: int, size: int) -> list[float]:
     return value
 
 
-def left_without_a_word(rank: int, size: int) -> str:
+def left_without_a_word(rank: int, size: int) -> int | None:
     """Before any collective: the others hear of it nevertheless."""
     if rank == 1:
         lifecycle.shutdown()
-        return "left"
+        return -1
     with pytest.raises(CollectiveFailed) as caught:
         allreduce(torch.ones(2), name="without rank 1")
-    return str(caught.value)
+    return caught.value.rank
 
 
 def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ranks):
     found = ranks.run(left_without_a_word)
-    assert found[0] == "allreduce.without rank 1 can't run: rank 1 has shut down"
-    assert found[1] == "left"
-    assert found[2]  # or that rank 0 is gone, which has given the world up by then
+    assert found[0] == 1
+    assert found[1] == -1
+    assert found[2] in (0, 1)  # rank 0 has given the world up by then
 
 
 def started_server(size: int) -> tuple[ControllerServer, Any, queue.SimpleQueue[Any]]:
@@ -292,8 +293,9 @@ def test_who_is_connected_to_and_never_says_anything_is_given_up():
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
     peer = ControllerClient(rules, 1, 7, b"secret", silence_s=0.3)
-    with pytest.raises(CollectiveFailed, match=r"negotiated: no word for 0\.3 s"):
+    with pytest.raises(CollectiveFailed) as caught:
         peer.receive()
+    assert caught.value.rank == 0
     peer.close()
     listener.close()
 
@@ -362,27 +364,23 @@ def test_ranks_that_call_different_collectives_all_learn_at_once_what_each_has_c
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
 
 
-def stall(rank: int, size: int) -> tuple[str, str]:
+def stall(rank: int, size: int) -> tuple[int | None, str]:
     if rank == 1:
-        return "", ""  # it submits nothing, and doesn't even know of the others
+        return None, ""  # it submits nothing, and doesn't even know of the others
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         handles = [allreduce_async(torch.ones(1), name=name, op=Sum) for name in ("w", "bias")]
         with pytest.raises(CollectiveFailed) as caught:
             for handle in handles:
                 synchronize(handle)
-    return str(caught.value), said.getvalue()
+    return caught.value.rank, said.getvalue()
 
 
 @pytest.mark.parametrize("ranks", [STALLS], indirect=True)
 def test_a_stall_names_the_tensors_and_the_missing_ranks_and_is_given_up(ranks):
     found = ranks.run(stall)
-    assert found[0][0] == "allreduce.w was given up after 3 s: rank 1 never submitted it"
-    assert found[2][0] == found[0][0]
-    assert (
-        found[0][1]
-        == "elastic: stalled: allreduce.w, allreduce.bias wait since 1 s for rank 1, the others have submitted them\n"
-    )
+    assert found[0][0] == found[2][0] == 1
+    recorded("log", found[0][1])
 
 
 @pytest.mark.parametrize(
@@ -392,10 +390,10 @@ def test_a_stopped_rank_0_is_given_up(ranks):
     ranks.run(beat_fast)
     ranks.run(warm)
     ranks.start(wait_in_vain)
-    assert ranks.result(0) == ""
+    assert ranks.result(0) is None
     os.kill(ranks.pid(0), signal.SIGSTOP)
     for rank in (1, 2):
-        assert "rank 0, where collectives are negotiated: no word for 2 s" in ranks.result(rank)
+        assert ranks.result(rank) == 0
     os.kill(ranks.pid(0), signal.SIGKILL)
 
 
@@ -403,9 +401,9 @@ def beat_fast(rank: int, size: int) -> None:
     transport.BEAT_S, local_transport.SILENT_BEATS = 0.2, 0
 
 
-def wait_in_vain(rank: int, size: int) -> str:
+def wait_in_vain(rank: int, size: int) -> int | None:
     if rank == 0:
-        return ""
+        return None
     with pytest.raises(CollectiveFailed) as caught:
         allreduce(torch.ones(1), name="without rank 0", op=Sum)
-    return str(caught.value)
+    return caught.value.rank
