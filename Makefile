@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nobody imports most of what is installed: what is imported is compiled then, and kept.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help install needs check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install needs golden check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, the quick ones of the unit and simulation tests: a minute on 2 cores"
+	@echo "make golden    write the texts that tests compare with anew, into tests/golden: read the diff"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
 	@echo "make wheel     build a wheel into dist/, with the C++ library where there is a compiler"
@@ -184,7 +185,11 @@ images: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	@$(MAKE) --no-print-directory --output-sync=target -j3 check-types check-worker-tests check-other-tests
+	@$(MAKE) --no-print-directory --output-sync=target -j3 check-types check-prose check-worker-tests check-other-tests
+
+# How many comparisons of tests hold the wording: a ratchet, in tests/harness/prose.py.
+check-prose:
+	@PYTHONPATH=tests $(BIN)/python -m harness.prose
 
 check-types:
 	$(BIN)/mypy $(TYPED)
@@ -198,6 +203,13 @@ check-worker-tests:
 
 check-other-tests:
 	$(QUICK) $(addprefix --ignore ,$(WORKER_TESTS)) tests/unit tests/simulation
+
+# A change of words shows in the diff. A second run compares, in case a text differs from run to run.
+GOLDEN = $(shell grep -rl "harness.golden" tests/unit tests/simulation tests/integration --include="test_*.py")
+
+golden: $(READY)
+	$(ENDS) 1800 $(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) --rewrite $(GOLDEN)
+	$(ENDS) 1800 $(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) $(GOLDEN)
 
 fix: $(STAMP)
 	$(BIN)/ruff format

@@ -31,6 +31,7 @@ from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
 from elastic.driver.commandline.flags import parse
 from elastic.driver.monitoring.metrics import Figures, families
 from elastic.protocol.messages import Commit
+from harness import wording
 
 VERSIONS = [f"1.{minor}" for minor in range(25, 38)]
 SOME_VERSIONS = ["1.25", "1.26", "1.37"]
@@ -503,9 +504,7 @@ def test_all_of_them_are_told_at_once(helm):
     values = merged(*(values for values, _ in OLD.values()))
     with pytest.raises(Refused) as refused:
         helm.render(values)
-    untold = [
-        key for key in OLD if f"{key} is a value of Horovod's chart: " not in str(refused.value)
-    ]
+    untold = [key for key in OLD if (wording.VALUE_HOROVODS_CHART % key) not in str(refused.value)]
     assert untold == []
 
 
@@ -521,7 +520,7 @@ def test_what_cannot_work_is_told_in_a_sentence(helm, which):
 
 @pytest.mark.parametrize("name", ["a" * 46, "a.b", "7a"])
 def test_a_release_whose_objects_could_not_be_named_is_refused(helm, name):
-    with pytest.raises(Refused, match=r"; give (the release|a shorter)"):
+    with pytest.raises(Refused, match=wording.GIVE_RELEASE_SHORTER):
         helm.render(release=name)
     helm.render(release="a" * 45)
 
@@ -564,7 +563,7 @@ def test_a_value_of_horovods_chart_is_refused_with_what_to_use_instead(helm, key
     values, told = OLD[key]
     with pytest.raises(Refused) as refused:
         helm.render(values)
-    assert f"{key} is a value of Horovod's chart: " in str(refused.value)
+    assert (wording.VALUE_HOROVODS_CHART_2 % key) in str(refused.value)
     assert told in str(refused.value)
 
 

@@ -20,6 +20,7 @@ from cluster.release import IMAGE, SPOT, Release
 from elastic.driver.events import WorkerReady, WorkerResumed
 from elastic.driver.journal import journal
 from elastic.protocol.messages import Worker
+from harness import wording
 
 
 def joined(release: Release) -> None:
@@ -86,7 +87,7 @@ def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
     told("a pod is killed without notice", lambda: release.kill("job-worker-2"), 2, 3)
     driver = release.driver()
     told("the driver's pod is deleted", lambda: namespace.delete("Pod", driver), 3)
-    eventually(lambda: release.said().count("to find again") >= 1, "another driver")
+    eventually(lambda: release.said().count(wording.FIND_AGAIN) >= 1, "another driver")
     release.until(3, more=200)
     place = pod(release.driver())["spec"]["nodeName"]
     workers = {f"job-worker-{i}": pod(f"job-worker-{i}")["spec"]["nodeName"] for i in range(3)}

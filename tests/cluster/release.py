@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cluster.api import Namespace, ready
 from cluster.control_plane import MARK, ControlPlane, eventually
 from elastic.chaos.harness.processes import marked
+from harness import wording
 
 ROOT = Path(__file__).parents[2]
 CHART = str(ROOT / "charts/hvd-elastic")
@@ -167,7 +168,7 @@ class Release:
         self.namespace.delete("Pod", self.driver(), grace_s=grace_s)
         self.until(2, more=50)
         eventually(lambda: len(self.drivers()) == before + 1, "another driver comes")
-        eventually(lambda: self.said().count("workers to find again") == before, "it goes on")
+        eventually(lambda: self.said().count(wording.WORKERS_FIND_AGAIN) == before, "it goes on")
 
     def kill(self, pod: str) -> None:
         """All that runs in it, at once; its container is started again."""

@@ -10,6 +10,7 @@ import pytest
 from cluster.api import Object
 from cluster.control_plane import Node, eventually
 from cluster.release import Release
+from harness import wording
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -26,7 +27,7 @@ def test_a_pod_that_is_killed_without_notice_is_replaced(
     release.until(2, more=1)
     release.until(3)
     release.end()
-    assert "recovered in" in release.said() and "goes away" not in release.said()
+    assert wording.RECOVERED in release.said() and wording.GOES_AWAY not in release.said()
     assert len(release.steps()) == 4
     pod = release.namespace.get("Pod", "job-worker-1")
     assert [each["restartCount"] for each in pod["status"]["containerStatuses"]] == [1]
@@ -41,7 +42,7 @@ def test_driver_and_a_worker_killed_at_once(release: Release, nodes: list[Node])
         release.namespace.delete("Pod", name, grace_s=0)
     eventually(lambda: len(release.drivers()) == 2, "another driver comes", 60.0)
     release.until(3, timeout_s=90.0)
-    assert "workers to find again" in release.said()
+    assert wording.WORKERS_FIND_AGAIN in release.said()
     release.end()
     made = {each.step for steps in release.steps().values() for each in steps}
     assert made == {*range(1, max(made) + 1)} and max(made) > begun, "nothing is forgotten"
@@ -62,7 +63,7 @@ def test_the_store_of_the_cluster_is_frozen_for_a_minute(
     assert len(release.drivers()) == 1
     release.end()
     release.nothing_repeated()
-    assert "recovered in" not in release.said()
+    assert wording.RECOVERED not in release.said()
 
 
 def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
@@ -77,7 +78,9 @@ def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
     release.until(2, more=50)
     kept = {key: binding[key] for key in ("kind", "roleRef", "subjects")}
     release.namespace.create({**kept, "metadata": {"name": "job-driver"}})
-    eventually(lambda: "answers again about pods" in release.said(), "it is asked again", 60.0)
+    eventually(
+        lambda: wording.ANSWERS_AGAIN_ABOUT_PODS in release.said(), "it is asked again", 60.0
+    )
     release.scale(3)
     release.until(3)
     release.end()
@@ -95,7 +98,7 @@ def test_a_token_that_expires_is_told_and_the_next_one_is_used(
     eventually(lambda: refused in release.said(), "it is missed when the watch begins anew", 90.0)
     release.until(2, more=50)
     file.write_text(release.plane.token(release.namespace, "job-driver", lives_s=600))
-    eventually(lambda: "answers again about pods" in release.said(), "it is read", RENEWED_S)
+    eventually(lambda: wording.ANSWERS_AGAIN_ABOUT_PODS in release.said(), "it is read", RENEWED_S)
     release.until(2, more=50)
     release.end()
     release.nothing_repeated()
@@ -121,7 +124,7 @@ def test_pods_of_another_namespace_with_the_same_labels_are_left_alone(
         other.delete("Pod", "job-worker-0")
         other.wait_gone("Pod", "job-worker-0")
         release.until(2, more=50)
-        assert address not in release.said() and "goes away" not in release.said()
+        assert address not in release.said() and wording.GOES_AWAY not in release.said()
     release.end()
     release.nothing_repeated()
 

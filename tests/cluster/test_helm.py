@@ -13,6 +13,7 @@ from charts.test_chart import MATRIX, OTHERS
 from cluster.api import PATHS
 from cluster.control_plane import ControlPlane, Node, cache, eventually
 from cluster.release import SCRIPT, Release
+from harness import wording
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -54,7 +55,7 @@ def test_an_upgrade_undoes_a_scale_and_says_what_it_cannot_change(
             release.upgrade(3, **other)
     secret = release.namespace.get("Secret", "job-job")
     release.namespace.delete("Secret", "job-job")
-    with pytest.raises(AssertionError, match="The Secret job-job is gone, and the running driver"):
+    with pytest.raises(AssertionError, match=wording.SECRET_JOB_JOB_GONE):
         release.upgrade(3)
     kept = {key: secret["metadata"][key] for key in ("name", "labels", "annotations")}
     release.namespace.create({**secret, "metadata": kept})
@@ -106,19 +107,19 @@ def test_a_release_of_another_chart_is_not_ours_to_scale_or_remove(
     (chart / "Chart.yaml").write_text('{"apiVersion": "v2", "name": "queue", "version": "0.1.0"}')
     (chart / "templates" / "workers.yaml").write_text(json.dumps(workers))
     release.helm("install", "other", str(chart))
-    assert "has no job other; `helm list" in release.k8s_refuses("scale", "other", "3")
-    assert "is a release of queue-0.1.0, and no job" in release.k8s_refuses("stop", "other")
+    assert wording.NO_JOB_OTHER_HELM in release.k8s_refuses("scale", "other", "3")
+    assert wording.RELEASE_QUEUE_NO_JOB in release.k8s_refuses("stop", "other")
     assert release.namespace.get("StatefulSet", "other-worker")["spec"]["replicas"] == 1
     assert "other" in release.helm("list", "-q").split()
-    assert "has no job nobody; `helm list" in release.k8s_refuses("stop", "nobody")
+    assert wording.NO_JOB_NOBODY_HELM in release.k8s_refuses("stop", "nobody")
 
 
 def test_a_job_that_could_not_go_on_is_not_scaled_so_far_down(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2, at_least=2)
-    assert "would end without a pod; give 2 or more" in release.k8s_refuses("scale", "job", "0")
-    assert "needs 2 worker pods to go on" in release.k8s_refuses("scale", "job", "1")
+    assert wording.WOULD_END_WITHOUT_POD in release.k8s_refuses("scale", "job", "0")
+    assert wording.NEEDS_WORKER_PODS_GO in release.k8s_refuses("scale", "job", "1")
     assert release.namespace.get("StatefulSet", "job-worker")["spec"]["replicas"] == 2
 
 
@@ -131,7 +132,7 @@ def test_of_two_who_run_a_job_of_one_name_at_once_the_second_is_refused(
     [refused] = [each for each in both if each.poll() is not None]
     [running] = [each for each in both if each is not refused]
     _, errors = refused.communicate(timeout=60)
-    assert refused.returncode == 2 and "has a job job already; give another --name" in errors
+    assert refused.returncode == 2 and wording.JOB_JOB_ALREADY_GIVE in errors
     release.until(2)
     (release.folder / "stop").touch()
     _, errors = running.communicate(timeout=110)

@@ -13,6 +13,7 @@ from cluster.api import PATHS
 from cluster.control_plane import Node, eventually
 from cluster.release import IMAGE, SCRIPT, SPOT, Release
 from elastic.driver.settings import Settings
+from harness import wording
 
 pytestmark = pytest.mark.kubernetes
 
@@ -29,7 +30,7 @@ def test_it_grows_and_shrinks_by_kubectl_scale_and_completes(
     release.until(1)
     release.end()
     release.nothing_repeated()
-    assert "goes away" in release.said()
+    assert wording.GOES_AWAY in release.said()
 
 
 @pytest.mark.nightly
@@ -69,10 +70,10 @@ def test_training_goes_on_while_the_api_server_is_away(release: Release, nodes: 
     release.install(2)
     release.until(2)
     release.plane.kill_api_server()
-    eventually(lambda: "can't be watched" in release.said(), "the driver says so")
+    eventually(lambda: wording.CANT_BE_WATCHED in release.said(), "the driver says so")
     release.until(2, more=100)
     release.plane.start_api_server()
-    eventually(lambda: "answers again" in release.said(), "it hears of pods again", 60.0)
+    eventually(lambda: wording.ANSWERS_AGAIN in release.said(), "it hears of pods again", 60.0)
     release.scale(3)
     release.until(3)
     release.end()
@@ -95,7 +96,7 @@ def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordo
     place = release.namespace.get("Pod", "job-worker-1")["spec"]["nodeName"]
     release.plane.kubectl("cordon", place)
     release.until(2, more=100)
-    assert "goes away" not in release.said()
+    assert wording.GOES_AWAY not in release.said()
     path = f"{PATHS['Node']}/{place}"
     release.plane.api.patch(path, {"spec": {"taints": [SPOT]}})
     release.until(1)
@@ -107,7 +108,7 @@ def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordo
     assert release.namespace.get("Pod", "job-worker-1")["spec"]["nodeName"] == other
     release.end()
     release.nothing_repeated()
-    assert "recovered in" not in release.said(), "all have left at commits"
+    assert wording.RECOVERED not in release.said(), "all have left at commits"
 
 
 @pytest.mark.nightly
@@ -131,9 +132,9 @@ def test_a_pod_of_a_lost_node_is_replaced_and_what_still_runs_there_harms_nobody
     given_up = r"is given up: its agent is connected, but has not answered for (\d+\.\d) s"
     for waited_s in re.findall(given_up, release.said()):
         assert float(waited_s) <= Settings.lease_s
-    assert re.search(given_up, release.said()) and "it has said nothing for" not in release.said()
+    assert re.search(given_up, release.said()) and wording.SAID_NOTHING not in release.said()
     release.until(3, timeout_s=90.0)
-    assert "its node" in release.said() and "is not heard of" in release.said()
+    assert "its node" in release.said() and wording.NOT_HEARD in release.said()
     for pid in lost.pids():
         os.kill(pid, signal.SIGCONT)
     release.until(3, more=100)
@@ -147,7 +148,7 @@ def test_without_rights_it_finds_its_workers_by_their_service(
 ) -> None:
     release.install(2, rbac={"create": False})
     release.until(2)
-    assert "give it list and watch of pods; asking the name server instead" in release.said()
+    assert wording.GIVE_LIST_WATCH_PODS in release.said()
     release.end()
 
 
@@ -165,8 +166,8 @@ def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
     (release.folder / "stop").touch()
     output, errors = running.communicate(timeout=110)
     assert running.returncode == 0, errors
-    assert "generation 1 has 2 workers" in output and "training has ended" in output
-    assert output.count("training has ended") == 1
+    assert "generation 1 has 2 workers" in output and wording.TRAINING_ENDED in output
+    assert output.count(wording.TRAINING_ENDED) == 1
     release.removed()
 
 
@@ -189,9 +190,9 @@ def test_ctrl_c_removes_it_and_a_program_that_fails_gives_its_exit_code(
     release.until(2)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130 and "removed job job; exit code 130" in errors
+    assert running.returncode == 130 and wording.REMOVED_JOB_JOB_EXIT in errors
     release.removed()
     failing = release.k8s_run("python", "-c", "raise SystemExit(7)", name="other")
     output, errors = failing.communicate(timeout=110)
     assert failing.returncode == 1, errors
-    assert "every worker ended before training began, the last with exit code 7" in output
+    assert wording.EVERY_WORKER_ENDED_BEFORE in output

@@ -13,6 +13,7 @@ import torch
 
 import horovod.torch as hvd
 from conformance.worlds import SIZES, World, everywhere, form, raises, works
+from harness import wording
 
 CYCLES = Path(__file__).with_name("cycles.py")
 
@@ -101,7 +102,7 @@ def test_a_forked_child_knows_its_workers_place(rank, size):
     ):
         kind, text = in_a_fork(call)
         assert kind == "NotInitialized", kind
-        assert "forked from a worker" in text and "init" not in text, text
+        assert wording.FORKED_FROM_WORKER in text and "init" not in text, text
     ended = in_a_fork(lambda: (hvd.shutdown(), hvd.is_initialized())[1])  # type: ignore[func-returns-value]
     assert ended is False
     works(size)

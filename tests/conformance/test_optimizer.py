@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from conformance.worlds import DEVICE, everywhere, raises, works
+from harness import wording
 
 
 def build(seed: int = 0, *, sparse: bool = False) -> Any:
@@ -175,10 +176,7 @@ def test_step_after_synchronize_without_skip_warns(rank, size):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    assert any(
-        "optimizer.step() called without optimizer.skip_synchronize()" in str(w.message)
-        for w in caught
-    )
+    assert any(wording.OPTIMIZER_STEP_CALLED_WITHOUT in str(w.message) for w in caught)
 
 
 @everywhere()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness import wording
 from harness.history import STAY_AWAY, History, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -55,13 +56,13 @@ def test_nobody_frees_what_the_kernel_of_a_peer_may_still_read(job, fake_cuda):
         ELASTIC_FAILPOINTS="cut slow=0.7 slot=2",
     )
     assert len(history.all("done")) == 2
-    assert "is spoilt" not in history.job.output
+    assert wording.SPOILT not in history.job.output
 
 
 def test_who_is_told_of_an_error_by_nccl_alone_frees_nothing_either(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12", FAKE_NCCL_FREE="strict")
     assert len(history.all("done")) == 3
-    assert "is spoilt" not in history.job.output
+    assert wording.SPOILT not in history.job.output
 
 
 def test_a_frozen_peer_is_replaced_by_nobody_and_the_others_go_on(job, fake_cuda):
@@ -82,7 +83,7 @@ def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
     """Its stream does nothing more: all wait, and nobody has died. Far sooner than any collective times out."""
     history = trained(job, fake_cuda, "work:hang,device=1,nth=275", flags=SOON)
     fenced = [str(e) for e in history.job.output.splitlines() if "fencing" in e]
-    assert len(fenced) == 1 and "its GPU hangs: it has not come to" in fenced[0], fenced
+    assert len(fenced) == 1 and wording.GPU_HANGS_NOT_COME in fenced[0], fenced
     assert {record["worker"] for record in history.all("done")} == {
         "localhost:0#1",
         "localhost:2#1",
@@ -98,6 +99,6 @@ def test_kernels_that_all_hang_cost_a_world_and_no_worker(job, fake_cuda):
     training.succeed(110)
     history = History(training)
     history.check(steps=12)
-    assert "NCCL hangs, or the network" in training.output
+    assert wording.NCCL_HANGS_OR_NETWORK in training.output
     assert "fencing" not in training.output
     assert {record["rank"] for record in history.all("done")} == {0, 1, 2}

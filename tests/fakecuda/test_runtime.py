@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from harness import wording
 from harness.program import output_of
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow]
@@ -98,7 +99,7 @@ def test_memory_runs_out_and_an_unknown_kernel_refuses(fake_cuda):
             raise AssertionError("an LSTM was computed")
         assert torch.ones(1, device="cuda").item() == 1  # which spoils nothing
     """
-    assert "is not made up" in run(fake_cuda(FAKE_GPU_MB="64"), script)
+    assert wording.NOT_MADE_UP in run(fake_cuda(FAKE_GPU_MB="64"), script)
 
 
 def test_training_has_the_bits_of_a_cpu(fake_cuda):
@@ -142,4 +143,4 @@ def test_training_has_the_bits_of_a_cpu(fake_cuda):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
         assert not torch.equal(first[0], first[1])
     """
-    assert "is not made up" not in run(fake_cuda(), script)
+    assert wording.NOT_MADE_UP not in run(fake_cuda(), script)

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from harness import wording
 from harness.program import output_of
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -108,4 +109,4 @@ def test_a_copy_under_way_is_whole_though_its_memory_is_let_go(fake_cuda):
         torch.cuda.synchronize()
     """
     said = run(fake_cuda(FAKE_FAULTS="copy:slow,mbps=400", FAKE_GPU_MB="700"), script)
-    assert "is spoilt" not in said
+    assert wording.SPOILT not in said

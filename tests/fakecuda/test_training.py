@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness import wording
 from harness.history import RETURN, History, sizes, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
@@ -20,8 +21,8 @@ def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
     History(on_gpus).check(steps=12, optimizer=optimizer)
     digests = [{done["sha"] for done in History(each).all("done")} for each in (on_gpus, on_cpus)]
     assert digests[0] == digests[1] and len(digests[0]) == 1
-    assert "is not made up" not in on_gpus.output
-    assert "is spoilt" not in on_gpus.output
+    assert wording.NOT_MADE_UP not in on_gpus.output
+    assert wording.SPOILT not in on_gpus.output
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_a_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
     history.check(steps=9, optimizer=optimizer)
     joined = [each for each in history.all("enter") if each["worker"] == "localhost:2#2"]
     assert joined[0]["step"] == 6
-    assert "rank 1 of 2 is ready on device 2" in training.output
+    assert wording.RANK_READY_DEVICE in training.output
 
 
 @pytest.mark.slow

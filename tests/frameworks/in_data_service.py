@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from elastic.rendezvous.store import listen
+from harness import wording
 from horovod.runner.common.service.compute_service import ComputeClient, ComputeService
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.tensorflow.data import compute_service, compute_worker
@@ -85,9 +86,9 @@ def test_without_sharing_each_rank_gets_all(rank, size):
 
 def test_a_dispatcher_for_each_rank_in_the_training_job(rank, size):
     with computing(rank, size, "training") as config:
-        with pytest.raises(ValueError, match=r"with tf_data_service\(\.\.\.\) as address"):
+        with pytest.raises(ValueError, match=wording.TF_DATA_SERVICE_AS):
             send_to_data_service(tf.data.Dataset.range(3), config, rank)
-        with pytest.raises(ValueError, match=f"rank {size} has no dispatcher"):
+        with pytest.raises(ValueError, match=wording.RANK_NO_DISPATCHER % size):
             tf_data_service(config, size).__enter__()
         with tf_data_service(config, rank) as address:
             assert len(set(hvd.allgather_object(address))) == size
@@ -118,7 +119,7 @@ def test_a_dispatcher_that_is_out_of_reach_is_named_at_once(rank, size):
         service = ComputeService(1, size, KEY, host="127.0.0.1")
         config = TfDataServiceConfig(1, size, side, service.addresses(), KEY, 30)
         config.compute_client().register_dispatcher(0, f"grpc://127.0.0.1:{gone.address.port}")
-        with pytest.raises(ConnectionError, match=r"dispatcher 0 can't be reached.* --network-int"):
+        with pytest.raises(ConnectionError, match=wording.DISPATCHER_CANT_BE_REACHED):
             call(config)
         service.shutdown()
 
@@ -164,12 +165,12 @@ def test_a_config_is_written_and_read(rank, size):
         assert TfDataServiceConfig.read(file) == CONFIG
         for damaged in ("", "[]", "{}", json.dumps({**CONFIG.to_dict(), "key": "xyz"})):
             file.write_text(damaged)
-            with pytest.raises(ValueError, match=r"no config of a tf\.data service"):
+            with pytest.raises(ValueError, match=wording.NO_CONFIG_TF_DATA):
                 TfDataServiceConfig.read(file)
-        with pytest.raises(ValueError, match="can't be written: No such file"):
+        with pytest.raises(ValueError, match=wording.CANT_BE_WRITTEN_NO):
             CONFIG.write(Path(folder, "nowhere", "compute.json"))
         file.unlink()
-        with pytest.raises(TimeoutException, match=r"answers by .* after 0 seconds: start python"):
+        with pytest.raises(TimeoutException, match=wording.ANSWERS_AFTER_SECONDS_START):
             TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
 
 
@@ -218,13 +219,13 @@ def test_a_compute_job_replaces_no_file_but_one_of_its_own(rank, size):
         notes = Path(folder, "notes.json")
         for text in ("mine", "{}"):
             notes.write_text(text)
-            with pytest.raises(ValueError, match=r"notes\.json is no file that.*; give another"):
+            with pytest.raises(ValueError, match=wording.NOTES_JSON_NO_FILE):
                 compute_worker.main(1, "compute", str(notes), 1.0)
             assert notes.read_text() == text
         pipe = Path(folder, "pipe")
         os.mkfifo(pipe)
         for other in (folder, str(pipe)):
-            with pytest.raises(ValueError, match=r"is no file that.*\(.*\); give another"):
+            with pytest.raises(ValueError, match=wording.NO_FILE_GIVE_ANOTHER):
                 compute_worker.main(1, "compute", other, 1.0)
         assert pipe.is_fifo()
         service.assert_not_called()
@@ -239,19 +240,19 @@ def test_a_file_that_others_could_have_written_is_refused(rank, size):
         file = Path(folder, "compute.json")
         CONFIG.write(file)
         file.chmod(0o620)
-        with pytest.raises(ValueError, match=r"by others \(mode 0620\).* a folder of this user's"):
+        with pytest.raises(ValueError, match=wording.OTHERS_MODE_FOLDER_USERS):
             TfDataServiceConfig.read(file)
         patch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-        with pytest.raises(ValueError, match="belongs to another user"):
+        with pytest.raises(ValueError, match=wording.BELONGS_ANOTHER_USER):
             TfDataServiceConfig.read(file, wait_for_file_creation=True)
 
 
 def test_what_a_config_can_not_be_is_refused(rank, size):
     for wrong, said in (
-        ({"dispatchers": 0}, "dispatchers is 0; give 1 or more"),
+        ({"dispatchers": 0}, wording.DISPATCHERS_GIVE_OR_MORE),
         ({"dispatcher_side": "both"}, "give compute or training"),
         ({"timeout": 0}, "more than 0"),
-        ({"addresses": {}}, "has none in it"),
+        ({"addresses": {}}, wording.NONE),
     ):
         with pytest.raises(ValueError, match=said):
             dataclasses.replace(CONFIG, **wrong)
@@ -259,11 +260,11 @@ def test_what_a_config_can_not_be_is_refused(rank, size):
             TfDataServiceConfig.from_dict({**CONFIG.to_dict(), **wrong})
     with pytest.raises(ValueError, match="Expected `int`"):
         TfDataServiceConfig.from_dict({**CONFIG.to_dict(), "dispatchers": "2"})
-    with pytest.raises(ValueError, match=f"and this job has {size}"):
+    with pytest.raises(ValueError, match=wording.JOB % size):
         compute_worker_fn(dataclasses.replace(CONFIG, dispatchers=7))
-    with pytest.raises(ValueError, match="can't be shared out evenly"):
+    with pytest.raises(ValueError, match=wording.CANT_BE_SHARED_OUT):
         compute_worker.main(size + 1, "compute", "nowhere", 1.0)
-    with pytest.raises(ValueError, match="needs the size"):
+    with pytest.raises(ValueError, match=wording.NEEDS_SIZE):
         send_to_data_service(
             tf.data.Dataset.range(3), CONFIG, rank, reuse_dataset=True, round_robin=True
         )

@@ -23,6 +23,7 @@ from elastic.errors import WorldChanging
 from elastic.keras import first_step
 from elastic.negotiation import submission
 from frameworks.in_each_backend import accumulating, data, flat, model
+from harness import wording
 
 
 def following(state):
@@ -79,7 +80,7 @@ def test_an_optimizer_stays_what_it_was_for_those_who_look(rank, size):
     assert made.get_config() == config
     with pytest.raises(ValueError, match="once"):
         hvd.DistributedOptimizer(made)
-    with pytest.raises(ValueError, match="optimizer of Keras 3"):
+    with pytest.raises(ValueError, match=wording.OPTIMIZER_KERAS):
         hvd.DistributedOptimizer("adam")
     for wrong in (
         {"op": hvd.Max},
@@ -336,7 +337,7 @@ def test_a_state_of_a_model_is_brought_to_all_and_says_what_it_needs(rank, size)
     state.sync()
     np.testing.assert_allclose(hvd.allreduce(flat(made.weights)), flat(made.weights), atol=1e-6)
     assert state.epoch == 0
-    with pytest.raises(ValueError, match="no weights yet"):
+    with pytest.raises(ValueError, match=wording.NO_WEIGHTS_YET):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]))
     with pytest.raises(ValueError, match=r"keras\.Model"):
         hvd.elastic.KerasState(3)

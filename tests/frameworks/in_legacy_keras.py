@@ -14,6 +14,7 @@ import tensorflow as tf
 import horovod.tensorflow as of_tensorflow
 import horovod.tensorflow.keras as hvd
 from elastic.negotiation import submission
+from harness import wording
 
 keras: Any = tf.keras
 
@@ -211,7 +212,7 @@ def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
             np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
         passes = hvd.DistributedOptimizer(kind(0.1), backward_passes_per_step=2)
         alone.compile(optimizer=scaled(passes), loss="mse")
-        with pytest.raises(Exception, match="loss scale of legacy Keras"):
+        with pytest.raises(Exception, match=wording.LOSS_SCALE_LEGACY_KERAS):
             alone.fit(x, y, verbose=0)
 
 

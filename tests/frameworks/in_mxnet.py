@@ -15,6 +15,7 @@ import pytest
 
 import horovod.mxnet as hvd
 from elastic.errors import Invalid, TensorMismatch, UnsupportedType
+from harness import wording
 
 INTEGERS = ["uint8", "int8", "int32", "int64"]
 FLOATS = ["float16", "float32", "float64"]
@@ -331,7 +332,7 @@ def test_a_state_goes_back_to_its_commit(rank, size):
 
 
 def test_a_net_without_values_is_no_state(rank, size):
-    with pytest.raises(Invalid, match="call it once"):
+    with pytest.raises(Invalid, match=wording.CALL_ONCE):
         hvd.elastic.MXNetState(net_of(1))
     with pytest.raises(Invalid, match="block"):
         hvd.elastic.MXNetState("net")

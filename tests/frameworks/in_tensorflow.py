@@ -11,6 +11,7 @@ import tensorflow as tf
 import horovod.tensorflow as hvd
 from elastic.errors import TensorMismatch, Unsupported
 from elastic.tensorflow.errors import unwrapped
+from harness import wording
 
 INTEGERS = [tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64]
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
@@ -622,7 +623,7 @@ def test_a_state_of_a_session_is_committed_restored_and_brought_to_all(rank, siz
             state.restore()
             assert session.run(x).tolist() == [1.0, 2.0]
             assert hvd.elastic.TensorFlowState([x]).layout() == state.layout()
-        with pytest.raises(ValueError, match="needs the session"):
+        with pytest.raises(ValueError, match=wording.NEEDS_SESSION):
             hvd.elastic.TensorFlowState([x])
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import elastic
 from elastic.errors import Invalid
+from harness import wording
 
 pytestmark = pytest.mark.nightly
 LENGTH = 23
@@ -40,7 +41,7 @@ def test_a_stream_that_was_cut_for_fixed_ranks_is_refused(dataset):
     from datasets.distributed import split_dataset_by_node
 
     cut = split_dataset_by_node(dataset.to_iterable_dataset(), rank=0, world_size=2)
-    with pytest.raises(Invalid, match="give the whole dataset"):
+    with pytest.raises(Invalid, match=wording.GIVE_WHOLE_DATASET):
         elastic.data.DataLoader(cut, batch_size=4)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from frameworks import behaviours
+from harness import wording
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
 SAYS_WHEN_IT_TRACES = Path(__file__).with_name("says_when_it_traces.py")
@@ -85,7 +86,7 @@ def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
     )
     running.wait_for(r"Step #20\b.*of 2", START_S)
     running.kill(0)
-    running.wait_for("recovered in", START_S)  # alone, or with the new one at once
+    running.wait_for(wording.RECOVERED, START_S)  # alone, or with the new one at once
     running.succeed(START_S)
     ends = [
         m[1] for line in running.lines if (m := re.search(r"ended after 240 steps with (.*)", line))
@@ -133,9 +134,7 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
     }
     assert len(losses) == 1
     # Whoever joined did that before the others waited for it.
-    traces = sorted(
-        m[1] for line in struck.lines if (m := re.search(r"traces its step (.*)", line))
-    )
+    traces = sorted(m[1] for line in struck.lines if (m := re.search(wording.TRACES_STEP, line)))
     assert traces == (["ahead of one", *["in a world"] * 2] if backend == "tensorflow" else [])
     assert abs(float(losses.pop()) - number(alone, r"8 epochs with loss ([\d.]+)")[0]) < 1e-4
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic.version import __version__
+from harness import wording
 from harness.program import Program
 from images.conftest import IMAGES, ROOT, Image, Run, build, config, podman
 
@@ -72,7 +73,7 @@ def test_the_command_says_its_version(run: Run) -> None:
 
 def test_horovod_s_command_finds_the_library_and_torch(run: Run) -> None:
     found = run("horovodrun", "--check-build").succeed()
-    assert "[X] PyTorch" in found and "[X] shared memory" in found
+    assert "[X] PyTorch" in found and wording.SHARED_MEMORY in found
 
 
 def test_two_workers_train_in_one_container(run: Run) -> None:
@@ -217,12 +218,12 @@ def test_the_three_hosts_of_compose_survive_what_its_first_lines_say(compose: Co
         driver.wait_for("step .*, 3 workers", 60)
         compose("kill", "agent-2")
         driver.wait_for("lost host", 20)
-        driver.wait_for("recovered in .* 2 workers", 20)
+        driver.wait_for(wording.RECOVERED_WORKERS, 20)
         steps = len([line for line in driver.lines if "3 workers, loss" in line])
         compose("start", "agent-2")
         driver.wait_for("step .*, 3 workers", 60, count=steps + 1)
         compose("stop", "agent-3")
-        driver.wait_for("changed in .* 2 workers: .* leaves", 20)
-        assert driver.output.count("recovered in") == 1, "a stop costs no step"
+        driver.wait_for(wording.CHANGED_WORKERS_LEAVES, 20)
+        assert driver.output.count(wording.RECOVERED) == 1, "a stop costs no step"
     finally:
         driver.end()

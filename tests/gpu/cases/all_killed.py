@@ -9,6 +9,7 @@ from pathlib import Path
 from gpu.machine import Machine
 from gpu.programs import ELASTICRUN, WORKERS, environment
 from gpu.results import Result
+from harness import wording
 from harness.job import Job
 
 
@@ -29,14 +30,14 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
                     os.kill(each.pid, signal.SIGKILL)
                 continue
             job.succeed(60 * machine.time_factor)
-            began = int(job.wait_for(r"begins at step (\d+)", 1)[1])
+            began = int(job.wait_for(wording.BEGINS_AT_STEP, 1)[1])
             result.figure("goes on at step", began)
             result.figure(
                 "bits differ from the model of that step", job.wait_for(r"differ (\d+)", 1)[1]
             )
             assert began >= 5, f"it began at step {began}"
             assert "differ 0" in job.output, job.output
-            assert "ends at step 60" in job.output, job.output
+            assert wording.ENDS_AT_STEP in job.output, job.output
         finally:
             job.end()
             (inside / "output.txt").write_text(job.output)

@@ -26,6 +26,7 @@ from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 from harness.certificates import make_certificates
 from harness.etcd import Cluster, Member, add_user, compact, one_etcd, three_etcds
+from harness.golden import raises, recorded
 from harness.history import SCRIPTS
 
 pytestmark = pytest.mark.etcd
@@ -231,9 +232,9 @@ async def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
         assert await etcd.get_prefix(stage.root) == Listing(
             {b: Item(b"4", first, second or 0, 0)}, second or 0
         )
-        with pytest.raises(Rejected, match="too many operations"):
+        with raises(Rejected):
             await etcd.transact([], [Put(f"{a}{number}", b"") for number in range(129)])
-        with pytest.raises(Rejected, match=r"too large|larger than max"):
+        with raises(Rejected):
             await etcd.put(a, bytes(3_000_000))
         with pytest.raises(LeaseGone):
             await etcd.put(a, b"", 12345)
@@ -290,29 +291,21 @@ async def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, m
 def test_who_is_not_let_in_is_told_what_to_do(secured, cluster, tmp_path):
     endpoints, tls = secured.endpoints, secured.tls
     other = make_certificates(tmp_path)
-    assert "does not let user 'runner' in: authentication failed" in refusal(
-        EtcdAccess(endpoints, tls, "runner", "wrong")
-    )
-    assert "asks for a user; give --etcd-user" in refusal(EtcdAccess(endpoints, tls))
-    assert "user 'runner' may not read /other/ (permission denied); grant" in refusal(
-        secured, root="/other/"
-    )
-    assert f"not signed by {other.ca}; check --etcd-ca" in refusal(EtcdAccess(endpoints, other))
-    assert "does not take our certificate; check --etcd-cert" in refusal(
-        EtcdAccess(endpoints, TlsFiles(other.cert, other.key, tls.ca))
-    )
-    assert "/nowhere can't be read: No such file" in refusal(
-        EtcdAccess(endpoints, TlsFiles(tls.cert, tls.key, "/nowhere"))
-    )
-    assert "connection refused" in refusal(EtcdAccess(["127.0.0.1:1", "localhost:1"]))
+    recorded("messages", refusal(EtcdAccess(endpoints, tls, "runner", "wrong")))
+    recorded("messages", refusal(EtcdAccess(endpoints, tls)))
+    recorded("messages", refusal(secured, root="/other/"))
+    recorded("messages", refusal(EtcdAccess(endpoints, other)), other.ca)
+    recorded("messages", refusal(EtcdAccess(endpoints, TlsFiles(other.cert, other.key, tls.ca))))
+    recorded("messages", refusal(EtcdAccess(endpoints, TlsFiles(tls.cert, tls.key, "/nowhere"))))
+    recorded("messages", refusal(EtcdAccess(["127.0.0.1:1", "localhost:1"])))
 
 
 def test_an_etcd_that_says_nothing_is_refused_in_time(secured, cluster, monkeypatch):
     monkeypatch.setattr(etcd_members, "OPEN_S", 1.0)
-    assert "it may want TLS, by --etcd-ca" in refusal(EtcdAccess(secured.endpoints))
+    recorded("messages", refusal(EtcdAccess(secured.endpoints)))
     assert "speaks TLS" in refusal(EtcdAccess(cluster.access.endpoints, secured.tls))
     with cluster.members[0].stopped():
-        assert "no answer in time" in refusal(cluster.access)
+        recorded("messages", refusal(cluster.access))
 
 
 # ---- hosts
@@ -340,7 +333,7 @@ async def test_two_agents_of_one_host(cluster):
         lists = stage.lists()
         first = await stage.role("agent", 1)
         await first.says("registered")
-        with pytest.raises(Invalid, match="host a already has an agent in this job; end that one"):
+        with raises(Invalid):
             await stage.register("a", incarnation=time.time_ns())
         # One that is stopped for longer than its lease is replaced, and ends when it wakes.
         first.process.send_signal(signal.SIGSTOP)
@@ -348,7 +341,7 @@ async def test_two_agents_of_one_host(cluster):
         await stage.register("a", 3, incarnation=time.time_ns())
         await lists.shows({"a": 3})
         first.process.send_signal(signal.SIGCONT)
-        assert " ".join(await first.says("ended")).startswith("a later agent has taken over host a")
+        recorded("messages", " ".join(await first.says("ended")))
         assert await asyncio.wait_for(first.process.wait(), SOON_S) == 0
         assert lists.seen[-1] == {"a": 3}
 
@@ -668,6 +661,4 @@ async def test_a_leader_that_was_replaced_unseen_writes_nothing(cluster):
         assert await stage.etcd.get(stage.root + "x") is None
         with pytest.raises(Deposed):
             await leader.announce("a:1")
-        assert [text for level, text in stage.log if level == "warning"] == [
-            f"another driver leads job {stage.job} now, or etcd has lost its data; this one ends"
-        ]
+        recorded("log", [text for level, text in stage.log if level == "warning"])

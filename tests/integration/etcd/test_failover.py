@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness import wording
 from harness.history import RETURN, TRAINING, History, pid_of, sizes
 from harness.job import Job, elasticrun, split
 from harness.waiting import wait_until
@@ -61,7 +62,7 @@ def test_training_goes_on_without_its_driver_and_the_next_one_takes_over(drivers
     first = drivers(**held)
     first.wait_for("starting 2 workers")
     said = refused(tmp_path, f"{HOSTS} {RETURN}")
-    assert f"the driver with process number {first.driver.pid} writes the journal" in said
+    assert (wording.DRIVER_PROCESS_NUMBER_WRITES % first.driver.pid) in said
 
     first.until(lambda: steps(first) > 4, "the first steps")
     killed(first)
@@ -69,11 +70,11 @@ def test_training_goes_on_without_its_driver_and_the_next_one_takes_over(drivers
     (tmp_path / "alone").touch()
     wait_until(lambda: steps(first) > before, "a step without a driver")
     said = refused(tmp_path, f"{HOSTS} {RETURN} --max-np 5 --reset-limit 3")
-    assert "--max-np is 5, the job began with 2" in said
-    assert "--reset-limit is 3, the job began with not set" in said
+    assert wording.MAX_NP_JOB_BEGAN in said
+    assert wording.RESET_LIMIT_JOB_BEGAN in said
 
     second = drivers(**held)
-    second.wait_for(r"goes on with the job at generation 2, term 2: 2 workers to find again")
+    second.wait_for(wording.GOES_JOB_AT_GENERATION)
     second.until(lambda: len(second.events("WorkerReconnected")) == 2, "both workers")
     (tmp_path / "go").touch()
     second.succeed()
@@ -83,7 +84,7 @@ def test_training_goes_on_without_its_driver_and_the_next_one_takes_over(drivers
 
     third = drivers()
     third.succeed()
-    third.wait_for(r"this job has ended with exit code 0: all 2 members of generation 2 returned")
+    third.wait_for(wording.JOB_ENDED_EXIT_CODE)
 
     secret = (tmp_path / "journal.jsonl.secret").read_text().strip()
     assert len(secret) == 64
@@ -116,9 +117,9 @@ def test_an_agent_that_is_killed_takes_its_workers_along_and_is_replaced(drivers
     driver = drivers(HOLD="10:file=go;20:size=2")
     driver.until(lambda: steps(driver) > 4, "the first steps")
     psutil.Process(psutil.Process(pid_of(driver, 0, "127.0.0.2")).ppid()).kill()
-    driver.wait_for("lost host 127.0.0.2: its agent has not come back within 0.5 s")
+    driver.wait_for(wording.LOST_HOST_AGENT_NOT)
     (tmp_path / "go").touch()
-    driver.wait_for("127.0.0.2 has a new agent: the workers of the one before it are gone")
+    driver.wait_for(wording.NEW_AGENT_WORKERS_ONE)
     driver.succeed()
     assert sizes(driver) == [2, 2, 1, 2]
     History(driver).check(steps=30)

@@ -25,6 +25,7 @@ from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.output import Output
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
+from harness import wording
 from harness.stalls import debugged, freezer
 from harness.starter_contract import gone
 from harness.waiting import until
@@ -311,7 +312,7 @@ def test_a_frozen_cgroup_is_seen_though_its_processes_seem_to_sleep(kind, tmp_pa
             cgroup.freeze(pid)
             assert await host.sees() == WorkerFrozen(A, "its cgroup is frozen")
             host.launcher.dump(A)
-            assert host.log[-1].endswith("a process that can't run can't write them")
+            assert host.log[-1].endswith(wording.PROCESS_CANT_RUN_CANT)
             cgroup.thaw()
             assert await host.sees() == WorkerThawed(A)
 
@@ -397,16 +398,13 @@ async def test_stacks_are_written_by_who_can_and_nobody_dies_of_it(host):
     pid = host.start(B, ["sleep", "60"])
     await until((host.folder / "on").exists, "a worker that hangs")
     host.launcher.dump(B)
-    assert (
-        host.log[-1]
-        == "info: no stacks of localhost:1#1: it has not called init(), or has given up signal 38"
-    )
+    assert host.log[-1] == wording.INFO_NO_STACKS_LOCALHOST
     host.launcher.dump(A)
     await until(lambda: b"in hangs_here" in host.err, "its stacks")
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: orphan_reaper.state_of(pid)[0] == "T", "a stopped process")
     host.launcher.dump(B)
-    assert host.log[-1].endswith("a process that can't run can't write them")
+    assert host.log[-1].endswith(wording.PROCESS_CANT_RUN_CANT)
     host.launcher.dump(Worker("elsewhere", 0))
     assert host.launcher.alive() == {A, B}
 
@@ -422,10 +420,10 @@ async def test_what_cannot_be_started_exits_with_a_reason(host):
     bad.write_text("#!/no/such/interpreter\n")
     bad.chmod(0o755)
     for program, code, reason in (
-        ("no-such-program", 127, "there is no such program"),
+        ("no-such-program", 127, wording.THERE_NO_SUCH_PROGRAM),
         (str(plain), 126, f"try `chmod +x` or `python {plain}`"),
-        (str(bad), 127, "the interpreter named in its first line is missing"),
-        (str(host.folder), 126, "it is not executable"),
+        (str(bad), 127, wording.INTERPRETER_NAMED_FIRST_LINE),
+        (str(host.folder), 126, wording.NOT_EXECUTABLE),
     ):
         host.start(A, [program])
         event = await host.exit()
@@ -509,7 +507,7 @@ async def test_a_warden_that_keeps_dying_is_given_up(host):
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.002)
     assert len(killed) == 3
-    assert host.log[0].startswith("warning: the warden process does not run: it has died 3 times")
+    assert host.log[0].startswith(wording.WARNING_WARDEN_PROCESS_DOES)
     host.launcher.kill(A)
     assert (await host.exit()).code == -9
 

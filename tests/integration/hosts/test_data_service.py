@@ -16,6 +16,7 @@ import pytest
 from elastic.chaos.hosts.namespaces import Network, check_possible
 from elastic.chaos.hosts.programs import Program
 from elastic.errors import Invalid
+from harness import wording
 from harness.history import SCRIPTS
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
@@ -57,9 +58,9 @@ def test_training_gets_its_samples_from_another_host_and_hears_that_it_is_gone(n
     service = ["-m", "horovod.tensorflow.data.compute_worker", "--dispatcher-side", "training"]
     horovodrun(a, "--network-interface", "eth0", sys.executable, *service, file)
     training = horovodrun(b, sys.executable, str(SCRIPTS / "data_service.py"), file)
-    training.wait_for(rf"dispatcher at grpc://{re.escape(b.address)}:\d+", START_S)
-    training.wait_for("each sample once: True", START_S)
+    training.wait_for(rf"grpc://{re.escape(b.address)}:\d+", START_S)
+    training.wait_for(wording.EACH_SAMPLE_ONCE_TRUE, START_S)
     for pid in a.pids():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    training.wait_for(rf"compute job is gone.*{re.escape(a.address)}", START_S)
+    training.wait_for(wording.COMPUTE_JOB_GONE % (re.escape(a.address),), START_S)

@@ -29,7 +29,9 @@ from elastic.rendezvous import environment
 from elastic.rendezvous.find_rank0 import meet
 from elastic.rendezvous.launcher_env import ByAddress, Started
 from elastic.rendezvous.store import listen
+from harness import wording
 from harness.etcd import START_S, Member
+from harness.golden import raises
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job, elasticrun
 
@@ -54,7 +56,7 @@ def check(training: Job, *, driver: str, stores: set[str]) -> None:
     training.succeed()
     assert sizes(training)[-1] == 2
     History(training).check(steps=12)
-    training.wait_for(f"listening on \\[{driver}\\]:")
+    training.wait_for(wording.LISTENING % driver)
     assert {world["store"][0] for world in training.worlds()} <= stores
 
 
@@ -215,15 +217,15 @@ def test_what_a_host_without_ipv4_chooses(link: Ends):
         assert choose_bind([], own_addresses(), local=HERE, several=True) == HERE
         assert choose_bind([], own_addresses(), local="127.0.0.1", several=True) == HERE
         assert worker_network(HERE, {})["NCCL_SOCKET_FAMILY"] == "AF_INET6"
-        with pytest.raises(Invalid, match=r"eth9 gives no address of this machine; it has .*eth1"):
+        with raises(Invalid):
             choose_bind(["eth9"], own_addresses(), local=HERE)
         _ip("-n", link.here, f"address delete {HERE}/64 dev eth1")
         try:
-            with pytest.raises(Invalid, match="of eth1 is a link-local IPv6 address"):
+            with raises(Invalid):
                 choose_bind(["eth1"], own_addresses(), local="::1")
-            with pytest.raises(Invalid, match="is a link-local IPv6 address"):
+            with raises(Invalid):
                 asyncio.run(listen_address([], ["fe80::1%eth1"]))
-            with pytest.raises(Invalid, match="no address of this machine leads to another host"):
+            with raises(Invalid):
                 asyncio.run(listen_address([], [THERE]))
         finally:
             _ip("-n", link.here, f"address add {HERE}/64 dev eth1 nodad")

@@ -23,7 +23,8 @@ from elastic.driver.preemption.azure import Azure
 from elastic.driver.preemption.google_cloud import GoogleCloud
 from elastic.driver.preemption.source import Ends, Source, Trouble
 from elastic.errors import Invalid
-from harness import metadata_servers
+from harness import metadata_servers, wording
+from harness.golden import raises, recorded
 from harness.history import SCRIPTS
 from harness.metadata_servers import AwsCloud, AzureServer, Cloud, GoogleServer, served
 
@@ -65,7 +66,8 @@ def test_aws_interrupts_a_spot_instance():
         assert source.look() is None
         cloud.interrupts(120.0)
         ends = source.look()
-        assert ends is not None and ends.text == "AWS will terminate this spot instance"
+        assert ends is not None
+        recorded("messages", ends.text)
         assert 115 < left_s(ends) <= 120
         cloud.change(action=None)
         assert source.look() is None
@@ -83,10 +85,7 @@ def test_aws_recommends_to_leave_which_is_only_said_once():
     with aws() as (cloud, source):
         cloud.change(rebalance=True)
         assert source.look() is None
-        assert (
-            source.hint()
-            == "AWS recommends to leave this spot instance: it may be interrupted soon"
-        )
+        recorded("messages", source.hint())
         assert source.look() is None
         assert source.hint() == ""
 
@@ -129,7 +128,8 @@ def test_azure_takes_a_machine_back_and_is_told_when_nobody_needs_it():
         assert source.look() is None  # a short pause; another machine
         cloud.announces("Preempt", 30.0, id="E2")
         ends = source.look()
-        assert ends is not None and ends.text == "Azure takes this spot machine back"
+        assert ends is not None
+        recorded("messages", ends.text)
         assert 25 < left_s(ends) <= 30
         source.released()
         assert cloud.acknowledged == ["E2"]
@@ -240,18 +240,19 @@ def test_a_command_says_whether_and_when(tmp_path):
     assert ends is not None and ends.at is None
     mark.write_text("45 the landlord wants it back\n")
     ends = source.look()
-    assert ends is not None and ends.text == "the landlord wants it back"
+    assert ends is not None
+    recorded("messages", ends.text)
     assert 40 < left_s(ends) <= 45
     mark.unlink()
     assert source.look() is None
-    with pytest.raises(Trouble, match=r"exit code 127, expected 0 or 1: .*not found"):
+    with raises(Trouble):
         command.Command("no-such-program-here", os.environ).look()
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "ANSWER_S", 0.5)
     began = time.monotonic()
-    with pytest.raises(Trouble, match=r"no answer within 0.5 s"):
+    with raises(Trouble):
         command.Command(f"sleep 99 & echo $! >{tmp_path}/pid; wait", os.environ).look()
     assert time.monotonic() - began < 50, "nobody waits for its sleep"
     pid = int((tmp_path / "pid").read_text())
@@ -267,21 +268,21 @@ def test_a_command_may_say_some_day(printed):
 
 @pytest.mark.parametrize("endpoint", ["http://host:port", "https://host", "http://", "http://[::"])
 def test_an_address_that_is_none_is_said(endpoint):
-    with pytest.raises(Trouble, match=r"give http://HOST\[:PORT\]"):
+    with raises(Trouble):
         Aws({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint})
 
 
 def test_a_token_that_is_none_is_trouble(monkeypatch):
     with aws() as (_, source):
         monkeypatch.setattr(metadata_servers, "TOKEN", "two\nlines")
-        with pytest.raises(Trouble, match="Invalid header value"):
+        with raises(Trouble):
             source.look()
 
 
 def test_a_wish_that_names_nothing_is_refused():
-    with pytest.raises(Invalid, match="awss is none of auto, aws, gcp, azure, slurm and off"):
+    with raises(Invalid):
         watch.check("awss")
-    with pytest.raises(Invalid, match="is empty"):
+    with raises(Invalid):
         watch.check(" ")
     for wanted in ("auto", "off", "aws", "/opt/site/goes", "test -e /run/goes", "true"):
         watch.check(wanted)
@@ -329,7 +330,8 @@ async def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is
         cloud.interrupts(60.0)
         await told.until(lambda: told.notices)
         [notice] = told.notices
-        assert notice is not None and notice.text == "AWS will terminate this spot instance"
+        assert notice is not None
+        recorded("messages", notice.text)
         assert notice.within_s is not None and 50 < notice.within_s <= 60
         cloud.change(action=None)
         await told.until(lambda: told.notices[-1] is None)
@@ -369,9 +371,9 @@ async def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeyp
         cloud.change(trouble="")
         await told.until(lambda: len(told.lines) == 3)
         first, second, third = told.lines
-        assert first.startswith("AWS is asked for announcements of this machine's end, and does")
-        assert second.startswith("announcements of AWS can't be read: ")
-        assert third == "AWS answers again"
+        recorded("messages", first)
+        recorded("messages", second)
+        recorded("messages", third)
         watched.close()
 
 
@@ -395,17 +397,15 @@ def test_the_only_machine_goes_and_the_same_command_goes_on_until_it_is_told_to_
         asked = "the two that the script asks for"
         training.until(lambda: len(training.events("CheckpointMade")) >= 2, asked)
         cloud.interrupts(20.0)
-        training.wait_for(r"localhost goes away in \d+ s \(AWS will terminate this spot instance\)")
-        said = training.wait_for(
-            r"this machine goes away .*; commit (\S+) is durable, and the same"
-        )
+        training.wait_for(wording.LOCALHOST_GOES_AWAY_AWS)
+        said = training.wait_for(wording.MACHINE_GOES_AWAY_COMMIT)
         assert training.wait(30) == 143
     assert ended_by(training) == "CheckpointMade", "it was asked for, and waited for"
     again = job(flags, TRAINING)
-    again.wait_for(rf"training goes on from .*\b{re.escape(said[1])}\b")
+    again.wait_for(wording.TRAINING_GOES_FROM % (re.escape(said[1]),))
     again.wait_for("the same bits")
     again.driver.send_signal(signal.SIGTERM)
-    again.wait_for(r"SIGTERM at the driver; commit (\S+) is durable, and the same command")
+    again.wait_for(wording.SIGTERM_AT_DRIVER_COMMIT)
     assert again.wait(30) == 143
     assert ended_by(again) == "CheckpointMade"
 
@@ -414,7 +414,7 @@ TWO = ["-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--resume"]
 
 
 def left_without_a_break(training, folder) -> None:
-    training.wait_for(r"127.0.0.2:0#1 has left with exit code 0")
+    training.wait_for(wording.LEFT_EXIT_CODE_2)
     (folder / "enough").touch()
     assert training.wait(60) == 0
     assert training.actions("BreakWorld") == [] and training.actions("KillWorker") == []
@@ -440,5 +440,5 @@ def test_sigterm_leaves_the_workers_of_an_agent_time_to_leave(job, tmp_path):
     agent = psutil.Process(started["pid"]).parent()
     assert agent is not None and agent.pid != training.driver.pid
     agent.send_signal(signal.SIGTERM)
-    training.wait_for(r"127.0.0.2 goes away in 25 s \(its agent was told to end \(SIGTERM\)\)")
+    training.wait_for(wording.GOES_AWAY_AGENT_TOLD)
     left_without_a_break(training, tmp_path)

@@ -15,6 +15,7 @@ import pytest
 
 from elastic.driver.processes import prepared
 from elastic.driver.processes.prepared_process import leading_imports, script_imports
+from harness import wording
 from harness.history import SCRIPTS
 from harness.waiting import until
 from integration.hosts.test_agent import A, B, conversation
@@ -133,9 +134,7 @@ async def test_one_with_another_environment_is_started_anew_and_the_log_says_why
     assert host.launcher.agent.pid(B) != ready
     assert (await host.exit()).code == 0
     [line] = [line for line in host.log if "anew" in line]
-    assert line.endswith(
-        "not from the prepared process: its environment differs in OMP_NUM_THREADS"
-    )
+    assert line.endswith(wording.NOT_FROM_PREPARED_PROCESS)
     assert not psutil.pid_exists(ready)
 
 

@@ -26,6 +26,7 @@ from elastic.chaos.harness.processes import lives
 from elastic.driver.commandline import cli
 from elastic.driver.launch.ssh import SshOptions, SshStarter
 from elastic.driver.launch.starter import Bootstrap
+from harness.golden import recorded
 from harness.history import SCRIPTS
 from harness.sshd import SshHosts, missing, ssh_hosts
 from harness.starter_contract import (
@@ -143,10 +144,7 @@ class TestContract(StarterContract):
                     process.suspend()
                 await until(lambda: bool(bench.log), "the end of ssh")
                 assert [level for level, _ in bench.log] == ["warning"]
-                assert re.fullmatch(
-                    "the ssh connection to the agent on alpha has broken: Timeout, server .* not responding",
-                    bench.log[0][1],
-                )
+                recorded("log", bench.log[0][1])
             finally:
                 for process in stopped:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -162,7 +160,7 @@ class TestContract(StarterContract):
             assert server.processes()
             self.hosts.trust(["beta"])
             told = bootstrap("beta")
-            assert "beta, or of a host on the way there" in await failure(bench.starter, told)
+            recorded("messages", await failure(bench.starter, told))
 
     async def test_the_agent_itself(self, opened):
         """Not a stand-in: the real one, which finds no driver, says so, and ends with its starter."""
@@ -203,16 +201,13 @@ def test_a_name_that_is_not_known(hosts, tmp_path):
     name = "x" * 70  # too long to be asked for: no question leaves this machine
     hosts.configure(delta=f"HostName {name}")
     text = refusal(hosts, tmp_path, host="delta")
-    assert text.startswith(f"delta can't be reached: the name {name} is not known here (")
+    recorded("messages", text, name)
 
 
 def test_a_host_without_sshd(hosts, tmp_path):
     server = hosts.servers["gamma"]
     server.stop()
-    assert refusal(hosts, tmp_path, host="gamma") == (
-        f"gamma can't be reached at 127.0.0.1 port {server.port}: Connection refused; check that"
-        " it is up, that its sshd listens there and that no firewall drops the packets"
-    )
+    recorded("messages", refusal(hosts, tmp_path, host="gamma"), server.port)
 
 
 @contextlib.contextmanager
@@ -230,7 +225,7 @@ def test_a_host_that_drops_packets(hosts, tmp_path):
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
         text = refusal(hosts, tmp_path, host="delta", connect_s=1)
-    assert ": Connection timed out; check that it is up" in text
+    recorded("messages", text)
 
 
 def test_a_host_that_hangs_up(hosts, tmp_path):
@@ -242,18 +237,13 @@ def test_a_host_that_hangs_up(hosts, tmp_path):
         async with server:
             return await failure(starter, bootstrap("delta"))
 
-    assert "delta, or a host on the way, closed the connection before the login" in asyncio.run(
-        talk()
-    )
+    recorded("messages", asyncio.run(talk()))
 
 
 def test_an_unknown_host_key_and_its_cure(hosts, tmp_path):
     hosts.trust(["beta"])
     text = refusal(hosts, tmp_path)
-    assert text == (
-        "the host key of alpha, or of a host on the way there, is not known here; log in once by hand"
-        f" and compare it: ssh -F {hosts.config} alpha"
-    )
+    recorded("messages", text, hosts.config)
     hosts.trust(["alpha", "beta"])
     succeeds(hosts, tmp_path)
 
@@ -268,49 +258,41 @@ def test_a_changed_host_key_and_its_cure(hosts, tmp_path):
         )
     )
     text = refusal(hosts, tmp_path)
-    assert text.startswith(
-        f"the host key of alpha is not the one known for it (line 1 of {hosts.known}): somebody may stand in between;"
-    )
+    recorded("messages", text, hosts.known)
     forget = re.search(r"ssh-keygen -f .*?(?=, then)", text)
     assert forget is not None
     subprocess.run(shlex.split(forget[0]), check=True, capture_output=True, timeout=20)
-    assert "the way there, is not known here" in refusal(hosts, tmp_path)
+    recorded("messages", refusal(hosts, tmp_path))
 
 
 def test_a_key_that_is_not_let_in_is_named(hosts, tmp_path):
     hosts.authorize(False)
     text = refusal(hosts, tmp_path)
-    assert f"permission (publickey); keys that were tried: {hosts.key}; bring one there" in text
+    recorded("messages", text, hosts.key)
     other = tmp_path / "another"
     subprocess.run(["cp", hosts.key, other], check=True)
-    assert f"keys that were tried: {other}, {hosts.key}; bring" in refusal(
-        hosts, tmp_path, identity=str(other)
-    )
+    recorded("messages", refusal(hosts, tmp_path, identity=str(other)), other, hosts.key)
 
 
 def test_a_host_without_a_python(hosts, tmp_path):
-    assert refusal(hosts, tmp_path, python="/no/python") == (
-        "alpha has no python to run the agent with (tried /no/python /no/python); name one by --remote-python"
-    )
+    recorded("messages", refusal(hosts, tmp_path, python="/no/python"))
 
 
 def test_a_python_without_the_package(hosts, tmp_path):
     bare = tmp_path / "bare.py"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
-    assert refusal(hosts, tmp_path, python=str(bare)).startswith(
-        "hvd-elastic is not installed for the python that was taken on alpha; install it there (pip"
-    )
+    recorded("messages", refusal(hosts, tmp_path, python=str(bare)))
 
 
 def test_a_host_with_another_release(hosts, tmp_path):
-    assert "alpha has release 0.0.1 of hvd-elastic" in refusal(hosts, tmp_path, job="old")
+    recorded("messages", refusal(hosts, tmp_path, job="old"))
     gone(noted(tmp_path, "alpha")["pid"])
 
 
 def test_an_agent_that_takes_too_long(hosts, tmp_path):
     text = refusal(hosts, tmp_path, job="silent", ready_s=0.3)
-    assert text.startswith("no agent was ready on alpha within 0.3 s")
+    recorded("messages", text)
 
 
 def test_a_connection_that_breaks_too_early(hosts, tmp_path):
@@ -325,7 +307,7 @@ def test_a_connection_that_breaks_too_early(hosts, tmp_path):
             await starter.close()
 
     text = asyncio.run(asyncio.wait_for(talk(), 100.0))
-    assert text.startswith("ssh to alpha failed: ")
+    recorded("messages", text)
 
 
 def test_port_and_key_may_be_given_without_a_configuration(hosts, tmp_path):
@@ -361,7 +343,7 @@ def test_a_job_that_began_on_this_machine_alone_takes_another_host(hosts, job, t
     (new := tmp_path / "new").write_text("localhost:1\nalpha:1\n")
     new.rename(listed)
     training.succeed(60)
-    assert "left out" not in training.output
+    recorded("output", training.output)
     assert sorted(member["worker"][0] for member in training.worlds()[-1]["members"]) == [
         "alpha",
         "localhost",
@@ -379,7 +361,7 @@ def test_an_exception_of_ranks_on_several_hosts_is_printed_once(hosts, job, tmp_
     )
     assert running.wait(100) == 1
     assert len(re.findall(r"^\[\d\] ValueError: ", running.output, re.MULTILINE)) == 1
-    assert running.output.count("Traceback (most recent call last)") == 1
+    recorded("output", running.output)
 
 
 def test_ctrl_c_kill_and_hangup_reach_only_those_that_end_with_the_driver(hosts, tmp_path):

@@ -21,6 +21,7 @@ from elastic.chaos.inject.bit_flips import PLACES, BitFlips
 from elastic.checkpoints.files.storage import Storage
 from elastic.protocol.messages import Commit, Worker
 from elastic.state import TorchState, bit_flips
+from harness import wording
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import Job
@@ -95,9 +96,9 @@ class FlippedJob:
                 if tuple(event["commit"]) > before:  # told by what its parameters were before
                     named = [Worker(*each) for each in event["damaged"]]
                     return "spoilt all, and found" if named == [victim] else f"{named} were named"
-            if "became infinite or NaN" in self.job.output[output:]:
+            if wording.BECAME_INFINITE_OR_NAN in self.job.output[output:]:
                 return "all are spoilt"  # one step later, by the gradients
-            if "not made durable" in self.job.output[output:]:
+            if wording.NOT_MADE_DURABLE in self.job.output[output:]:
                 return "nobody knows whose"
             made = [tuple(event["commit"]) for event in self.job.events("CheckpointMade")]
             after = [commit for commit in made if commit > before]

@@ -22,6 +22,7 @@ from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.chaos.inject.injection import Injector, NotOurs
 from elastic.chaos.inject.plan import Fault
 from elastic.protocol.messages import Worker
+from harness import wording
 from harness.history import RETURN, SCRIPTS, STAY_AWAY
 from harness.job import MARK, elasticrun
 from harness.program import Program
@@ -90,7 +91,7 @@ def test_a_kill_and_a_leave_by_plan(chaos):
     assert killed["outcome"].startswith("lost; ")
     assert killed["back_ms"] > 0
     assert left["what"] == "leave"
-    assert left["outcome"].startswith("it left; 1 worker trained on")
+    assert left["outcome"].startswith(wording.LEFT_WORKER_TRAINED)
     kinds = [recovery["kind"] for recovery in found["recoveries"]]
     assert "recovery" in kinds
     assert all("gathered" in recovery["phases_ms"] for recovery in found["recoveries"])
@@ -101,7 +102,7 @@ def test_a_kill_and_a_leave_by_plan(chaos):
     assert found["broken"] == []
     assert 0 < found["goodput"]["share"] <= 1
     assert 0 < found["goodput"]["full_share"] < found["goodput"]["share"]
-    for word in ("recoveries, in ms", "commits lost", "goodput", "replicas", "all hold"):
+    for word in (wording.RECOVERIES_MS, "commits lost", "goodput", "replicas", wording.ALL_HOLD):
         assert word in run.output
 
 
@@ -112,7 +113,7 @@ def test_the_exit_code_is_that_of_the_job(chaos):
     assert run.wait() == 1, run.output
     found = run.report()
     assert [fate["what"] for fate in found["faults"]] == ["kill", "kill"]
-    assert all("no world trained afterwards" in fate["outcome"] for fate in found["faults"])
+    assert all(wording.NO_WORLD_TRAINED_AFTERWARDS in fate["outcome"] for fate in found["faults"])
     assert found["broken"] == []
 
 
@@ -132,14 +133,14 @@ def test_a_short_freeze_and_a_slow_worker_lose_nobody(chaos):
         factor = 3
     """
     run = chaos(plan, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=go")
-    run.wait_for("the freeze of .* is over")
-    run.wait_for("the slow of .* is over")
+    run.wait_for(wording.FREEZE_OVER)
+    run.wait_for(wording.SLOW_OVER)
     (run.folder / "go").touch()
     assert run.wait() == 0, run.output
     found = run.report()
     assert [fate["back_ms"] for fate in found["faults"]] == [None, None]
-    assert "went on afterwards" in found["faults"][0]["outcome"]
-    assert found["faults"][1]["outcome"] == "training went on, slower"
+    assert wording.WENT_AFTERWARDS in found["faults"][0]["outcome"]
+    assert found["faults"][1]["outcome"] == wording.TRAINING_WENT_SLOWER
     assert found["recoveries"] == []
 
 
@@ -148,12 +149,12 @@ def test_ctrl_c_ends_job_and_faults_and_still_reports(chaos):
     """As a terminal does it: the whole foreground process group gets the signal."""
     plan = '[[fault]]\nafter_commits = 3\nkind = "freeze"\nfor_s = 1.5\nvictim = "rank 1"\n'
     run = chaos(plan, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
-    run.wait_for("freeze for 1.5 s: ")
+    run.wait_for(wording.FREEZE)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait(30) == 130, run.output
-    run.wait_for("the freeze of .* is over")
+    run.wait_for(wording.FREEZE_OVER)
     assert run.report()["code"] == 130
-    assert "chaos report" in run.output
+    assert wording.CHAOS_REPORT in run.output
 
 
 @pytest.mark.nightly  # Ctrl-C ends it in every run
@@ -169,7 +170,7 @@ def test_a_job_that_ends_at_once_has_its_exit_code_and_what_was_not_due_is_said(
     plan = '[[fault]]\nat_s = 900\nkind = "kill"\n'
     run = chaos(plan, f"-np 2 --min-np 1 {STAY_AWAY}", STEPS="2")
     assert run.wait() == 0, run.output
-    run.wait_for("it did not come to this: 900.0 s after training began: kill")
+    run.wait_for(wording.DID_NOT_COME_AFTER)
     assert run.report()["faults"] == []
 
 
@@ -180,7 +181,7 @@ def test_a_job_that_cannot_start_is_no_puzzle(chaos, tmp_path):
     plan = '[[fault]]\nat_s = 1\nkind = "kill"\n'
     run = chaos(plan, f"--min-np 1 --host-discovery-script {script}")
     assert run.wait() == 2, run.output
-    run.wait_for("the job ended with exit code 2, before anything could be done to it")
+    run.wait_for(wording.JOB_ENDED_EXIT_CODE_2)
 
 
 @pytest.mark.nightly  # the comparison that is left runs with the others, too
@@ -191,9 +192,7 @@ def test_without_digests_only_copies_of_the_state_are_compared(chaos):
     assert run.wait() == 0, run.output
     assert run.report()["digests"]["of_commits"] is False
     assert run.report()["steps"]["kept"] == 0
-    assert re.search(
-        r"replicas +\d copies of the state compared between workers, 0 differ", run.output
-    )
+    assert re.search(wording.REPLICAS_COPIES_STATE_COMPARED, run.output)
 
 
 # ---- the network -----------------------------------------------------------------------------------
@@ -242,12 +241,12 @@ def test_a_cut_makes_the_same_workers_form_a_new_ring(chaos):
     # Workers of one host that share memory have no connections that their collectives need.
     # The first file is there: while they hold they meet in a group that has been made before the cut.
     run = chaos(plan, flags, HOLD="2:file=.;5:file=go", ELASTIC_NATIVE="0")
-    run.wait_for("cut: .*, rank 1 of 3 .* [1-9][0-9]* connections closed", 60.0)
-    run.wait_for("recovered in .* 3 workers")
+    run.wait_for(wording.CUT_RANK_CONNECTIONS_CLOSED, 60.0)
+    run.wait_for(wording.RECOVERED_WORKERS_2)
     (run.folder / "go").touch()
     assert run.wait() == 0, run.output
     (fate,) = run.report()["faults"]
-    assert fate["outcome"] == "the ring broke; 3 workers trained on"
+    assert fate["outcome"] == wording.RING_BROKE_WORKERS_TRAINED
 
 
 # ---- never anybody else ----------------------------------------------------------------------------
@@ -270,7 +269,7 @@ def test_a_process_that_is_not_a_worker_of_this_job_is_not_touched(bystander, ki
     said: list[str] = []
     injector = Injector("this job", said.append)
     fault = Fault(kind, at_s=0.0, for_s=60.0, factor=2.0)
-    with pytest.raises(NotOurs, match="is not localhost:0#1 of this job"):
+    with pytest.raises(NotOurs, match=wording.NOT_LOCALHOST_JOB):
         injector.inject(fault, worker, {worker: process.pid}, (0, 1), 0.0)
     assert process.poll() is None
     assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED

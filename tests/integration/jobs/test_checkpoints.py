@@ -14,6 +14,7 @@ import pytest
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.setup.finished_job import FINISHED, FinishedJob
+from harness import wording
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -40,8 +41,8 @@ def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, t
     training.until(lambda: len([*folder.glob("*/manifest.json")]) >= 2, "two checkpoints")
     for each in workers(training):
         os.kill(each.pid, signal.SIGKILL)
-    training.wait_for(r"training goes on from the newest checkpoint \(restart 1 of 3")
-    training.wait_for("elastic: goes on from ")
+    training.wait_for(wording.TRAINING_GOES_FROM_NEWEST)
+    training.wait_for(wording.ELASTIC_GOES_FROM)
     (folder / "enough").touch()
     assert training.wait(60) == 0
     first, second = begun(training.output)
@@ -53,7 +54,7 @@ def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, t
     storage = Storage(str(folder))
     last = catalog.read(storage, catalog.names(storage)[-1])
     assert last.values["step"] == int(ended)
-    assert f"commit {last.name.commit}) is durable" in training.output, "an operator is told so"
+    assert (wording.COMMIT_DURABLE % last.name.commit) in training.output, "an operator is told so"
     told = msgspec.json.decode(storage.read(FINISHED), type=FinishedJob)
     assert told.commit == last.name, "the same command is to know that nothing is left to do"
 
@@ -62,7 +63,7 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
     folder = tmp_path / "checkpoints"
     manual = FLAGS.replace("10commits", "manual")
     training = job(f"{manual} {folder}", TRAINING)
-    training.wait_for(r"commit \S+ is durable")  # the script has asked for it
+    training.wait_for(wording.COMMIT_DURABLE_2)  # the script has asked for it
     for each in [*workers(training), training.driver]:
         os.kill(each.pid, signal.SIGKILL)
     training.driver.wait()
@@ -135,7 +136,7 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job,
     (tmp_path / "file").touch()
     refused = job(f"{FLAGS} {tmp_path / 'file'}", TRAINING)
     assert refused.wait(20) == 2
-    assert "nothing can be written to" in refused.output
+    assert wording.NOTHING_CAN_BE_WRITTEN in refused.output
     assert "starting" not in refused.output
 
 
@@ -145,11 +146,9 @@ def test_a_bit_that_flips_in_one_replica_costs_that_worker_and_no_checkpoint_hol
     folder = tmp_path / "checkpoints"
     flags = FLAGS.replace("-np 2", "-np 3")
     training = job(f"{flags} {folder}", TRAINING, env={"FLIP": "1"})
-    fenced = training.wait_for(
-        r"fencing localhost:1#1: its (.*) under commit (\S+) differs from that of 2 others"
-    )
+    fenced = training.wait_for(wording.FENCING_LOCALHOST_UNDER_COMMIT)
     assert "model" in fenced[1]
-    training.wait_for(r"recovered in .* 3 workers, generation 3")
+    training.wait_for(wording.RECOVERED_WORKERS_GENERATION)
     (folder / "enough").touch()
     assert training.wait(60) == 0
     storage = Storage(str(folder))
@@ -164,9 +163,9 @@ def a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder):
     runs = {*folder.glob("run-*")}
     other = job(f"{FLAGS} {folder}", TRAINING, env={"WIDTH": "40"})
     assert other.wait(60) == 1
-    assert "training can't go on from the checkpoint: this worker's state differs" in other.output
-    assert "begin anew with --fresh" in other.output
-    assert "Traceback" not in other.output and "slot may return" not in other.output
+    assert wording.TRAINING_CANT_GO_FROM in other.output
+    assert wording.BEGIN_ANEW_FRESH in other.output
+    assert "Traceback" not in other.output and wording.SLOT_MAY_RETURN not in other.output
     assert {path: path.read_bytes() for path in folder.rglob("*.distcp")} == files
     assert {*folder.glob("run-*")} == runs, "it has written nothing"
 
@@ -175,13 +174,13 @@ def test_under_another_driver_old_and_new_members_write_one_checkpoint_together(
     folder = tmp_path / "checkpoints"
     flags = f"-H localhost:1,127.0.0.2:1 {FLAGS} {folder} --resume"
     first = job(flags, TRAINING)
-    first.wait_for(r"commit \S+ is durable")
+    first.wait_for(wording.COMMIT_DURABLE_2)
     first.unchecked = "its journal is gone on with"
     os.kill(first.driver.pid, signal.SIGKILL)
     first.driver.wait()
     second = Job(flags, TRAINING, folder=first.folder, forked=True)
     try:
-        second.wait_for("goes on unchanged: reconnected")
+        second.wait_for(wording.GOES_UNCHANGED_RECONNECTED)
         second.kill(rank=1)
         second.until(lambda: any(folder.glob("r0002-*/manifest.json")), "a checkpoint of both")
         (folder / "enough").touch()

@@ -10,6 +10,7 @@ import pytest
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
+from harness import wording
 from harness.history import SCRIPTS
 from harness.object_store import moto_server, one_store
 
@@ -35,7 +36,7 @@ def test_a_store_in_trouble_fails_no_step_and_is_written_to_again(
         url = "s3://bucket/run"
         flags = f"-np 2 --min-np 2 --checkpoint-every 1s --checkpoint-dir {url}"
         training = job(flags, TRAINING, env={**env, "ENOUGH": str(tmp_path)})
-        training.wait_for(r"commit \S+ is durable", 60)
+        training.wait_for(wording.COMMIT_DURABLE_2, 60)
         storage = Storage(url)
         waited = {}
         for trouble in ("503", "close", "hang"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from elastic.chaos.invariants.invariants import check_journal
 from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
 from elastic.chaos.load.job import LightJob
+from harness import wording
 
 SLOTS = 8
 
@@ -59,7 +60,7 @@ def test_a_driver_that_was_killed_is_followed_by_one_that_leads_all_hosts(tmp_pa
         # Nobody was disturbed in between.
         assert together.generation == first.generation + 1
         log = (tmp_path / "log").read_text()
-    assert log.count("goes on unchanged") <= 1, "one line, not one for each worker"
+    assert log.count(wording.GOES_UNCHANGED) <= 1, "one line, not one for each worker"
     # Reports of the lost host may have been on their way when it went.
     again = reconnected_to_the_second_driver(job.journal)
     assert len([host for host, _ in again if host != "h42"]) == workers - SLOTS

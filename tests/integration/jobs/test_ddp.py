@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment
+from harness import wording
 from harness.history import SCRIPTS
 from harness.torchrun import torchrun
 
@@ -154,9 +155,7 @@ def test_a_script_trains_again_in_a_world_that_no_worker_leaves(job: Any, tmp_pa
     training = job("-np 2 --min-np 1", ["python", script, *filter(None, [die])])
     if die:
         assert training.wait(60) == 1
-        assert (
-            "has ended; this script has trained before, and only a job's first" in training.output
-        )
+        assert wording.ENDED_SCRIPT_TRAINED_BEFORE in training.output
     else:
         training.succeed()
     found = re.findall(r"training (\d) (.+)", training.output)
@@ -172,7 +171,7 @@ def test_one_that_is_frozen_in_a_second_training_is_not_waited_for_for_ever(
     script.write_text(AGAIN)
     training = job("-np 2 --min-np 1 --idle-timeout 1", ["python", script, "freezes in 2"])
     assert training.wait(120) == 1
-    assert "in code that runs after training" in training.output
+    assert wording.CODE_RUNS_AFTER_TRAINING in training.output
 
 
 @pytest.mark.nightly

@@ -14,6 +14,7 @@ import pytest
 from elastic.chaos.harness.processes import clean_environment
 from elastic.driver.launch.starter import AGENT_MODULE
 from elastic.driver.network.secret import make_secret_file
+from harness import wording
 from harness.etcd import one_etcd
 from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
 from harness.job import Job, elasticrun
@@ -52,8 +53,8 @@ def test_ctrl_c_in_training_ends_the_job_with_130(job):
     training.until(lambda: bool(History(training).all("step")), "training")
     interrupt(training)
     assert training.wait(30) == 130
-    training.wait_for("stopping: Ctrl-C at the driver")
-    assert "a bug in the driver" not in training.output
+    training.wait_for(wording.STOPPING_CTRL_AT_DRIVER)
+    assert wording.BUG_DRIVER not in training.output
 
 
 def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
@@ -97,7 +98,7 @@ def test_ctrl_c_twice_leaves_no_agent_that_was_just_starting(job):
 
     training.until(begun, "an agent")
     interrupt(training)
-    training.wait_for("stopping: Ctrl-C at the driver")
+    training.wait_for(wording.STOPPING_CTRL_AT_DRIVER)
     interrupt(training)
     assert training.wait(30) == 130
 
@@ -114,7 +115,7 @@ def test_ctrl_c_twice_does_not_wait_for_an_etcd_that_is_silent(job, tmp_path):
         training.until(lambda: bool(History(training).all("step")), "training")
         with etcd.members[0].stopped():
             interrupt(training)
-            training.wait_for("stopping: Ctrl-C at the driver")
+            training.wait_for(wording.STOPPING_CTRL_AT_DRIVER)
             interrupt(training)
             assert training.wait(30) == 130
 
@@ -243,7 +244,7 @@ def test_a_reader_that_comes_late_gets_everything_and_the_reason_last():
     assert driver.returncode == 1
     assert sum(line.startswith("[localhost:0] line") for line in lines) == 9_000
     assert lines[-2] == "[localhost:0] THE REASON"
-    assert "error: the job ends with exit code 1" in lines[-1]
+    assert wording.ERROR_JOB_ENDS_EXIT in lines[-1]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
@@ -275,12 +276,12 @@ def test_an_agent_under_nohup_outlives_the_terminal(tmp_path):
     ) as agent:
         assert agent.stderr is not None
         said = agent.stderr.readline() + agent.stderr.readline()
-        assert "no driver to serve" in said  # its handlers stand
+        assert wording.NO_DRIVER_SERVE in said  # its handlers stand
         agent.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
             agent.wait(0.5)
         agent.terminate()
-        assert "the agent ends: SIGTERM" in agent.communicate(timeout=20)[1]
+        assert wording.AGENT_ENDS_SIGTERM in agent.communicate(timeout=20)[1]
     assert agent.returncode == 0
 
 
@@ -337,6 +338,6 @@ def test_a_stop_while_below_min_np(job, number):
         TRAINING,
         env={"DIE": "slot=1,step=3,place=forward"},
     )
-    training.wait_for("waiting for 1 more worker")
+    training.wait_for(wording.WAITING_MORE_WORKER)
     training.driver.send_signal(number)
     assert training.wait(30) == 128 + number

@@ -16,6 +16,7 @@ import pytest
 from elastic.chaos.exact.digests import HeldCommit, difference, held
 from elastic.driver.journal import journal
 from elastic.protocol.messages import Worker
+from harness import wording
 from harness.forking import SPARE_WORKERS
 from harness.history import RETURN, SCRIPTS, sizes
 from harness.job import Job
@@ -166,7 +167,7 @@ def test_a_bug_from_step_3_on_is_named(job, reference, bug):
 @pytest.mark.nightly
 def test_another_thread_count_from_step_3_on_ends_the_job(job):
     training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="threads")
-    training.wait_for("torch computes in 2 threads in step 3, and computed in 1 before", 60)
+    training.wait_for(wording.TORCH_COMPUTES_THREADS_STEP, 60)
 
 
 @pytest.mark.nightly
@@ -241,7 +242,7 @@ def test_one_that_computes_differently_may_be_let_in(job):
         STEPS="8",
     )
     training.succeed()
-    assert "so from step 4 on the run is not exactly" in training.output
+    assert wording.SO_FROM_STEP_RUN in training.output
 
 
 @pytest.mark.nightly
@@ -276,4 +277,4 @@ def test_the_command_compares_a_run_with_itself_under_faults(tmp_path):
 
     equal = run()
     assert equal.returncode == 0, equal.stdout + equal.stderr
-    assert "each bit is that of the undisturbed run" in equal.stdout
+    assert wording.EACH_BIT_UNDISTURBED_RUN in equal.stdout

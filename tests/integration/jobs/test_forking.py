@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from harness import wording
 from harness.history import SCRIPTS, TRAINING, History
 from harness.job import Job
 
@@ -62,7 +63,7 @@ def test_a_fork_that_its_driver_has_no_more_is_started_instead(job):
             "HOLD": "5:file=go",
         },
     )
-    failing.wait_for("slot localhost:1 is given up: 5 workers in a row")
+    failing.wait_for(wording.SLOT_LOCALHOST_GIVEN_UP)
     (failing.folder / "go").touch()
     failing.succeed()
     History(failing).check()

@@ -14,6 +14,7 @@ import pytest
 
 from elastic.chaos.harness.ports import free_port
 from elastic.driver.reasons import Why, because
+from harness import wording
 from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
 from harness.stalls import freezer
@@ -94,9 +95,9 @@ def test_who_trains_alone_may_be_stopped_for_as_long_as_one_likes(job):
     training = at_work(job, 1)
     pid = pid_of(training, 0)
     os.kill(pid, signal.SIGSTOP)
-    training.wait_for("is frozen .*nobody else trains, so it is left alone")
+    training.wait_for(wording.FROZEN_NOBODY_ELSE_TRAINS)
     os.kill(pid, signal.SIGCONT)
-    training.wait_for("runs again")
+    training.wait_for(wording.RUNS_AGAIN)
     let_end(training)
     assert training.fences() == {}
 

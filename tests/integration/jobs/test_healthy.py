@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from harness import wording
 from harness.history import History, pid_of
 from harness.job import Job
 from harness.stalls import debugged
@@ -47,7 +48,7 @@ def test_who_computes_or_writes_or_has_marked_it_as_long_is_not_idle(job):
     doing = {0: "work", 1: "write", 2: "evaluation"}
     stalls = (f"slot={slot},step=4,place=stepped,how={how},file=go" for slot, how in doing.items())
     training = stalling(job, 4, ";".join(stalls), FLAGS)
-    training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
+    training.wait_for(wording.KEEPS_OTHERS_WAITING_EVALUATION)
     marked_at = time.monotonic()
     for slot in (0, 1):
         until_watched(training, slot)
@@ -60,7 +61,7 @@ def test_who_comes_late_to_its_first_collective_is_waited_for(job):
     connecting = ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=2", *STALLING]  # of the workers only
     rule = {"STALL": "slot=0,place=enter,how=evaluation,file=go"}
     training = job(f"-np 3 --min-np 1 {FLAGS}", connecting, env={"ELASTIC_DIGESTS": "1", **rule})
-    training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
+    training.wait_for(wording.KEEPS_OTHERS_WAITING_EVALUATION)
     began = time.monotonic()
     training.until(lambda: time.monotonic() - began > 1.5 * IDLE_S, "more than the time to connect")
     worlds = len(training.worlds())
@@ -72,7 +73,7 @@ def test_whom_a_debugger_holds_is_not_fenced(job):
     training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 5")
     training.until((training.folder / "stalls.1").exists, "a worker that pauses")
     with debugged(pid_of(training, 1)):
-        training.wait_for("keeps the others waiting .*under a debugger: not taken for stuck")
+        training.wait_for(wording.KEEPS_OTHERS_WAITING_UNDER)
         until_watched(training, 1, 6.0)
     let_end(training)
 

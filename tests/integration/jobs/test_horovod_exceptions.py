@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from harness import wording
 from harness.history import RETURN, SCRIPTS, STAY_AWAY, sizes
 
 pytestmark = pytest.mark.forked
@@ -73,7 +74,7 @@ def test_it_does_not_survive_a_lost_worker(job):
     running = job("-np 2 --min-np 1", OWN_LOOP, env={"DIE": "9"})
     assert running.wait(40) in (1, 137)  # that of whose word came first
     running.wait_for("0 caught [89]")
-    running.wait_for(r"localhost:1#1.*signal 9 SIGKILL.*@elastic.run to survive lost workers")
+    running.wait_for(wording.LOCALHOST_SIGNAL_SIGKILL_ELASTIC)
 
 
 def said_at_the_end(running) -> list[str]:

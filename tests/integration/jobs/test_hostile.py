@@ -16,6 +16,7 @@ from elastic.protocol import messages
 from elastic.protocol.framing import Wire
 from elastic.protocol.messages import Address, Worker
 from elastic.protocol.tls import Endpoint, context
+from harness import wording
 from harness.history import RETURN, History, sizes, started
 from harness.job import Job
 
@@ -128,7 +129,7 @@ def test_strangers_at_the_port_change_nothing_and_learn_nothing(job, tmp_path, t
         assert where_it_is_seen(training, secret) == []
     History(training).check(steps=24)
     assert sizes(training)[2:] == [1, 2], "nobody else has come or gone"
-    refused = [line for line in training.lines if "refused a connection" in line]
+    refused = [line for line in training.lines if wording.REFUSED_CONNECTION in line]
     assert 1 <= len(refused) <= 4, refused
     if tls:
         assert "TLS" in training.output

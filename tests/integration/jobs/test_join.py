@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import wording
 from harness.history import RETURN, TRAINING, History, kill_slot, sizes, started
 from harness.job import Job
 
@@ -158,12 +159,10 @@ def test_a_newcomer_with_another_model_harms_only_itself(job):
         WIDER="localhost:2#2 localhost:2#3",
         HOLD="6:file=go",
     )
-    training.wait_for(r"slot localhost:2 is given up", timeout=60)
+    training.wait_for(wording.SLOT_LOCALHOST_GIVEN_UP_2, timeout=60)
     (training.folder / "go").touch()
     training.succeed()
-    training.wait_for(
-        r"^elastic \|   model.0.weight: float32 \[9, 6\] here, float32 \[8, 6\] in the world"
-    )
+    training.wait_for(wording.ELASTIC_MODEL_WEIGHT_FLOAT)
     assert sizes(training)[-1] == 2
     assert len(training.actions("BreakWorld")) == 1, "only for the worker that died"
     History(training).check()
@@ -184,14 +183,14 @@ def test_hosts_added_one_after_another_removed_and_added_again(job, tmp_path):
     training.wait_for_world(3)
     (training.folder / "a").touch()
     hosts.set("localhost:1", "127.0.0.3:1")
-    training.wait_for("127.0.0.2:0#1 has left with exit code 0: 127.0.0.2 left the list of hosts")
+    training.wait_for(wording.LEFT_EXIT_CODE_LEFT)
     assert sizes(training)[-1] == 2
     (training.folder / "b").touch()
     hosts.set("localhost:1", "127.0.0.3:1", "127.0.0.2:1")
     training.wait_for_world(3)
     (training.folder / "c").touch()
     hosts.set("127.0.0.3:1", "127.0.0.2:1")  # rank 0 leaves
-    training.wait_for("localhost:0#1 has left with exit code 0")
+    training.wait_for(wording.LOCALHOST_LEFT_EXIT_CODE)
     assert sizes(training)[-1] == 2
     (training.folder / "d").touch()
     training.succeed()
@@ -259,7 +258,7 @@ def test_a_newcomer_dies_while_all_stop_for_it(job):
     (training.folder / "join").touch()
     training.wait_for_action("PrepareChange")
     kill_slot(training, 2)
-    training.wait_for(r"localhost:2#2 ended with signal 9 SIGKILL")
+    training.wait_for(wording.LOCALHOST_ENDED_SIGNAL_SIGKILL)
     (training.folder / "go").touch()
     training.succeed()
     assert sizes(training)[-1] == 3, "the slot's third worker"

@@ -17,6 +17,7 @@ from _pytest.mark.structures import ParameterSet
 from elastic.chaos.fault_matrix import cells, command, expectations, job
 from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.command import Progress
+from harness import wording
 from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
 
@@ -100,5 +101,5 @@ def test_a_cell_that_does_not_end_as_it_should_fails_and_says_what_was_seen(
     command.run_batch([cell], Progress(1, file))
     result = command.read(file)[cell]
     assert not result.passed
-    assert "left with exit code -9" in result.said
+    assert wording.LEFT_EXIT_CODE in result.said
     assert "FAILED last | SIGKILL | forward" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import elastic
+from harness import wording
 from harness.browser import CHROMIUM, Browser
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(180)]
@@ -72,7 +73,7 @@ def test_strangers_are_shown_nothing_and_training_goes_on(job, tmp_path, monkeyp
         return len(steps.read_text().splitlines()) if steps.exists() else 0
 
     training.until(lambda: made() > 100, "a hundred steps", 60)
-    [link] = re.findall(r"the page of this job: (\S+)", training.output)
+    [link] = re.findall(wording.PAGE_JOB, training.output)
     mine = f"Authorization: Bearer {urlsplit(link).fragment}"
     assert b"event: full" in answer(link, mine) and b"taken" in answer(link, mine)
 

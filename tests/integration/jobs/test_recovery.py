@@ -11,6 +11,8 @@ from collections import Counter
 
 import pytest
 
+from elastic.driver.reasons import Why
+from harness import wording
 from harness.history import (
     RETURN,
     SCRIPTS,
@@ -110,8 +112,8 @@ def test_an_exception_of_one_worker_is_its_own_trouble_and_horovods_is_a_recover
     training = started(job, 3, RETURN, RAISE=raising, HOLD="7:size=3")
     training.succeed()
     training.wait_for(r"^\[(\d|localhost:1)\] ValueError: this sample is damaged")
-    training.wait_for(r"rank \d \(localhost:1#1 on localhost\) raised ValueError: this sample is")
-    training.wait_for(r"localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
+    training.wait_for(wording.RANK_LOCALHOST_LOCALHOST_RAISED)
+    training.wait_for(wording.LOCALHOST_ENDED_EXIT_CODE)
     assert sizes(training)[-4:] == [3, 3, 2, 3]
     assert len(training.events("WorkerRaised")) == 1
     History(training).check()
@@ -124,7 +126,7 @@ def test_nobody_waits_for_the_interpreter_of_a_worker_that_called_sys_exit(job):
     os.kill(pid_of(training, 1), 0)
     assert not training.events("WorkerExited")
     broken = training.actions("BreakWorld")[0]["reason"]["kind"]
-    assert broken in ("lost, quit", "collective broke")
+    assert broken in (Why.LOST_QUIT.value, Why.COLLECTIVE_BROKE.value)
     (training.folder / "exit").touch()
     training.succeed()
     History(training).check()
@@ -134,7 +136,7 @@ def test_the_same_exception_in_all_ends_the_job(job):
     """Defect M: no endless loop of restoring what will fail again."""
     training = started(job, 3, RAISE="step=4,place=stepped,error=value")
     assert training.wait() == 1
-    training.wait_for("the job ends with exit code 1: .* raised the same exception")
+    training.wait_for(wording.JOB_ENDS_EXIT_CODE)
     assert sizes(training)[2:] in ([], [2])  # the first may have left before the second came there
 
 
@@ -142,7 +144,7 @@ def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job(job)
     raising = "slot=1,step=4,place=forward,error=value;step=4,place=forward,size=2,error=value"
     training = started(job, 3, RAISE=raising)
     assert training.wait() == 1
-    training.wait_for("raised the same exception")
+    training.wait_for(wording.RAISED_SAME_EXCEPTION)
     assert sizes(training)[-1] == 2
 
 
@@ -156,7 +158,7 @@ def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
     training = started(job, 2, RAISE=f"step=4,place=stepped,error={when}")
     assert training.wait() == 1
     [ended] = training.actions("EndJob")
-    assert ended["reason"]["kind"] == "tensors differ"
+    assert ended["reason"]["kind"] == Why.TENSORS_DIFFER.value
     assert not training.events("WorkerFailed")
 
 
@@ -164,7 +166,7 @@ def test_worlds_that_break_again_and_again_end_the_job(job):
     """Defect M: with nobody lost and nothing gained, a third attempt is the last."""
     training = started(job, 2, RAISE="step=4,place=stepped,error=horovod")
     assert training.wait() == 1
-    training.wait_for("3 worlds in a row broke with nobody lost and no new commit")
+    training.wait_for(wording.WORLDS_ROW_BROKE_NOBODY)
 
 
 def test_user_code_that_catches_every_exception_does_not_swallow_a_loss(job):
@@ -186,7 +188,7 @@ def test_reset_limit_ends_the_job_at_one_failure_more(job):
         DIE="slot=2,step=3,place=forward;slot=1,step=6,place=forward",
     )
     assert training.wait() == 1
-    training.wait_for("the job ends with exit code 1: .*; --reset-limit 1 is reached")
+    training.wait_for(wording.JOB_ENDS_EXIT_CODE_2)
     assert len(training.actions("BreakWorld")) == 1
 
 
@@ -197,9 +199,9 @@ def test_below_min_np_the_job_waits_says_so_and_gives_up(job):
         TRAINING,
         env={"DIE": "slot=1,step=3,place=forward"},
     )
-    training.wait_for("waiting for 1 more worker: 1 ready, 2 needed; giving up in 2 s")
+    training.wait_for(wording.WAITING_MORE_WORKER_READY)
     assert training.wait(20) == 1
-    training.wait_for(r"only 1 of 2 workers ready after 2 s: .*--min-np.*--elastic-timeout")
+    training.wait_for(wording.ONLY_WORKERS_READY_AFTER)
 
 
 def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
@@ -211,9 +213,9 @@ def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
         RAISE="slot=1,place=before run,error=value,start=any",
         HOLD="5:file=go",
     )
-    training.wait_for("localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
-    training.wait_for("localhost:1#2 ended with exit code 1; its slot may return in 0.2 s")
-    training.wait_for("slot localhost:1 is given up: 3 workers in a row ended without progress")
+    training.wait_for(wording.LOCALHOST_ENDED_EXIT_CODE)
+    training.wait_for(wording.LOCALHOST_ENDED_EXIT_CODE_2)
+    training.wait_for(wording.SLOT_LOCALHOST_GIVEN_UP_3)
     (training.folder / "go").touch()
     training.succeed()
     History(training).check()
@@ -231,7 +233,7 @@ def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
         os.kill(pid_of(training, slot), signal.SIGTERM)
         training.wait_for_world(2 if slot == 1 else 1)
         if slot == 1:  # the job may be over before the other one's end is noticed
-            training.wait_for("localhost:1#1 has left with exit code 0: SIGTERM")
+            training.wait_for(wording.LOCALHOST_LEFT_EXIT_CODE_2)
     training.succeed()
     assert not training.actions("BreakWorld")
     codes = {e["worker"][1]: e["code"] for e in training.events("WorkerExited")}
@@ -250,7 +252,7 @@ def test_a_second_worker_is_killed_while_too_few_are_left(job):
         TRAINING,
         env={"ELASTIC_DIGESTS": "1", "DIE": "slot=0,step=3,place=forward"},
     )
-    training.wait_for("waiting for 1 more worker")
+    training.wait_for(wording.WAITING_MORE_WORKER)
     kill_slot(training, 1)
     training.succeed()
     assert sizes(training)[-2:] == [3, 3]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment, kill_all, marked
+from harness import wording
 from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
@@ -54,7 +55,7 @@ class Driver:
 
     def dropped(self) -> int:
         """As its log says."""
-        return sum(map(int, re.findall(r"(\d+) reports of .* were dropped", self.printed)))
+        return sum(map(int, re.findall(wording.REPORTS_WERE_DROPPED, self.printed)))
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_all_come_before_launch_returns_whatever_the_callback_does(driver):
     assert first["loss"] == 2.0 and first["nan"] != first["nan"]
     assert len(last["text"]) == 60_000 and last["nested"] == {"a": [1, None, True]}
     assert result["raised"] == 2
-    assert launched.printed.count("the callback for reports raised KeyError: 'no such column'") == 1
+    assert launched.printed.count(wording.CALLBACK_REPORTS_RAISED_KEYERROR) == 1
 
 
 def test_a_driver_that_is_stopped_holds_no_worker_up_and_hears_the_newest_when_it_wakes(

@@ -23,6 +23,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
+from harness import wording
 from harness.etcd import one_etcd
 from harness.history import SCRIPTS
 
@@ -59,7 +60,7 @@ def test_nothing_is_missing_that_a_killed_driver_has_acted_upon(tmp_path):
         try:
             assert running.stdout.readline() == f"term {term}\n"
             if term == 1:
-                with pytest.raises(Invalid, match=f"process number {running.pid} writes"):
+                with pytest.raises(Invalid, match=wording.PROCESS_NUMBER_WRITES % running.pid):
                     FileArchive(path)
             least += acted_upon(running, until) + 1
         finally:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from elastic.driver.reasons import Why
 from harness.history import SCRIPTS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -45,7 +46,7 @@ def test_strict_ends_the_job_with_exit_code_2_before_it_trains_on(job):
     training = job("-np 2 --min-np 1 --strict", command, env={"CASE": "nothing"})
     assert training.wait(60) == 2
     [ended] = training.actions("EndJob")
-    assert ended["code"] == 2 and ended["reason"]["kind"] == "script refused"
+    assert ended["code"] == 2 and ended["reason"]["kind"] == Why.SCRIPT_REFUSED.value
 
 
 @pytest.mark.forked

@@ -25,6 +25,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.chaos.harness.ports import free_port
+from harness import wording
 from harness.browser import CHROMIUM, Browser
 from harness.history import SCRIPTS, STAY_AWAY, pid_of
 from harness.job import Job, elasticrun
@@ -50,7 +51,7 @@ class Stalled:
 
     @property
     def link(self) -> str:
-        [link] = re.findall(r"the page of this job: (\S+)", self.training.output)
+        [link] = re.findall(wording.PAGE_JOB, self.training.output)
         return str(link)
 
     def lasts(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 from elastic.chaos.harness.processes import clean_environment
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.network.secret import make_secret_file
+from harness import wording
 from harness.certificates import make_certificates
 from harness.etcd import one_etcd
 from harness.forking import SPARE_WORKERS
@@ -81,18 +82,18 @@ def cluster(tmp_path):
 def test_a_driver_that_is_stopped_is_followed_and_does_nothing_when_it_wakes(cluster):
     cluster.agent("a")
     first = cluster.driver()
-    first.wait_for(r"leads job test with term 1")
+    first.wait_for(wording.LEADS_JOB_TEST_TERM)
     cluster.agent("b")
-    first.wait_for(r"generation \d+ has 2 workers: entering elastic.run|b:0#1 joined", 60)
+    first.wait_for(wording.GENERATION_WORKERS_ENTERING_ELASTIC, 60)
     second = cluster.driver()
-    second.wait_for("standing by: another driver leads job test")
+    second.wait_for(wording.STANDING_ANOTHER_DRIVER_LEADS)
 
     first.driver.send_signal(signal.SIGSTOP)
-    second.wait_for("leads job test with term 2")
-    second.wait_for("goes on with the job at generation .*, term 2: 2 workers to find again")
+    second.wait_for(wording.LEADS_JOB_TEST_TERM_2)
+    second.wait_for(wording.GOES_JOB_AT_GENERATION_2)
     second.until(lambda: len(second.events("WorkerReconnected")) == 2, "both workers")
     first.driver.send_signal(signal.SIGCONT)
-    first.wait_for("this driver does not lead job test any more: it ends, and leaves its workers")
+    first.wait_for(wording.DRIVER_DOES_NOT_LEAD)
     assert first.wait() == 75
 
     (first.folder / "go").touch()  # workers are where the first driver was started

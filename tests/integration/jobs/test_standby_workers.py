@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from elastic.protocol.messages import Worker
+from harness import wording
 from harness.history import SCRIPTS
 from harness.job import Job
 from harness.waiting import wait_until
@@ -38,13 +39,13 @@ def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
     assert members(training) == ["localhost:0#1", "localhost:1#1"]
     until_all_train(training)
     training.kill(1)
-    training.wait_for(r"recovered in .* 2 workers, generation 3")
+    training.wait_for(wording.RECOVERED_WORKERS_GENERATION_2)
     assert members(training) == ["localhost:0#1", "localhost:2#1"]
     [recovered] = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
     assert recovered["phases_ms"]["waited"] <= recovered["total_ms"]  # not since it stood by
     training.wait_for("localhost:1#2 stands by")
     training.kill(0)  # the one that has been there from the beginning: the other holds the state
-    training.wait_for(r"recovered in .* 2 workers, generation 4")
+    training.wait_for(wording.RECOVERED_WORKERS_GENERATION_3)
     assert members(training) == ["localhost:2#1", "localhost:1#2"]
     (tmp_path / "enough").touch()
     assert training.wait(60) == 0

@@ -14,6 +14,8 @@ import pytest
 
 import elastic
 from elastic.driver.network.secret import make_secret_file
+from elastic.driver.reasons import Why, because
+from harness import wording
 from harness.certificates import make_certificates
 from harness.etcd import one_etcd
 from harness.history import RETURN, TRAINING, History, sizes
@@ -90,13 +92,13 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     training.until(lambda: len(sizes(training)) == 2, "a world of elastic.run")
     steered = elastic.Job()
     assert steered.name == "bert"
-    assert steered.scale(4) == "4 workers wanted, before 2"
+    assert steered.scale(4) == str(because(Why.SCALED, workers=4, before=2, leave=0, slots=4))
     training.wait_for_world(4)
     assert effective_within(training, 4) < WITHIN_S
-    assert "leaves at its next commit" in command("remove", "bert", "1")
+    assert wording.LEAVES_AT_NEXT_COMMIT in command("remove", "bert", "1")
     training.wait_for_world(3)
     assert effective_within(training, 3) < WITHIN_S
-    assert "2 of them leave" in steered.scale(1)
+    assert wording.THEM_LEAVE in steered.scale(1)
     training.wait_for_world(1)
     assert effective_within(training, 1) < WITHIN_S
     with pytest.raises(elastic.RequestRefused, match="localhost"):
@@ -105,8 +107,8 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     first, script, *_ = command("stacks", "bert", "0").splitlines()
     assert first == "---- localhost:0#1" and "training.py" in script, "the script's frames first"
     whole = command("stacks", "bert", "0", "--all-threads")
-    assert "link.py" in whole and whole.count("Training thread 0x") == 1
-    assert "link.py" not in training.output and "Training thread" not in training.output
+    assert "link.py" in whole and whole.count(wording.TRAINING_THREAD) == 1
+    assert "link.py" not in training.output and wording.TRAINING_THREAD_2 not in training.output
     state = json.loads(command("status", "bert", "--json"))
     assert state["set"]["job"]["size"] == 1 and state["set"]["job"]["most"] == 1
     assert "bert" in command("jobs") and "localhost:0#1" in command("status")
@@ -115,7 +117,7 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     training.succeed()
     nothing_lost(training, "localhost:0#1")
     History(training).check_commits_kept()
-    assert command("jobs") == "no job of this user runs here\n"
+    assert command("jobs") == wording.NO_JOB_USER_RUNS
 
 
 @pytest.mark.forked
@@ -145,9 +147,9 @@ def go_through(training: Job, other: str, steered: elastic.Job) -> None:
         return {member["worker"][0] for member in training.worlds()[-1]["members"]}
 
     began = [member["worker"] for member in training.worlds()[-1]["members"]]
-    assert steered.scale(8) == "8 workers wanted, before 4"
+    assert steered.scale(8) == str(because(Why.SCALED, workers=8, before=4, leave=0, slots=8))
     assert other in becomes(8)
-    assert "5 of them leave" in steered.scale(3)
+    assert wording.THEM_LEAVE_2 in steered.scale(3)
     assert other not in becomes(3)
     steered.remove(2)
     becomes(2)
@@ -215,7 +217,7 @@ def test_a_job_with_agents_and_etcd_is_steered_from_anywhere(runtime, tmp_path):
             training.wait_for_world(3)
             assert "drained" in command("status", *common)
             assert (
-                "no job of this user runs here"
+                wording.NO_JOB_USER_RUNS_2
                 in subprocess.run(
                     [elasticrun(), "status"], capture_output=True, text=True, timeout=60
                 ).stderr

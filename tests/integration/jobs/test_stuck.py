@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver.reasons import Why
+from harness import wording
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job
 
@@ -32,7 +33,7 @@ def stalling(job, np: int, stall: str, flags: str = SOON, **env: str) -> Job:
 )
 def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
     training = stalling(job, 3, f"slot=1,step=4,place=forward,how={how}")
-    training.wait_for(r"rank \d \(localhost:1#1 on localhost\) keeps the others waiting in '.*idle")
+    training.wait_for(wording.RANK_LOCALHOST_LOCALHOST_KEEPS)
     training.wait_for(rf"^\[\d\].*{where}$")
     training.succeed()
     assert sizes(training)[-1] == 2
@@ -44,7 +45,7 @@ def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
 def test_a_busy_worker_is_named_and_later_fenced(job):
     flags = "--idle-timeout 3 --busy-warning 2 --busy-timeout 5"
     training = stalling(job, 3, "slot=1,step=4,place=forward,how=loop", flags)
-    training.wait_for(r"warning: rank \d \(localhost:1#1 .* keeps the others waiting .* busy \(CPU")
+    training.wait_for(wording.WARNING_RANK_LOCALHOST_KEEPS)
     assert training.fences() == {}
     training.wait_for(r"^\[\d\].*in loops$")
     training.succeed()
@@ -74,7 +75,7 @@ def test_without_a_check_everybody_is_awaited(job):
     """Nothing but the collective's own timeout ends it, if one is given."""
     flags = "--no-stall-check --gloo-timeout-seconds 3"
     training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)
-    training.wait_for("a collective broke at localhost:0#1")
+    training.wait_for(wording.COLLECTIVE_BROKE_AT_LOCALHOST)
     assert training.fences() == {} and training.actions("DumpStacks") == []
     assert training.end() == []
 
@@ -82,6 +83,6 @@ def test_without_a_check_everybody_is_awaited(job):
 @pytest.mark.nightly
 def test_the_straggler_is_named(job):
     training = stalling(job, 3, "slot=2,place=forward,how=slow", STEPS="2000")
-    training.wait_for(r"warning: rank \d \(localhost:2#1 .*holds the others up", timeout=60)
+    training.wait_for(wording.WARNING_RANK_LOCALHOST_HOLDS, timeout=60)
     assert training.fences() == {}
     assert training.end() == []

@@ -18,6 +18,7 @@ from elastic.driver.commandline.afterwards.replay_cli import play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.protocol.messages import Worker
+from harness import wording
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import Job
@@ -65,7 +66,7 @@ def lifetimes(training: Job) -> dict[str, float]:
 
 def scraped(training: Job) -> tuple[Seconds, Seconds]:
     """Of the workers by part, of the job by stretch: as Prometheus has it now."""
-    at = re.search(r"metrics are at (\S+)", training.output)
+    at = re.search(wording.METRICS_ARE_AT, training.output)
     assert at is not None
     with urllib.request.urlopen(at[1], timeout=10) as answer:
         told = list(text_string_to_metric_families(answer.read().decode()))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment
+from harness import wording
 from harness.history import SCRIPTS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -147,7 +148,7 @@ def test_a_script_trains_again_after_a_training_that_lost_rank_0(job: Any, libra
     found = training.succeed(2 * START_S)
     assert len(training.worlds()) == 3
     assert re.findall(r"fit ([23]: \d+ steps)", found) == ["2: 24 steps", "3: 24 steps"]
-    assert found.count("this script has trained before") == 2
+    assert found.count(wording.SCRIPT_TRAINED_BEFORE) == 2
 
 
 def rates(training: Any) -> dict[int, float]:
@@ -228,4 +229,4 @@ def test_without_elasticrun_it_says_how_to_start(library: str):
         env=clean_environment(),
     )
     assert done.returncode != 0
-    assert "elasticrun -np 2 python script.py" in done.stderr
+    assert wording.ELASTICRUN_NP_PYTHON_SCRIPT in done.stderr

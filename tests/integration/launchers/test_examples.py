@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import wording
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SVG = "http://www.w3.org/2000/svg"  # the name of a namespace
 
@@ -34,7 +36,9 @@ def test_the_minimal_one_survives_the_loss_of_rank_0(job):
     fitting = job("-np 3 --min-np 2", ["python", EXAMPLES / "minimal.py"])
     fitting.wait_for("step 40 .*workers 3")
     fitting.kill(rank=0)
-    fitting.wait_for("recovered in")  # rank 0 may be back before the others print their next line
+    fitting.wait_for(
+        wording.RECOVERED
+    )  # rank 0 may be back before the others print their next line
     fitting.wait_for("y = 3.00 x [+] 1.00")
     fitting.succeed()
 
@@ -89,8 +93,8 @@ def test_the_gpt_writes_metrics_and_its_run_a_report(job):
     assert all(after >= before for before, after in itertools.pairwise(steps)), steps
     assert lines[-1]["validation_loss"] < 5.5
     page = (training.folder / "out.html").read_text()
-    assert "The job ended well" in page
-    assert "was killed with SIGKILL" in page
+    assert wording.JOB_ENDED_WELL in page
+    assert wording.KILLED_SIGKILL in page
     for reported in ("loss", "tokens_per_s", "validation_loss", "sample"):
         assert f">{reported}</" in page, "numbers in tiles, texts as they are"
     assert page.count(">steps</") == 1

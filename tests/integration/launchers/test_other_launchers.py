@@ -27,6 +27,7 @@ from elastic.rendezvous.find_rank0 import Rank0Endpoint, meet
 from elastic.rendezvous.launcher_env import ByAddress, ByFile, Started
 from elastic.rendezvous.store import listen
 from harness.forked import MARK, Forked
+from harness.golden import raises, recorded
 from harness.history import SCRIPTS
 from harness.torchrun import torchrun
 
@@ -97,7 +98,7 @@ def test_a_lost_peer_of_a_world_started_by_hand():
     [told] = said(first)
     assert told["place"] == [0, 2, 0, 2, 0, 1], second
     assert told["raised"] and told["after"] < 30
-    assert "the 2 ranks did not all call init() again" in told["again"]
+    recorded("messages", told["again"])
     assert said(second) == []
 
 
@@ -184,9 +185,9 @@ def test_what_a_dead_job_left_misleads_nobody(folder):
 
 
 def test_a_rank_that_never_comes_is_told(folder):
-    with pytest.raises(CollectiveFailed, match=r"the 2 ranks that mpirun tells of did not all"):
+    with raises(CollectiveFailed):
         meet(rank(1), env(0.1))
-    with pytest.raises(CollectiveFailed, match=r"rank 0 has\. Set HOROVOD_START_TIMEOUT to wait"):
+    with raises(CollectiveFailed):
         meet(rank(0), env(0.1))
 
 
@@ -203,18 +204,18 @@ def test_rank_0_may_come_last(monkeypatch):
 def test_a_folder_that_others_can_enter_is_refused(folder):
     folder.mkdir()
     folder.chmod(0o755)
-    with pytest.raises(Invalid, match="is not a folder of this user's with mode 0700: remove it"):
+    with raises(Invalid):
         meet(rank(0), env())
 
 
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         way = ByAddress("127.0.0.1", taken.getsockname()[1], b"")
-        with pytest.raises(Invalid, match="set ELASTIC_MASTER_PORT to another port for all ranks"):
+        with raises(Invalid):
             meet(Started("srun", 0, 2, None, way), env())
 
 
 def test_a_host_that_is_unknown_is_told():
     way = ByAddress("nowhere.invalid", 1, b"")
-    with pytest.raises(Invalid, match=r"'nowhere\.invalid' can't be resolved"):
+    with raises(Invalid):
         meet(Started("srun", 1, 2, None, way), env())

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment
+from harness import wording
 from harness.job import Job, elasticrun
 from harness.sources import ROOT
 
@@ -254,7 +255,7 @@ def test_it_runs_as_it_stands(page: str, command: str, reader: Path) -> None:
     (reader / "train.py").write_text(script_of(page))
     said = ran(command.replace(":8080", ":0"), reader)
     if command.endswith("train.py"):
-        assert "training has ended" in said or "exit code 0" in said or "worker" in said
+        assert wording.TRAINING_ENDED in said or "exit code 0" in said or "worker" in said
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from harness import wording
 from harness.history import SCRIPTS, TRAINING
 
 PLACES = ["python", SCRIPTS / "ranks_and_places.py"]
@@ -63,9 +64,7 @@ def test_a_rank_that_fails_fails_the_job(job, rank, how, code, words):
     """At once: the others don't wait for a timeout. The message names rank, host and exit code."""
     running = job("-np 3", [*PLAIN, str(rank), how])
     assert running.wait(40) == code
-    running.wait_for(
-        rf"exit code {code}: .*rank {rank} \(localhost:{rank}#1 on localhost\).*{words}"
-    )
+    running.wait_for(wording.EXIT_CODE_RANK_LOCALHOST % (code, rank, rank, words))
     if how == "raise":
         running.wait_for(r"^\[[\w:]+\] ValueError: this sample is damaged")
     if how != "late":
@@ -77,7 +76,7 @@ def test_a_rank_that_ends_too_early_fails_the_job(job):
     """With exit code 0 in the middle of training: the others would wait for it for ever."""
     running = job("-np 2", [*PLAIN, "1", "0"])
     assert running.wait(40) == 1
-    running.wait_for(r"rank 1 \(localhost:1#1 on localhost\).*exit code 0")
+    running.wait_for(wording.RANK_LOCALHOST_LOCALHOST_EXIT)
 
 
 @pytest.mark.forked
@@ -100,8 +99,8 @@ def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job)
     running = job("-np 3 --min-np 1", [*PLAIN, "1", "kill"])
     # That of whose word came first, the survivor's or the victim's.
     assert running.wait(40) in (1, 137)
-    running.wait_for(r"the job ends with exit code .*localhost:1#1.*signal 9 SIGKILL")
-    running.wait_for("@elastic.run to survive lost workers")
+    running.wait_for(wording.JOB_ENDS_EXIT_CODE_3)
+    running.wait_for(wording.ELASTIC_RUN_SURVIVE_LOST)
     assert "step 4" not in running.output
     assert len(running.actions("StartWorker")) == 3, "nobody starts anew on its own"
 
@@ -111,7 +110,7 @@ def test_with_a_reset_limit_all_begin_anew_where_one_is_killed_before_elastic_ru
     """It is killed each time, so that the limit ends the job."""
     running = job("-np 3 --min-np 1 --reset-limit 1", [*PLAIN, "1", "kill"])
     assert running.wait(60) == 1
-    running.wait_for("all start from the beginning")
+    running.wait_for(wording.ALL_START_FROM_BEGINNING)
     running.wait_for("--reset-limit 1 is reached")
     assert "step 4" not in running.output
 
@@ -136,4 +135,4 @@ def test_programs_without_init_may_be_anything(job, flags):
 def test_a_program_without_init_that_fails_fails_a_static_job(job):
     running = job("-np 2", ["sh", "-c", 'test "$HOROVOD_RANK" = 0 && exec sleep 60; exit 7'])
     assert running.wait(20) == 7
-    running.wait_for(r"localhost:1#1 on localhost\).*exit code 7")
+    running.wait_for(wording.LOCALHOST_LOCALHOST_EXIT_CODE)

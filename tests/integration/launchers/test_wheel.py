@@ -16,6 +16,7 @@ import pytest
 
 from elastic.collectives.shared_memory import native_library
 from elastic.version import __version__
+from harness import wording
 from harness.program import output_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -84,7 +85,7 @@ def trains(wheel: Path, tmp_path: Path) -> None:
         OMP_NUM_THREADS="1",
     )
     assert told.count(f"from {target}/elastic/__init__.py version {__version__}") == 2
-    assert "The job ended well" in (tmp_path / "report.html").read_text()
+    assert wording.JOB_ENDED_WELL in (tmp_path / "report.html").read_text()
     assert __version__ in run([tmp_path / "env" / "bin" / "horovodrun", "--version"], tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from harness import wording
 from harness.history import SCRIPTS
 from harness.ray_cluster import RayCluster, RayJob
 
@@ -86,7 +87,7 @@ def test_with_its_actor_an_agent_and_its_workers_end(told):
 def test_with_its_agent_an_actor_ends(told):
     found = told("agent-killed")
     assert found["took_s"] < 15.0 and not found["folder"]
-    assert "warning: the agent on left was killed by signal 9" in found["log"]
+    assert wording.WARNING_AGENT_LEFT_KILLED in found["log"]
 
 
 def test_a_detached_agent_finds_the_next_driver(told):

@@ -19,6 +19,8 @@ import pytest
 
 from elastic.chaos.harness.ports import free_port
 from elastic.driver.launch.starter import AGENT_MODULE
+from elastic.driver.reasons import Why, because
+from harness import wording
 from harness.history import SCRIPTS
 from harness.otlp_collector import otlp_collector
 from harness.program import output_of
@@ -134,7 +136,7 @@ def test_from_a_script_called_driver_and_from_a_client_at_once(
     met(said(plain, "values")[0], 7)
     met(said(client, "values")[0], 3)
     (refused,) = said(client, "refused")
-    assert refused.startswith("100 workers of CPU 1 each were asked for, and 8 could be placed")
+    assert refused.startswith(wording.WORKERS_CPU_EACH_WERE)
 
 
 @pytest.mark.nightly
@@ -191,11 +193,11 @@ def test_from_a_task_and_from_an_actor_and_what_cannot_work_is_said(call: Callab
     met(by_task, 1, workers=1)
     met(by_actor, 2, workers=1)
     not_pickled, too_many = said(job, "Invalid")
-    assert "the function can't be pickled" in not_pickled and "lock" in not_pickled
-    assert "100 workers of CPU 1 each were asked for, and 8 could be placed" in too_many
-    assert "is free on 1 node" in too_many
+    assert wording.FUNCTION_CANT_BE_PICKLED in not_pickled and "lock" in not_pickled
+    assert wording.WORKERS_CPU_EACH_WERE in too_many
+    assert wording.FREE_NODE in too_many
     (failed,) = said(job, "JobFailed")
-    assert failed.startswith("the job ended with exit code 1")
+    assert failed.startswith(wording.JOB_ENDED_EXIT_CODE_3)
     assert "LookupError: this is what the user did" in job.output
     assert "in fails" in job.output  # its traceback
 
@@ -240,7 +242,7 @@ def test_a_detached_job_outlives_its_caller_and_its_driver(
     (values,) = said(second, "values")
     assert [value["rank"] for value in values] == [0, 1]
     assert all(value["entered"] == [0] for value in values), "no step has failed"
-    assert "no detached job 'a name that nobody has'" in said(second, "refused")[0]
+    assert wording.NO_DETACHED_JOB_NAME in said(second, "refused")[0]
 
 
 @pytest.mark.nightly
@@ -248,14 +250,14 @@ def test_a_detached_job_is_scaled_through_ray(call: Callable[..., RayJob], tmp_p
     job = call("steered", "gpt", folder=tmp_path)
     job.succeed(2 * LONG_S)
     assert said(job, "told") == [
-        "2 workers wanted, before 3: 1 of them leaves at the next commit",
-        "3 workers wanted, before 2",
-        "1 worker wanted, before 3: 2 of them leave at the next commit",
+        str(because(Why.SCALED, workers=2, before=3, leave=1, slots=3)),
+        str(because(Why.SCALED, workers=3, before=2, leave=0, slots=3)),
+        str(because(Why.SCALED, workers=1, before=3, leave=2, slots=3)),
     ]
     (values,) = said(job, "values")
     [made] = [value["made"] for value in values]
     assert made == list(range(len(made))), "rank 0 has made every step once"
-    assert "is over: " not in job.output, "no world has broken"
+    assert wording.OVER not in job.output, "no world has broken"
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness import wording
 from harness.history import SCRIPTS
 from harness.ray_cluster import RayCluster, RayJob
 
@@ -82,7 +83,7 @@ def test_nodes_come_drain_and_die_and_the_claims_follow(cluster):
         left = claims(cluster)
         assert sorted(left.values()) == ["", "", second, second]
         assert {number for number, node in left.items() if not node} == {"4", "5"}
-        job.wait_for(rf"^log info: .*-{first[:8]} drains: its workers leave, others are asked for$")
+        job.wait_for(wording.LOG_INFO_DRAINS_WORKERS % (first[:8],))
         # Those that wait are placed on a node that comes.
         third = cluster.add(num_cpus=2)
         job.until_listed({second: 2, third: 2})
@@ -127,8 +128,8 @@ def test_without_room_it_is_refused_with_what_there_is(cluster):
     with watched(cluster, "large", most=2, at_least=1, resources={"CPU": 64}, within_s=1) as job:
         said = job.wait_for("^refused: (.*)")[1]
         job.succeed()
-    assert said.startswith("1 worker of CPU 64 was asked for, and 0 could be placed within 1")
-    assert "no node is large enough for one" in said
+    assert said.startswith(wording.WORKER_CPU_ASKED_COULD)
+    assert wording.NO_NODE_LARGE_ENOUGH in said
     assert cluster.placement_groups() == []
 
 
@@ -150,9 +151,9 @@ def test_a_head_that_is_away_changes_nothing_and_claims_end_with_their_ray_job(c
         before = claims(cluster)
         assert len(before) == 2
         cluster.kill_gcs()
-        job.wait_for("^log warning: Ray does not answer as it should: .*; keeping ")
+        job.wait_for(wording.LOG_WARNING_RAY_DOES)
         cluster.start_gcs()
-        job.wait_for("^log info: Ray answers again$")
+        job.wait_for(wording.LOG_INFO_RAY_ANSWERS)
         assert claims(cluster) == before
         assert len([line for line in job.lines if line.startswith("hosts ")]) == job.known == 1
         job.process.kill()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness import wording
 from harness.history import SCRIPTS
 from harness.ray_cluster import RayCluster, RayJob
 
@@ -60,7 +61,7 @@ def test_who_comes_after_a_driver_knows_what_it_did(cluster):
         second.wait_for(SETTLED, count=10)
         with driver(cluster) as third:
             third.wait_for(SETTLED)
-            second.wait_for(r"^log warning another driver leads job night now")
+            second.wait_for(wording.LOG_WARNING_ANOTHER_DRIVER)
             second.wait_for(r"^deposed \d+$")
             assert second.wait() == 0
             check_goes_on(third, second, term=2)
@@ -71,5 +72,5 @@ def test_who_comes_after_a_driver_knows_what_it_did(cluster):
             third.wait()
     with driver(cluster, "forget") as last:
         check_goes_on(last, third, term=3)
-        last.wait_for(r"^left None$")
+        last.wait_for("^left None$")
         assert last.wait() == 0

@@ -13,6 +13,8 @@ import pytest
 
 import elastic
 from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
+from elastic.driver.reasons import Why, because
+from harness import wording
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
 
@@ -82,11 +84,11 @@ def test_a_job_on_ray_goes_from_4_to_8_to_3_a_host_is_drained_and_a_worker_remov
         assert len(cluster.placement_groups()) == 4
 
         asked = time.monotonic()
-        assert "8 workers wanted, before 4" in job.scale(8)
+        assert str(because(Why.SCALED, workers=8, before=4, leave=0, slots=8)) in job.scale(8)
         steered.becomes(8, asked)
 
         asked = time.monotonic()
-        assert "5 of them leave" in job.scale(3)
+        assert wording.THEM_LEAVE_2 in job.scale(3)
         world = steered.becomes(3, asked)
         # What it does not need any longer is free for others.
         cluster.until(lambda: len(cluster.placement_groups()) == 3, "three places to be held")
@@ -102,10 +104,10 @@ def test_a_job_on_ray_goes_from_4_to_8_to_3_a_host_is_drained_and_a_worker_remov
         assert stay < {step.pid for step in world}, told
 
         asked = time.monotonic()
-        assert "leaves at its next commit" in job.remove(2)
+        assert wording.LEAVES_AT_NEXT_COMMIT in job.remove(2)
         steered.becomes(2, asked)
 
-        with pytest.raises(elastic.RequestRefused, match="is not a host of this job"):
+        with pytest.raises(elastic.RequestRefused, match=wording.NOT_HOST_JOB):
             job.drain("elsewhere")
         training.finish()
         steps = training.steps()

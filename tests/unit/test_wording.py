@@ -1,0 +1,42 @@
+"""What tests of real jobs look for is what the product says: a sentence that is worded anew fails here first."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import wording
+from harness.prose import NUMBER, text_of
+
+ROOT = Path(__file__).parents[2]
+PATTERNS = {
+    name: text for name, text in vars(wording).items() if name.isupper() and isinstance(text, str)
+}
+
+
+@pytest.fixture(scope="module")
+def sentences() -> str:
+    """Every string of the product; an expression in one, and a number, is a blank."""
+    found = [
+        NUMBER.sub(" ", text_of(node).replace("{}", " "))
+        for room in ("driver", "elastic", "chaos", "horovod", "charts", "tests/harness/fake_cuda")
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+    ]
+    pages = [path.read_text() for path in (ROOT / "driver").rglob("*.js")]
+    templates = [path.read_text() for path in (ROOT / "charts").rglob("*.*")]
+    return "\n".join([*found, *pages, *templates])
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_product_says_it(name, sentences):
+    """Two words that stand together in the pattern stand together in the product; those of facts may be elsewhere."""
+    text = NUMBER.sub(" ", re.sub(r"\\[dswSb]|%s|\.\*", " ", PATTERNS[name]).replace("\\", ""))
+    pairs = re.findall(r"(?=(?<![\w'-])([a-z'-]+ [a-z'-]+)(?![\w'-]))", text, re.IGNORECASE)
+    assert pairs, "it has no two words together: look for it where it is used"
+    missing = [pair for pair in pairs if pair not in sentences]
+    assert len(missing) <= len(pairs) // 2, missing
