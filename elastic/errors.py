@@ -156,6 +156,10 @@ class TensorMismatch(ElasticError, HorovodInternalError):
         super().__init__(*args)
         self.calls = tuple(calls)
 
+    def again(self) -> TensorMismatch:
+        """The same once more: each one that waits raises its own."""
+        return TensorMismatch(*self.args, calls=self.calls)
+
 
 class Invalid(ElasticError, ValueError):
     """Bad input: a flag, a file, an argument. The message says what to do."""

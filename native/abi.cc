@@ -2,4 +2,4 @@
 // may have other functions, or other structs. Change it here and in elastic/collectives/shared_memory/native_library.py together.
 #include <cstdint>
 
-extern "C" int32_t elastic_abi(void) { return 10; }
+extern "C" int32_t elastic_abi(void) { return 11; }

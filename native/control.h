@@ -15,6 +15,7 @@ namespace elastic {
 constexpr uint64_t kWindow = 512 << 10;  // bytes of a round
 constexpr uint64_t kChunk = 64 << 10;    // bytes that one rank reduces at a time: with its sources they fit into a core's cache
 constexpr uint64_t kRing = 64;           // rounds that a rank may be ahead of another
+constexpr int kMismatchWords = 5;
 constexpr uint64_t kSlots = 4;           // the same where staging is used
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "other processes see these words");
@@ -31,6 +32,7 @@ struct alignas(128) Seat {  // of one rank; nobody else writes it
   std::atomic<uint32_t> writing;  // it may be writing into others' memory
   std::atomic<uint32_t> blocked;  // it has something to offer, and waits until the others have taken more
   Offer offers[kRing];
+  uint64_t mismatch[kMismatchWords];  // written before `status` says kMismatch of this rank: see elastic_mismatch
 };
 
 struct alignas(64) Tally {  // of a round's chunks; both only grow, by the number of chunks in each use of the entry
@@ -47,6 +49,6 @@ struct Control {
 
 inline size_t control_bytes(int32_t size) { return sizeof(Control) + sizeof(Seat) * static_cast<size_t>(size - 1); }
 
-constexpr uint64_t kAborted = 1, kGone = 2, kLate = 3, kOther = 4, kTooLong = 5;  // reasons in `status`
+constexpr uint64_t kAborted = 1, kGone = 2, kLate = 3, kOther = 4, kMismatch = 5;  // reasons in `status`
 
 }  // namespace elastic

@@ -179,7 +179,10 @@ bool elastic_group::carry() {
     if (sent || wake) rounds.bell().ring();
     moved |= sent || received;
   }
-  if (lanes.too_long() >= 0 && !rounds.failed()) rounds.fail(kTooLong, lanes.too_long());
+  const Lanes::Mismatch& found = lanes.mismatch();
+  if (found.source >= 0 && !rounds.failed()) {
+    rounds.fail_mismatch({static_cast<uint64_t>(found.source), found.sent_bytes, found.sent_type, found.room_bytes, found.room_type});
+  }
   {
     std::lock_guard<std::mutex> queue(queueing);
     carrying.store(lanes.pending() || !messages.empty());
@@ -388,15 +391,17 @@ int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s) {
   return group->wait(timeout_s, [=] { return elastic_done(group, ticket); });
 }
 
-int32_t elastic_send(elastic_group* group, const void* data, uint64_t bytes, int32_t to, int64_t tag, int32_t* state) {
+int32_t elastic_send(elastic_group* group, const void* data, uint64_t bytes, uint64_t type, int32_t to, int64_t tag,
+                     int32_t* state) {
   if (to < 0 || to >= group->rounds.size() || to == group->rounds.rank()) return 0;
   // It is only read.
-  return group->post(Message{static_cast<uint8_t*>(const_cast<void*>(data)), bytes, to, tag, state, 0, true});
+  return group->post(Message{static_cast<uint8_t*>(const_cast<void*>(data)), bytes, to, tag, type, state, 0, true});
 }
 
-int32_t elastic_receive(elastic_group* group, void* data, uint64_t bytes, int32_t source, int64_t tag, int32_t* state) {
+int32_t elastic_receive(elastic_group* group, void* data, uint64_t bytes, uint64_t type, int32_t source, int64_t tag,
+                        int32_t* state) {
   if (source < -1 || source >= group->rounds.size() || source == group->rounds.rank()) return 0;
-  return group->post(Message{static_cast<uint8_t*>(data), bytes, source, tag, state, 0, false});
+  return group->post(Message{static_cast<uint8_t*>(data), bytes, source, tag, type, state, 0, false});
 }
 
 int32_t elastic_wait_message(elastic_group* group, const int32_t* state, double timeout_s) {
@@ -417,6 +422,11 @@ void elastic_abort(elastic_group* group) {
 uint64_t elastic_status(elastic_group* group) {
   const Caller caller(group->callers);
   return group->rounds.status();
+}
+
+void elastic_mismatch(elastic_group* group, uint64_t* words) {
+  const Caller caller(group->callers);
+  group->rounds.mismatch(words);
 }
 
 uint64_t elastic_missing(elastic_group* group) {

@@ -78,10 +78,12 @@ int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s);
 // Messages from one rank to another, in a group that has nothing else: both use the staging. What one rank sends to another
 // under one tag is received in that order; `source` -1 takes what comes first of any rank. `state` is -1 and becomes the other
 // rank once the message has been received: until then, or until the group is drained, the caller keeps it and the bytes. A
-// message may be shorter than the room for it. Returns 0 where the arguments make no sense. They have no deadline but that
-// of whoever waits.
-int32_t elastic_send(elastic_group* group, const void* data, uint64_t bytes, int32_t to, int64_t tag, int32_t* state);
-int32_t elastic_receive(elastic_group* group, void* data, uint64_t bytes, int32_t source, int64_t tag, int32_t* state);
+// message has as many bytes as the room for it, and the same `type`, which is the caller's name for its elements: else the
+// group fails. Returns 0 where the arguments make no sense. They have no deadline but that of whoever waits.
+int32_t elastic_send(elastic_group* group, const void* data, uint64_t bytes, uint64_t type, int32_t to, int64_t tag,
+                     int32_t* state);
+int32_t elastic_receive(elastic_group* group, void* data, uint64_t bytes, uint64_t type, int32_t source, int64_t tag,
+                        int32_t* state);
 int32_t elastic_wait_message(elastic_group* group, const int32_t* state, double timeout_s);  // as elastic_wait
 
 // Ends every wait here and on the other ranks; any thread, any number of times, never blocks. The first reason counts.
@@ -89,8 +91,11 @@ void elastic_abort(elastic_group* group);
 
 // Why the group failed: reason << 8 | rank; 0 while it has not. One word, so that both belong together. Any thread.
 //   1 rank aborted it   2 rank's process is gone   3 rank did not come in time   4 rank called another collective
-//   5 rank sent a message that is longer than the room for it
+//   5 rank was sent a message of other bytes or another type than its receive: see elastic_mismatch
 uint64_t elastic_status(elastic_group* group);
+
+// Where the reason is 5: the sender, then bytes and type that were sent, then those of the receive. Any thread.
+void elastic_mismatch(elastic_group* group, uint64_t* words);
 
 // A bit for each rank that has not come to the oldest collective that is not over here. Any thread.
 uint64_t elastic_missing(elastic_group* group);

@@ -11,11 +11,12 @@ namespace {
 
 constexpr uint64_t kPiece = 256 << 10;  // bytes that are moved at a time: the other side begins with them
 constexpr int kPiecesAtOnce = 8;
-constexpr uint64_t kAlign = 16;  // of a message in a lane, so that its header lies in one piece
+constexpr uint64_t kAlign = 32;  // of a message in a lane, so that its header lies in one piece
 
 struct Header {
   uint64_t bytes;
   int64_t tag;
+  uint64_t type, spare;
 };
 static_assert(sizeof(Header) == kAlign);
 
@@ -110,7 +111,7 @@ bool Lanes::send_one(std::list<Message>& queue, int to) {
   const uint64_t before = written_[to];
   if (message.moved == 0) {
     if (free < sizeof(Header)) return false;
-    const Header header{message.bytes, message.tag};
+    const Header header{message.bytes, message.tag, message.type, 0};
     std::memcpy(way.ring + written_[to] % room_, &header, sizeof header);
     written_[to] += sizeof header, message.moved += sizeof header, free -= sizeof header;
   }
@@ -148,11 +149,11 @@ bool Lanes::receive_one(int source, bool* wake) {
   Lane& way = lane(source, rank_);
   Arrival& arrival = arrivals_[source];
   uint64_t available = way.written.load(std::memory_order_seq_cst) - read_[source];
-  if (available == 0 || too_long_ >= 0) return false;
+  if (available == 0 || mismatch_.source >= 0) return false;
   if (!arrival.begun) {
     Header header;
     std::memcpy(&header, way.ring + read_[source] % room_, sizeof header);
-    if (!begin(arrival, source, header.tag, header.bytes)) return false;
+    if (!begin(arrival, source, header.tag, header.type, header.bytes)) return false;
     read_[source] += sizeof header, available -= sizeof header;
   }
   uint8_t* const to = arrival.kept != nullptr ? arrival.kept->data.get() : arrival.into.front().data;
@@ -184,35 +185,35 @@ bool Lanes::receive_one(int source, bool* wake) {
 }
 
 // Whether anybody here takes the message at the head of this lane, or one behind it.
-bool Lanes::begin(Arrival& arrival, int source, int64_t tag, uint64_t bytes) {
+bool Lanes::begin(Arrival& arrival, int source, int64_t tag, uint64_t type, uint64_t bytes) {
   bool asked = false;
   for (auto each = receives_.begin(); each != receives_.end(); ++each) {
     if (each->peer != source && each->peer != -1) continue;
     asked = true;
     if (each->tag != tag) continue;
-    if (bytes > each->bytes) {
-      too_long_ = source;
-      return false;
-    }
+    if (!fits(source, type, bytes, *each)) return false;
     arrival.into.splice(arrival.into.end(), receives_, each);
     ++receiving_;
     arrival.begun = true, arrival.bytes = bytes, arrival.moved = 0;
     return true;
   }
   if (!asked) return false;
-  kept_.push_back(Kept{source, tag, bytes, std::unique_ptr<uint8_t[]>(new uint8_t[bytes])});
+  kept_.push_back(Kept{source, tag, type, bytes, std::unique_ptr<uint8_t[]>(new uint8_t[bytes])});
   arrival.kept = &kept_.back();
   arrival.begun = true, arrival.bytes = bytes, arrival.moved = 0;
   return true;
 }
 
+bool Lanes::fits(int source, uint64_t type, uint64_t bytes, const Message& receive) {
+  if (type == receive.type && bytes == receive.bytes) return true;
+  mismatch_ = {source, bytes, type, receive.bytes, receive.type};
+  return false;
+}
+
 bool Lanes::take_kept(const Message& receive) {
   for (auto each = kept_.begin(); each != kept_.end(); ++each) {
     if (!each->whole || each->tag != receive.tag || (receive.peer != -1 && receive.peer != each->source)) continue;
-    if (each->bytes > receive.bytes) {
-      too_long_ = each->source;
-      return false;
-    }
+    if (!fits(each->source, each->type, each->bytes, receive)) return false;
     if (each->bytes > 0) std::memcpy(receive.data, each->data.get(), each->bytes);
     settle(receive, each->source);
     kept_.erase(each);

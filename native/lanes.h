@@ -21,6 +21,7 @@ struct Message {  // asked for here
   uint64_t bytes = 0;
   int32_t peer = 0;  // -1: whoever sends first
   int64_t tag = 0;
+  uint64_t type = 0;  // what the caller calls its elements
   int32_t* state = nullptr;  // see elastic_send
   uint64_t moved = 0;        // of a header and the bytes, into a lane
   bool sends = false;
@@ -41,8 +42,12 @@ class Lanes {
   // The same for what has come; only a sender that waits has to be woken then. Writes into others' memory, so the caller
   // says that it does.
   bool receive_some(bool* wake);
-  // The sender of a message that is longer than the tensor that it was to go to; -1: none.
-  int too_long() const { return too_long_; }
+  // A message of other bytes or another type than its receive; `source` -1: none. Nothing is received after it.
+  struct Mismatch {
+    int source = -1;
+    uint64_t sent_bytes = 0, sent_type = 0, room_bytes = 0, room_type = 0;
+  };
+  const Mismatch& mismatch() const { return mismatch_; }
   // One of these ranks for which something here waits, or for a message of anybody where all others are among them; -1: none.
   int awaited(uint64_t among) const;
 
@@ -51,7 +56,7 @@ class Lanes {
   struct Kept {  // a message that nobody had asked for yet
     int source;
     int64_t tag;
-    uint64_t bytes;
+    uint64_t type, bytes;
     std::unique_ptr<uint8_t[]> data;
     bool whole = false;
   };
@@ -65,7 +70,8 @@ class Lanes {
   Lane& lane(int from, int to) const;
   bool send_one(std::list<Message>& queue, int to);
   bool receive_one(int source, bool* wake);
-  bool begin(Arrival& arrival, int source, int64_t tag, uint64_t bytes);
+  bool begin(Arrival& arrival, int source, int64_t tag, uint64_t type, uint64_t bytes);
+  bool fits(int source, uint64_t type, uint64_t bytes, const Message& receive);
   bool take_kept(const Message& receive);
 
   int rank_, size_;
@@ -78,7 +84,7 @@ class Lanes {
   std::list<Kept> kept_;                   // in the order in which they came
   std::vector<uint64_t> written_, read_;   // of the lanes to and from each rank
   size_t sending_ = 0, receiving_ = 0;
-  int too_long_ = -1;
+  Mismatch mismatch_;
   int turn_ = 0;
 };
 

@@ -550,6 +550,7 @@ bool Rounds::detach() {
   const auto start = reinterpret_cast<uintptr_t>(own_.get());
   auto* const copy = reinterpret_cast<Control*>((start + kAlignment - 1) / kAlignment * kAlignment);
   copy->status.store(status(), std::memory_order_relaxed);
+  mismatch(copy->seats[status() & 0xff].mismatch);
   if (written_by_others()) copy->seats[(rank_ + 1) % size_].writing.store(1, std::memory_order_relaxed);
   control_.store(copy, std::memory_order_seq_cst);
   return true;
@@ -559,6 +560,18 @@ void Rounds::fail(uint64_t reason, int rank) {
   uint64_t none = 0;
   control()->status.compare_exchange_strong(none, reason << 8 | static_cast<uint64_t>(rank), std::memory_order_seq_cst);
   bell().ring();
+}
+
+void Rounds::fail_mismatch(const uint64_t (&words)[kMismatchWords]) {
+  std::copy(std::begin(words), std::end(words), seat(rank_).mismatch);
+  fail(kMismatch, rank_);
+}
+
+void Rounds::mismatch(uint64_t* words) const {
+  const uint64_t found = status();
+  const int rank = std::min(static_cast<int>(found & 0xff), size_ - 1);
+  const auto& said = control()->seats[rank].mismatch;
+  if (found >> 8 == kMismatch) std::copy(std::begin(said), std::end(said), words);
 }
 
 }  // namespace elastic

@@ -87,6 +87,8 @@ class Rounds {
   uint64_t status() const { return control()->status.load(std::memory_order_acquire); }
   bool failed() const { return status() != 0; }
   void fail(uint64_t reason, int rank);  // any thread; the first one counts
+  void fail_mismatch(const uint64_t (&words)[kMismatchWords]);  // of a message that this rank receives
+  void mismatch(uint64_t* words) const;
 
   void stop() { stopped_ = true; }  // nothing is read or written any more
   bool stopped() const { return stopped_; }

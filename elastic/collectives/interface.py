@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # From here on a tensor is reduced alone, from and to its own memory: copying it into a buffer with others, and back,
 # would cost more than it saves. By measurement over Gloo, see benchmarks/negotiation.py.
 ALONE_BYTES = 1 << 20
+# Of a message: some backends need what lies above, and torch has 31 bits.
+MAX_TAG = (1 << 30) - 1
 
 
 class Op(enum.IntEnum):
@@ -119,10 +121,12 @@ class Messenger(Protocol):
     """A group that carries messages from one rank to another, and nothing else. Ranks and tensors as above."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> MessageWork:
-        """What is sent to one rank under one tag arrives in this order."""
+        """What is sent to one rank under one tag, of 0 to MAX_TAG, arrives in this order."""
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """As many bytes as were sent. None: from whichever rank's message comes first; `MessageWork.source` tells."""
+        """None: from whichever rank's message comes first; `MessageWork.source` tells. Waiting for it raises
+        TensorMismatch if what was sent has another dtype or number of elements, and names both.
+        """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
         """Blocks. Rank 0 waits for each of the others. Raises CollectiveFailed, which there says who did not come: the

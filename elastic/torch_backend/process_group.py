@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic.collectives.interface import Collectives
+from elastic.collectives.interface import MAX_TAG, Collectives
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
 from elastic.torch_backend import collective_calls, reductions
@@ -203,6 +203,7 @@ class ElasticProcessGroup(FollowingGroup):
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> ElasticWork:
         (tensor,) = _listed(tensors)
+        _check_tag("send", tag)
         rt = self.with_others("send")
         with rt.guard("send"):
             begun = self.messages.send(rt, tensor, to, tag)
@@ -210,6 +211,7 @@ class ElasticProcessGroup(FollowingGroup):
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> ElasticWork:
         (tensor,) = _listed(tensors)
+        _check_tag("recv", tag)
         rt = self.with_others("recv")
         with rt.guard("recv"):
             begun, message = self.messages.receive(rt, tensor, source, tag)
@@ -241,6 +243,11 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
     if not found:
         raise Invalid("a collective takes one tensor at least")
     return found
+
+
+def _check_tag(name: str, tag: int) -> None:
+    if not 0 <= tag <= MAX_TAG:
+        raise Invalid(f"{name} with tag {tag}: give a tag of 0 to {MAX_TAG}")
 
 
 def _device(opts: Any) -> torch.device:

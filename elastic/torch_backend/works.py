@@ -15,12 +15,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from msgspec import structs
 from torch import distributed
 from torch.autograd import Variable
 
 from elastic.collectives import threads
 from elastic.collectives.interface import KnowsWhoIsMissing, Work
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, TensorMismatch
+from elastic.protocol import calls
 from elastic.torch_backend.collective_calls import Begun
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._futures = futures
         self.generation = owner.generation()  # of the world in which it was begun
         self._lock = threading.RLock()
-        self._error: CollectiveFailed | None = None
+        self._error: CollectiveFailed | TensorMismatch | None = None
         self._future: ElasticFuture | None = None
         self.message: MessageWork | None = None  # that it receives
 
@@ -83,7 +85,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerLost in a job that can recover, CollectiveFailed (a RuntimeError) in one of a fixed size, also
-        after ``timeout``, by default that of the process group.
+        after ``timeout``, by default that of the process group. TensorMismatch for a message that does not fit.
         """
         limit_s: float | None = timeout.total_seconds() if timeout is not None else 0.0
         limit_s = limit_s or self._timeout_s
@@ -105,12 +107,14 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             self.complete(self._timeout_s)
         except CollectiveFailed as error:
             self._owner.broke(error, self.generation)
+        except TensorMismatch:
+            pass  # whoever waits raises it
         return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
 
-    def exception(self) -> CollectiveFailed | None:
+    def exception(self) -> CollectiveFailed | TensorMismatch | None:
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -140,7 +144,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return self._begun is None
 
     def complete(self, limit_s: float | None) -> None:
-        """Waits and puts the results in place, once. Raises CollectiveFailed."""
+        """Waits and puts the results in place, once. Raises CollectiveFailed, TensorMismatch."""
         with self._lock:
             if self._begun is not None:
                 try:
@@ -150,11 +154,19 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
                         then()
                 except CollectiveFailed as error:
                     self._error = error
+                except TensorMismatch as error:
+                    self._error = self._in_world(error)
                 self._begun = None
                 if self._future is not None:
                     self._settle(self._future)
         if self._error is not None:
             raise self._error.again()
+
+    def _in_world(self, error: TensorMismatch) -> TensorMismatch:
+        """With the world's numbers of the ranks, which in ``error`` are the group's."""
+        ranks = self._owner.in_world
+        named = [structs.replace(each, rank=ranks(each.rank)) for each in error.calls]
+        return TensorMismatch(calls.message_sentence(named), calls=named)
 
     def _settle(self, future: ElasticFuture) -> None:
         """What it calls may wait for the future, or for this work."""
@@ -274,6 +286,8 @@ class Futures:
                 work.complete(None)
             except CollectiveFailed as error:
                 self._owner.broke(error, work.generation)
+            except TensorMismatch:
+                pass  # its future has it
             except threads.Ending:
                 return
             del work

@@ -509,10 +509,10 @@ void ranks_run_far_apart(World& world, int seed) {
 struct Mail {
   explicit Mail(uint64_t count = 0, int32_t value = 0) : values(count, value) {}
   void send(elastic_group* group, int to, int64_t tag) {
-    CHECK(elastic_send(group, values.data(), values.size() * 4, to, tag, &state) == 1);
+    CHECK(elastic_send(group, values.data(), values.size() * 4, type, to, tag, &state) == 1);
   }
   void receive(elastic_group* group, int source, int64_t tag) {
-    CHECK(elastic_receive(group, values.data(), values.size() * 4, source, tag, &state) == 1);
+    CHECK(elastic_receive(group, values.data(), values.size() * 4, type, source, tag, &state) == 1);
   }
   int wait(elastic_group* group) {  // the other rank
     CHECK(elastic_wait_message(group, &state, 30.0) == 1);
@@ -520,6 +520,7 @@ struct Mail {
   }
 
   std::vector<int32_t> values;
+  uint64_t type = 9;
   int32_t state = -1;
 };
 
@@ -537,11 +538,10 @@ void messages_find_their_receives(uint64_t count) {
       }
       int sum = 0;
       for (int i = 0; i < 4; ++i) {
-        Mail got(count + 3, -9);  // longer than what comes
+        Mail got(count);
         got.receive(group, -1, 6);
         sum += 1 + got.wait(group);
         CHECK(count == 0 || got.values[count - 1] == got.state * 100 + 6);
-        CHECK(got.values[count] == -9);
       }
       CHECK(sum == 6);
       return;
@@ -609,18 +609,46 @@ void a_sender_is_through_when_its_message_was_read() {
   CHECK(kept.wait(world.ranks[1]) == 0 && kept.values[99] == 1 && got.values[99] == 2);
 }
 
+// Whether it was sent before it was asked for or after, and kept meanwhile or not.
+void a_message_that_does_not_fit_fails(uint64_t sent, uint64_t room, uint64_t type, bool kept) {
+  World world(2);
+  Mail mail(sent), got(room, -9), other(0);
+  got.type = type;
+  mail.send(world.ranks[0], 1, 0);
+  if (kept) {
+    other.send(world.ranks[0], 1, 1);
+    Mail first(0);
+    first.receive(world.ranks[1], 0, 1);
+    first.wait(world.ranks[1]);
+  }
+  got.receive(world.ranks[1], 0, 0);
+  CHECK(elastic_wait_message(world.ranks[1], &got.state, 30.0) == -1);
+  for (const int32_t value : got.values) CHECK(value == -9);
+  for (elastic_group* group : world.ranks) {
+    uint64_t words[elastic::kMismatchWords] = {};
+    CHECK(elastic_status(group) == (elastic::kMismatch << 8 | 1));
+    elastic_mismatch(group, words);
+    const uint64_t expected[] = {0, sent * 4, 9, room * 4, type};
+    CHECK(std::equal(std::begin(words), std::end(words), expected));
+  }
+  elastic_close(world.ranks[0]);
+  CHECK(elastic_drain(world.ranks[0], 30.0) == 1 && elastic_detach(world.ranks[0], 30.0) == 1);
+  uint64_t words[elastic::kMismatchWords] = {};
+  elastic_mismatch(world.ranks[0], words);
+  CHECK(words[1] == sent * 4);
+}
+
 void a_message_fails_with_its_group() {
   World world(2);
   Mail long_one(2000), short_one(1000), after(1);
   long_one.send(world.ranks[0], 1, 0);
   short_one.receive(world.ranks[1], 0, 0);
   CHECK(elastic_wait_message(world.ranks[1], &short_one.state, 30.0) == -1);
-  CHECK(elastic_status(world.ranks[1]) == (elastic::kTooLong << 8 | 0));
   after.receive(world.ranks[0], 1, 0);
   CHECK(elastic_wait_message(world.ranks[0], &after.state, 30.0) == -1);
   CHECK(elastic_drain(world.ranks[0], 30.0) == 1 && elastic_drain(world.ranks[1], 30.0) == 1);
-  CHECK(elastic_send(world.ranks[0], &after, 1, 0, 0, &after.state) == 0);
-  CHECK(elastic_receive(world.ranks[0], &after, 1, 2, 0, &after.state) == 0);
+  CHECK(elastic_send(world.ranks[0], &after, 1, 0, 0, 0, &after.state) == 0);
+  CHECK(elastic_receive(world.ranks[0], &after, 1, 0, 2, 0, &after.state) == 0);
 }
 
 void who_is_detached_touches_nothing_that_is_shared(int seed) {
@@ -728,6 +756,11 @@ int main() {
   for (int seed = 0; seed < 5; ++seed) many_messages_cross(seed);
   messages_travel_by_themselves();
   a_sender_is_through_when_its_message_was_read();
+  for (const bool kept : {false, true}) {
+    a_message_that_does_not_fit_fails(2000, 1000, 9, kept);
+    a_message_that_does_not_fit_fails(1000, 2000, 9, kept);
+    a_message_that_does_not_fit_fails(1000, 1000, 8, kept);
+  }
   a_message_fails_with_its_group();
   nonsense_is_refused();
   a_call_under_way_is_waited_for();

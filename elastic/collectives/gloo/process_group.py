@@ -37,10 +37,11 @@ from torch._C import _distributed_c10d as c10d
 from elastic.collectives import dtypes_and_ops, threads
 from elastic.collectives.gloo import first_exchange, sockets, thread_activity
 from elastic.collectives.gloo.first_exchange import CollectiveKind, FirstExchange, Header, Places
+from elastic.collectives.gloo.messages import GlooMessages, ReceivedMessage, SentMessage
 from elastic.collectives.gloo.sockets import Endpoint
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.torch_group import REDUCE, as_bytes
-from elastic.errors import CollectiveFailed, Differing
+from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store
 
@@ -96,6 +97,8 @@ class GlooCollectives:
         self._aborted = False  # that is why
         self._differs: Differing | None = None  # that is why
         self._late = False  # that is why
+        self._mismatch: TensorMismatch | None = None  # that is why
+        self._messages = GlooMessages(self)
         self._key = ""  # names the group to all of its ranks
         self._built = threading.Event()  # or given up
         self._swapping = Call()
@@ -253,17 +256,13 @@ class GlooCollectives:
 
     # ---- messages from one rank to another, in no order with the collectives -----------------------------------------
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GlooMessage:
-        """Contiguous; what is sent to one rank under one tag arrives in this order. `receive` takes as many bytes."""
-        return GlooMessage(self, self._begin("send", [as_bytes(tensor)], to, tag), tensor)
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> SentMessage:
+        """Contiguous; what is sent to one rank under one tag arrives in this order. See `Messenger.send`."""
+        return self._messages.send(tensor, to, tag)
 
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> GlooMessage:
-        """Into a contiguous tensor. None: from whichever rank's message comes first; `GlooMessage.source` tells."""
-        if source is None:
-            work = self._begin("recv_anysource", [as_bytes(tensor)], tag)
-        else:
-            work = self._begin("recv", [as_bytes(tensor)], source, tag)
-        return GlooMessage(self, work, tensor)
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceivedMessage:
+        """Into a contiguous tensor. None: from whichever rank's message comes first; see `Messenger.receive`."""
+        return self._messages.receive(tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
         """Blocks. Rank 0 waits for each of the others. Raises CollectiveFailed, which there says who did not come: the
@@ -333,12 +332,12 @@ class GlooCollectives:
                 payload = None if work.payload is None else as_bytes(work.payload)
                 places, *arguments = self._first_exchange.begin(work.called, payload)
                 work.places = places
-                work.first = self._begin("alltoall_base", places.flat, *arguments)
+                work.first = self.begin("alltoall_base", places.flat, *arguments)
                 _watch(self._under_way, work.first)
             if work.second is not None:
                 if not alone and not (work.first.is_completed() and self._same_called(work)):
                     return
-                work.rest = self._begin(*work.second)
+                work.rest = self.begin(*work.second)
                 _watch(self._under_way, work.rest)
             self._queue.popleft()
 
@@ -392,7 +391,7 @@ class GlooCollectives:
             self._first_exchange.give_back(work.places)
             work.places = None
 
-    def _begin(self, name: str, *arguments: Any) -> Any:
+    def begin(self, name: str, *arguments: Any) -> Any:
         self._raise_if_failed()
         try:
             return getattr(self._backend, name)(*arguments)
@@ -499,7 +498,16 @@ class GlooCollectives:
         late = "Timed out" in error and not self._aborted  # Gloo has no other way to say it
         return CollectiveFailed(said, aborted=self._aborted, late=late)
 
+    def mismatched(self, error: TensorMismatch) -> None:
+        """Its connections stay until `abort`: the process is to end with this error, and not another rank with a
+        connection that was closed.
+        """
+        self._mismatch = self._mismatch or error
+        self._failed = self._failed or str(error)
+
     def _raise_if_failed(self) -> None:
+        if self._mismatch is not None:
+            raise self._mismatch.again()
         if self._failed is not None:
             raise CollectiveFailed(
                 self._failed, aborted=self._aborted, differs=self._differs, late=self._late
@@ -615,35 +623,6 @@ class GlooWork:
                 self.over = True
                 # Who has waited may keep this object for long, and they hold tensors.
                 self.payload = self.own = self.put = self.compare = self.second = self.then = None
-
-
-class GlooMessage:
-    """A message under way. Gloo says that it is done to who waits for it, and a wait that ends too soon closes the
-    connection: so it is waited for as long as for a collective, or until the sockets are cut.
-    """
-
-    def __init__(self, group: GlooCollectives, work: Any, held: torch.Tensor) -> None:
-        self._group = group
-        self._work = work
-        self._held = held
-        self._done = False
-
-    @property
-    def source(self) -> int:
-        """Of one that has been received: from which rank."""
-        return int(self._work._source_rank())
-
-    def done(self) -> bool:
-        return self._done
-
-    def within(self, timeout_s: float) -> bool:
-        self.wait()
-        return True
-
-    def wait(self) -> None:
-        if not self._done:
-            self._group.wait_for(self._work)
-            self._done = True
 
 
 class _Addresses(c10d.Store):

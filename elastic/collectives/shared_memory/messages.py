@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, TensorMismatch
 
 UNDER_WAY = -1  # as kUnderWay in native/lanes.h
 _SLICE_S = 0.05  # how long native code waits before Python may handle a signal
@@ -40,7 +40,7 @@ class MessageGroup(Protocol):
 
     def fail(self, why: str) -> CollectiveFailed: ...
 
-    def failure(self) -> CollectiveFailed: ...
+    def failure(self) -> CollectiveFailed | TensorMismatch: ...
 
 
 class SharedMessage:

@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 10  # as in native/abi.cc; changes with every function and struct
+ABI = 11  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -84,11 +84,12 @@ FUNCTIONS = {
     "elastic_barrier": (_u64, (_at,)),
     "elastic_done": (_i32, (_at, _u64)),
     "elastic_wait": (_i32, (_at, _u64, _double)),
-    "elastic_send": (_i32, (_at, _at, _u64, _i32, _i64, _at)),
-    "elastic_receive": (_i32, (_at, _at, _u64, _i32, _i64, _at)),
+    "elastic_send": (_i32, (_at, _at, _u64, _u64, _i32, _i64, _at)),
+    "elastic_receive": (_i32, (_at, _at, _u64, _u64, _i32, _i64, _at)),
     "elastic_wait_message": (_i32, (_at, _at, _double)),
     "elastic_abort": (None, (_at,)),
     "elastic_status": (_u64, (_at,)),
+    "elastic_mismatch": (None, (_at, _at)),
     "elastic_missing": (_u64, (_at,)),
     "elastic_drain": (_i32, (_at, _double)),
     "elastic_close": (None, (_at,)),

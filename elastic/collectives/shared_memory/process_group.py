@@ -19,12 +19,14 @@ from typing import NamedTuple
 
 import torch
 
+from elastic.collectives import message_types
 from elastic.collectives.dtypes_and_ops import DTYPES, check
 from elastic.collectives.interface import Op, Work
+from elastic.collectives.message_types import TensorType
 from elastic.collectives.shared_memory import messages
 from elastic.collectives.shared_memory.messages import SharedMessage
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
-from elastic.errors import CollectiveFailed, Differing
+from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 
 # How long native code waits before Python may handle a signal.
 _SLICE_S = 0.05
@@ -32,13 +34,12 @@ _CLOSE_S = 0.1  # that closing waits for others to stop writing
 
 _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
-_LEFT, _ENDED, _LATE, _OTHER = 1, 2, 3, 4
+_LEFT, _ENDED, _LATE, _OTHER, _MISMATCH = 1, 2, 3, 4, 5
 _REASONS = {
     _LEFT: "rank {rank} of this group left it or aborted it",
     _ENDED: "the process of rank {rank} of this group has ended",
     _LATE: "rank {rank} of this group did not come within {timeout_s:g} s",
     _OTHER: "rank {rank} of this group called another collective, or one of another size",
-    5: "rank {rank} of this group sent a message that is longer than the tensor that receives it",
 }
 _CHILD = "this is a forked child, and groups stay with the parent"
 
@@ -280,6 +281,7 @@ class SharedCollectives:
                 self._native.handle,
                 tensor.data_ptr(),
                 tensor.nbytes,
+                message_types.code_of(tensor.dtype),
                 -1 if peer is None else peer,
                 tag,
                 message.address,
@@ -343,7 +345,7 @@ class SharedCollectives:
         self._failed = _CHILD
         self._native.close_in_forked_child()
 
-    def failure(self) -> CollectiveFailed:
+    def failure(self) -> CollectiveFailed | TensorMismatch:
         """Why a collective failed: what this rank was told, or what the group says."""
         if self._native.elsewhere:
             return CollectiveFailed(_CHILD)
@@ -351,6 +353,12 @@ class SharedCollectives:
         reason, rank = status >> 8, status & 0xFF
         if self._failed is not None and (reason, rank) in ((0, 0), (1, self.rank)):
             return CollectiveFailed(self._failed, aborted=self._aborted)
+        if reason == _MISMATCH:
+            words = (ctypes.c_uint64 * 5)()
+            self._library.elastic_mismatch(self._native.handle, words)
+            source, *types = words
+            sent, received = TensorType(*types[:2]), TensorType(*types[2:])
+            return message_types.mismatch(int(source), sent, rank, received)
         named = self._ranks[rank]
         said = _REASONS[reason].format(rank=named, timeout_s=self.timeout_s)
         ended = named if reason == _ENDED else None

@@ -1,0 +1,51 @@
+"""What a message says of its tensor, and the error where that is not what its receive expects. Pure but for torch."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+
+from elastic.errors import TensorMismatch
+from elastic.protocol import calls
+from elastic.protocol.calls import Called
+
+
+class TensorType(NamedTuple):
+    """Of a contiguous tensor. ``code``: of its dtype, the same in every version of torch."""
+
+    nbytes: int
+    code: int
+
+
+def type_of(tensor: torch.Tensor) -> TensorType:
+    return TensorType(tensor.nbytes, code_of(tensor.dtype))
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """32 bits."""
+    return _CODES.get(dtype) or zlib.crc32(str(dtype).encode())
+
+
+_DTYPES = {each: None for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_CODES: dict[torch.dtype, int] = {}
+_CODES.update({each: code_of(each) for each in _DTYPES})
+_NAMED = {code: dtype for dtype, code in _CODES.items()}
+
+
+def mismatch(source: int, sent: TensorType, to: int, received: TensorType) -> TensorMismatch:
+    """For both ranks of a message that does not fit its receive."""
+    found = (
+        Called(source, "send", tensors=_text(sent)),
+        Called(to, "recv", tensors=_text(received)),
+    )
+    return TensorMismatch(calls.message_sentence(found), calls=found)
+
+
+def _text(of: TensorType) -> str:
+    """``float32 [5]``: nobody tells the shape, only how many elements there are."""
+    dtype = _NAMED.get(of.code)
+    if dtype is None or of.nbytes % dtype.itemsize:
+        return f"{of.nbytes} bytes of an unknown dtype"
+    return f"{str(dtype).removeprefix('torch.')} [{of.nbytes // dtype.itemsize}]"
