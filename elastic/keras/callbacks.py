@@ -62,8 +62,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _shared(self) -> list[Any]:
         """The model's variables that are not local. One of Keras stands for the one of its backend that it holds."""
-        local = {id(each) for var in self._local for each in (var, _held(var))}
-        return [each for each in self.model.variables if not {id(each), id(_held(each))} & local]
+        local = {id(each) for var in self._local for each in (var, tensors.held(var))}
+        return [
+            each for each in self.model.variables if not {id(each), id(tensors.held(each))} & local
+        ]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.broadcast_done = False
@@ -82,12 +84,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 def _is_variable(value: Any) -> bool:
     return callable(getattr(value, "assign", None))
-
-
-def _held(variable: Any) -> Any:
-    """The backend's variable that one of Keras holds; any other is itself."""
-    held = getattr(variable, "value", None)
-    return variable if held is None or callable(held) else held
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

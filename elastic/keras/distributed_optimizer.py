@@ -8,8 +8,11 @@ from elastic.api.compression import Compression as TorchCompression
 from elastic.api.ops import Average
 from elastic.api.which_keras import LEGACY, keras
 from elastic.errors import Invalid
+from elastic.keras import (
+    observed_steps,  # noqa: F401  script checks see its optimizers' steps
+    tensors,
+)
 from elastic.keras import optimizer as reducing
-from elastic.keras import tensors
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.optimizer import framework_options
 

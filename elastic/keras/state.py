@@ -6,8 +6,11 @@ from typing import Any
 
 from elastic.api.which_keras import keras
 from elastic.errors import Invalid
+from elastic.keras import (
+    observed_steps,  # noqa: F401  script checks see its optimizers' steps
+    parts,  # noqa: F401  tells states how models and optimizers are handled
+)
 from elastic.keras import optimizer as reducing
-from elastic.keras import parts  # noqa: F401  tells states how models and optimizers are handled
 from elastic.state.handled_state import HandledState
 
 

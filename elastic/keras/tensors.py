@@ -40,6 +40,12 @@ def apply(
     return list(compute([tensor.detach() for tensor in tensors]))
 
 
+def held(variable: Any) -> Any:
+    """The backend's variable that one of Keras holds; any other is itself."""
+    found = getattr(variable, "value", None)
+    return variable if found is None or callable(found) else found
+
+
 def is_traced(value: Any) -> bool:
     """Whether it is a tensor of a step that JAX is compiling."""
     if backend() != "jax":

@@ -25,6 +25,7 @@ from elastic.errors import (
     TensorMismatch,
     Unsupported,
 )
+from elastic.monitoring import moved_tensors
 from elastic.negotiation.handles import Handles
 from elastic.negotiation.messages import (
     AGREE,
@@ -228,6 +229,8 @@ def _submit(
         devices = sorted({str(tensor.device) for tensor in tensors})
         raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
     rt = context.current()
+    if kind != BROADCAST:
+        moved_tensors.took(tensors)
     if members is None and kind not in (AGREE, JOIN):
         members = _callers
     pending = Pending(

@@ -19,6 +19,8 @@ def script_files(modules: Mapping[str, object]) -> list[str]:
             continue
         if not file.endswith(".py") or file.startswith(standard):
             continue
+        if not os.path.isabs(file) and not os.path.exists(file):
+            continue  # made in memory, as torch.ops, whose file is "_ops.py"
         if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
             found.append(file)
     return found[:MOST]

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     NO_COMMIT = "no-commit"
     COMMIT_ON_SOME_RANKS = "commit-on-some-ranks"
     NEVER_REDUCED = "gradients-never-reduced"
+    ONLY_LOSS_REDUCED = "only-the-loss-reduced"
     MODEL_NOT_IN_STATE = "model-not-in-state"
     OPTIMIZER_NOT_IN_STATE = "optimizer-not-in-state"
     SCHEDULER_NOT_IN_STATE = "scheduler-not-in-state"
@@ -58,6 +59,9 @@ class Trained:
     parameters: int
     uncovered: int
     example: str = ""  # the name of an uncovered parameter, or its shape
+    # Elements of the smallest parameter that has several and a dense gradient; 0: not known.
+    smallest: int = 0
+    member: str = ""  # how a state takes it; torch's by default
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class UsedLoader:
     keeps_position: bool
     sampler: str = ""
     kept: str = ""  # attributes of the sampler that hold the rank and size of one world
+    remedy: str = "read hvd.rank() and hvd.size() in __iter__, or use elastic.data.DataLoader"
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Seen:
     calls: tuple[When, ...]  # of commit(), in the source of the script
     recovered: bool  # a worker was lost since the training began
     collectives: int  # and other calls that may have changed tensors
+    # Elements of the largest tensor that a collective took between two steps. None: not known.
+    largest_moved: int | None
     keeps_members: bool  # the state is one of ours: its members are all that it saves
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()
@@ -121,20 +128,24 @@ def _commits(seen: Seen) -> Iterable[Mistake]:
 
 
 def _reductions(seen: Seen) -> Iterable[Mistake]:
-    # A loader may have agreed on its position once.
-    if seen.optimizers and seen.world_size > 1 and seen.collectives < 2:
-        yield _mistake(
-            Kind.NEVER_REDUCED,
-            steps=seen.steps,
-            workers=seen.world_size,
-            optimizer=seen.optimizers[0].name,
-        )
+    if not seen.optimizers or seen.world_size == 1:
+        return
+    facts = {"steps": seen.steps, "workers": seen.world_size, "optimizer": seen.optimizers[0].name}
+    if seen.collectives < 2:  # a loader may have agreed on its position once
+        yield _mistake(Kind.NEVER_REDUCED, **facts)
+        return
+    # However gradients are packed, that of the smallest parameter is in one of the tensors.
+    known = [each.smallest for each in seen.optimizers if each.smallest]
+    if known and seen.largest_moved is not None and seen.largest_moved < min(known):
+        yield _mistake(Kind.ONLY_LOSS_REDUCED, **facts, largest=seen.largest_moved)
 
 
 def _loaders(seen: Seen) -> Iterable[Mistake]:
     for loader in seen.loaders:
         if loader.kept:
-            yield _mistake(Kind.RANK_KEPT, sampler=loader.sampler, kept=loader.kept)
+            yield _mistake(
+                Kind.RANK_KEPT, sampler=loader.sampler, kept=loader.kept, remedy=loader.remedy
+            )
             return
         if not loader.keeps_position:
             sampler = f" over a {loader.sampler}" if loader.sampler else ""
@@ -151,17 +162,25 @@ def _members(seen: Seen) -> Iterable[Mistake]:
             which = "no parameter" if each.uncovered == each.parameters else "not every parameter"
             example = f", such as {each.example}" if each.example else ""
             yield _mistake(
-                Kind.MODEL_NOT_IN_STATE, which=which, example=example, optimizer=each.name
+                Kind.MODEL_NOT_IN_STATE,
+                which=which,
+                example=example,
+                optimizer=each.name,
+                member=each.member or "TorchState(model=model, ...)",
             )
             break
+    for each in seen.optimizers:
+        if not each.in_state:
+            member = each.member or "TorchState(optimizer=optimizer, ...)"
+            yield _mistake(Kind.OPTIMIZER_NOT_IN_STATE, name=each.name, member=member)
+            break
     parts = (
-        (Kind.OPTIMIZER_NOT_IN_STATE, seen.optimizers),
         (Kind.SCHEDULER_NOT_IN_STATE, seen.schedulers),
         (Kind.SCALER_NOT_IN_STATE, seen.scalers),
         (Kind.AVERAGE_NOT_IN_STATE, seen.averages),
     )
     for kind, members in parts:
-        outside = [each.name for each in members if not each.in_state]
+        outside = [part.name for part in members if not part.in_state]
         if outside:
             yield _mistake(kind, name=outside[0])
 
@@ -181,15 +200,21 @@ _SENTENCES = {
     ),
     Kind.NEVER_REDUCED: (
         "no collective ran in {steps} steps of {optimizer} on {workers} workers: each trains a model of its own; wrap"
-        " the optimizer in hvd.DistributedOptimizer, or the model in DistributedDataParallel"
+        " the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
+        " DistributedDataParallel"
+    ),
+    Kind.ONLY_LOSS_REDUCED: (
+        "no collective carried gradients in {steps} steps of {optimizer} on {workers} workers (the largest tensor had"
+        " {largest} elements): each trains a model of its own; wrap the optimizer in hvd.DistributedOptimizer, the tape"
+        " in hvd.DistributedGradientTape, or the model in DistributedDataParallel"
     ),
     Kind.MODEL_NOT_IN_STATE: (
         "the state holds {which} that {optimizer} trains{example}: a failure does not restore them, and workers that"
-        " join do not receive them; pass the model: TorchState(model=model, ...)"
+        " join do not receive them; pass the model: {member}"
     ),
     Kind.OPTIMIZER_NOT_IN_STATE: (
         "{name} is not in the state: a failure does not restore its momentum and step counts, and workers that join"
-        " start without them; pass it: TorchState(optimizer=optimizer, ...)"
+        " start without them; pass it: {member}"
     ),
     Kind.SCHEDULER_NOT_IN_STATE: (
         "{name} is not in the state: after a failure its step count is ahead of the model, and workers that join start"
@@ -213,6 +238,6 @@ _SENTENCES = {
     ),
     Kind.RANK_KEPT: (
         "{sampler} keeps {kept} of the world in which it was made: after a change some samples are trained on twice and"
-        " others never; read hvd.rank() and hvd.size() in __iter__, or use elastic.data.DataLoader"
+        " others never; {remedy}"
     ),
 }

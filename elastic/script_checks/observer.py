@@ -10,11 +10,12 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,10 +25,10 @@ from torch.utils import data as torch_data
 from elastic.data.loader import DataLoader, loaders
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import ScriptMistakes
-from elastic.monitoring import data_waits
+from elastic.monitoring import data_waits, moved_tensors
 from elastic.rendezvous import following_samplers
 from elastic.runtime.worker import Runtime
-from elastic.script_checks import mistakes, script_source
+from elastic.script_checks import mistakes, script_source, step_sources
 from elastic.script_checks.mistakes import STEPS, Kind, Mistake, Seen, Trained, UsedLoader, UsedPart
 from elastic.state.handled_state import HandledState
 from elastic.state.handlers.data_parallel import as_written
@@ -62,6 +63,7 @@ class ScriptObserver:
         self._windows = 0
         self._commits: int | None = None  # made before the training began
         self._collectives = 0
+        self._sources_of_steps = [make() for make in step_sources.makers]
 
     # ---- what elastic.run calls --------------------------------------------------------------------------------------
 
@@ -73,17 +75,27 @@ class ScriptObserver:
         self._observes = True
         if self._commits is None:
             self._commits = self._rt.commits.made
-            found = _objects(LRScheduler, torch.amp.GradScaler, AveragedModel)
-            self._before = [weakref.ref(each) for each in found]
-            if found:
-                del found
-                gc.collect()  # what the script has dropped is no member of it
+            self._meet()
         self._steps.clear()
         self._loaders.clear()
         self._collectives = self._rt.activity
         if self._handle is None:
             self._handle = register_optimizer_step_post_hook(self._stepped)
         data_waits.listen(self._gave_batch)
+        for source in self._sources_of_steps:
+            source.observe(self._counts, (self._rt.place.rank, self._rt.place.size))
+
+    def _meet(self) -> None:
+        """What exists before the training begins. One scan: with TensorFlow there are half a million objects."""
+        members = LRScheduler, torch.amp.GradScaler, AveragedModel
+        kinds = [each for source in self._sources_of_steps for each in source.classes()]
+        found = live_objects(*members, *kinds)
+        self._before = [weakref.ref(each) for each in found if isinstance(each, members)]
+        for source in self._sources_of_steps:
+            source.meet(found)
+        if self._before:
+            del found
+            gc.collect()  # what the script has dropped is no member of it
 
     def recovered(self) -> None:
         """A world broke: what follows is checked once more."""
@@ -104,6 +116,9 @@ class ScriptObserver:
     def _forget(self) -> None:
         self._observes = False
         data_waits.listen(None)
+        moved_tensors.stop()
+        for source in self._sources_of_steps:
+            source.forget()
         self._latest = None
         self._stepping.clear()
         self._loaders.clear()
@@ -123,12 +138,18 @@ class ScriptObserver:
         if not self._observes or torch.compiler.is_compiling():
             return
         self._stepping[id(optimizer)] = optimizer
-        self._steps[id(optimizer)] += 1
         if self._latest is not None:
             key = id(self._latest[0])
             self._loaders[key] += 1
             self._sources[key] = self._latest
             self._latest = None
+        self._counts(optimizer)
+
+    def _counts(self, optimizer: object) -> None:
+        """A step of any framework's optimizer is over."""
+        if not self._steps:
+            moved_tensors.observe()  # what a script does before its first step is no reduction
+        self._steps[id(optimizer)] += 1
         steps = self._steps[id(optimizer)]
         if steps == STEPS - TAKES_STEPS:
             self._positions = {
@@ -168,7 +189,8 @@ class ScriptObserver:
             missing = [each for each in parameters if id(each) not in covered]
             example = f"one of shape {list(missing[0].shape)}" if missing else ""
             held = id(optimizer) in inside or id(optimizer.param_groups) in shared
-            return Trained(_name(optimizer), held, len(parameters), len(missing), example)
+            smallest = _smallest(parameters)
+            return Trained(_name(optimizer), held, len(parameters), len(missing), example, smallest)
 
         made_before = [each for ref in self._before if (each := ref()) is not None]
         optimizers = {id(each.param_groups): each for each in self._stepping.values()}
@@ -185,7 +207,11 @@ class ScriptObserver:
             recovered=self._recovered,
             collectives=self._rt.activity - self._collectives,
             keeps_members=_keeps_members(self._state),
-            optimizers=tuple(trained(each) for each in optimizers.values()),
+            largest_moved=moved_tensors.largest,
+            optimizers=(
+                *(trained(each) for each in optimizers.values()),
+                *(each for of in self._sources_of_steps for each in of.optimizers(self._state)),
+            ),
             schedulers=parts(
                 LRScheduler, lambda each: id(each.optimizer.param_groups) in optimizers
             ),
@@ -194,7 +220,11 @@ class ScriptObserver:
                 lambda each: each.is_enabled() and getattr(each, "_scale", None) is not None,
             ),
             averages=parts(AveragedModel, lambda each: int(each.n_averaged) > 0),
-            loaders=(*self._torch_loaders(inside), *self._our_loaders()),
+            loaders=(
+                *self._torch_loaders(inside),
+                *self._our_loaders(),
+                *(each for of in self._sources_of_steps for each in of.loaders(self._state)),
+            ),
         )
 
     def _torch_loaders(self, inside: set[int]) -> Iterator[UsedLoader]:
@@ -267,7 +297,24 @@ def _keeps_members(state: State) -> bool:
         return False
     values = [v for name, v in vars(state).items() if not name.startswith("_")]
     inner = [v for each in values if isinstance(each, dict) for v in each.values()]
-    return not any(isinstance(each, torch.Tensor) for each in (*values, *inner))
+    return not any(_is_tensor(each) for each in (*values, *inner))
+
+
+def _is_tensor(value: object) -> bool:
+    """Of torch, TensorFlow, JAX or Keras."""
+    numbers = (np.ndarray, np.generic)
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, numbers)
+
+
+def _smallest(parameters: Sequence[torch.Tensor]) -> int:
+    """Elements of the smallest one with several and a dense gradient; 0 where that can't be said, as of DTensors."""
+    whole = (torch.nn.Parameter, torch.Tensor)
+    found = [
+        each.numel()
+        for each in parameters
+        if each.grad is not None and not each.grad.is_sparse and each.numel() > 1
+    ]
+    return min(found) if found and all(type(each) in whole for each in parameters) else 0
 
 
 def _with_inner(members: Iterable[Any]) -> list[Any]:
@@ -294,7 +341,7 @@ def _held(value: Any) -> Iterator[Any]:
                 yield inner
 
 
-def _objects(*kinds: type) -> list[Any]:
+def live_objects(*kinds: type) -> list[Any]:
     """All live objects of these classes and their subclasses."""
     classes: set[type] = set()
     waiting = list(kinds)

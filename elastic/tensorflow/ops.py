@@ -34,6 +34,7 @@ import torch
 
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum, as_op
 from elastic.collectives.interface import Op
+from elastic.monitoring import moved_tensors
 from elastic.negotiation import submission
 from elastic.negotiation.process_set_table import Ranks
 from elastic.negotiation.process_sets import (
@@ -189,7 +190,7 @@ def reduce_slices(
             f"tf.IndexedSlices can't be reduced with {op.name.title()}; use Average or Sum, or sparse_as_dense=True"
         )
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
-    (values,) = _gather(names[0], members, [slices.values])
+    (values,) = _gather(names[0], members, [slices.values], sparse=True)
     (indices,) = _gather(names[1], members, [slices.indices])
     if op is Op.AVERAGE:
         values = values / tf.cast(size_of(members), values.dtype)
@@ -232,11 +233,15 @@ def grouped_allgather(
 
 
 @bridge.as_written
-def _gather(name: str | None, members: Members, tensors: Tensors) -> list[tf.Tensor]:
-    """The gradient is this rank's rows of the averaged gradient, as in Horovod."""
+def _gather(
+    name: str | None, members: Members, tensors: Tensors, *, sparse: bool = False
+) -> list[tf.Tensor]:
+    """The gradient is this rank's rows of the averaged gradient, as in Horovod. ``sparse``: these are a gradient's."""
     name = bridge.named("allgather", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
+        if sparse:
+            moved_tensors.took_elements(moved_tensors.SPARSE)
         return bridge.InFlight(
             submission.start_allgather(found, name, members=members(), soon=True),
             lambda made: [*made[0], torch.tensor(made[1], dtype=torch.int64, device="cpu")],

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed, Fixed, Invalid, NotElastic
+from elastic.monitoring import moved_tensors
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
 from elastic.torch_backend.collective_calls import Begun
@@ -159,6 +160,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         device = on.device if isinstance(on, torch.Tensor) else on
         rt = lifecycle.current()
         group = self._group(rt, device)
+        moved_tensors.took(results)
         with rt.guard(name), recorded(name), self._submitting:
             begun = begin(group)
             self._count += 1

@@ -8,6 +8,8 @@ from conformance.worlds import World
 from frameworks import behaviours
 
 FIRST_S = 150.0  # imports included
+# Of the script checks; the others draw more models of the same kinds.
+QUICK = ("test_a_loop_with_one_mistake", "test_nothing_is_wrapped_any_more_after_the_check")
 
 worlds = pytest.mark.parametrize(
     "world", [2, pytest.param(3, marks=pytest.mark.nightly)], indirect=True, ids="{}-ranks".format
@@ -56,3 +58,15 @@ def test_signatures(world: World, behaviour: str) -> None:
 @pytest.mark.parametrize("behaviour", behaviours.of("in_imports"))
 def test_imports(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_imports", behaviour, timeout_s=FIRST_S)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        pytest.param(each, marks=[] if each in QUICK else pytest.mark.nightly)
+        for each in behaviours.of("in_script_checks")
+    ],
+)
+def test_script_checks(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_script_checks", behaviour, timeout_s=FIRST_S)

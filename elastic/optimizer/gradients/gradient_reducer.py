@@ -31,7 +31,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized
 from elastic.failpoints import failpoint
-from elastic.monitoring import timeline
+from elastic.monitoring import moved_tensors, timeline
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
 from elastic.optimizer import (
     bucket_plan,
@@ -400,6 +400,7 @@ class GradientReducer:
         bucket = self._plan.buckets[self._launched]
         mark = StepFlag.CHANGE if self._changing else StepFlag.STEP
         failpoint("bucket")
+        moved_tensors.took(bucket.parameters)
         if timeline.on:
             row = self._plan.rows[self._launched]
             timeline.begin(row, "ALLREDUCE")

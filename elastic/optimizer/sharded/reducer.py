@@ -28,6 +28,7 @@ from elastic.exact import tree
 from elastic.exact.shards import Shards
 from elastic.exact.step import ShardStep
 from elastic.failpoints import failpoint
+from elastic.monitoring import moved_tensors
 from elastic.optimizer import bucket_plan, malloc_tuning
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters
@@ -309,6 +310,7 @@ class ShardReducer:
     def _launch_next(self, world: Context) -> None:
         bucket = self._plan.buckets[self._launched]
         failpoint("bucket")
+        moved_tensors.took_elements(bucket.elements)
         bucket.work = self._launch(world, bucket)
         self._launched += 1
 

@@ -20,6 +20,7 @@ WRONG = {
     "no commit": {"no-commit"},
     "commit on rank 0": {"commit-on-some-ranks"},
     "plain optimizer": {"gradients-never-reduced"},
+    "plain optimizer, loss reduced": {"only-the-loss-reduced"},
     "no model": {"model-not-in-state"},
     "no optimizer": {"optimizer-not-in-state"},
     "nothing": {"model-not-in-state", "optimizer-not-in-state"},
@@ -43,6 +44,7 @@ RIGHT = [
     *("plain", "every 100th step", "once per epoch", "DDP", "two models", "everything"),
     *("ElasticSampler in the state", "elastic loader in the state", "evaluation loader"),
     *("no loader", "own place", "own state", "accumulation"),
+    *("loss reduced too", "gradients reduced by hand"),
 ]
 
 
@@ -79,7 +81,7 @@ network: torch.nn.Module = model
 if CASE == "DDP":
     torch.distributed.init_process_group()
     network = DistributedDataParallel(model)
-elif CASE != "plain optimizer":
+elif not CASE.startswith("plain optimizer") and CASE != "gradients reduced by hand":
     passes = 2 if CASE == "accumulation" else 1
     optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes)
 other = torch.optim.SGD(second.parameters(), lr=0.01)
@@ -124,6 +126,12 @@ def train(state):
             if CASE == "bare parameter":
                 loss = loss + bare.square().sum()
             (loss if scaler is None else scaler.scale(loss)).backward()
+        if CASE in ("plain optimizer, loss reduced", "loss reduced too"):
+            hvd.allreduce(loss.detach(), name="loss")
+        if CASE == "gradients reduced by hand":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                hvd.allreduce_(parameter.grad)
         if scaler is None:
             optimizer.step()
         else:

@@ -15,7 +15,7 @@ from harness.history import SCRIPTS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ANCHOR = re.compile(r"elastic: warning: .*#([a-z0-9-]+)\)$", re.MULTILINE)
-QUICK = ("no commit", "plain optimizer", "everything", "evaluation loader")
+QUICK = ("no commit", "plain optimizer, loss reduced", "everything", "evaluation loader")
 
 with mock.patch.dict(os.environ, CASE="plain"):
     source = (SCRIPTS / "mistaken.py").read_text().partition("class Rows")[0]
@@ -38,6 +38,13 @@ def test_each_mistake_is_reported_in_the_first_steps_and_nothing_else(job, case,
     training = job("-np 2 --min-np 1", ["python", SCRIPTS / "mistaken.py"], env={"CASE": case})
     training.succeed(90)
     assert sorted(ANCHOR.findall(training.output)) == sorted(kinds)
+
+
+@pytest.mark.forked
+def test_a_script_that_never_mentions_commits_is_reported(job):
+    training = job("-np 2 --min-np 1", ["python", SCRIPTS / "uncommitted.py"])
+    training.succeed(90)
+    assert ANCHOR.findall(training.output) == ["no-commit"]
 
 
 @pytest.mark.forked

@@ -17,7 +17,7 @@ from elastic.script_checks.mistakes import (
     found,
 )
 
-SGD = Trained("SGD", in_state=True, parameters=4, uncovered=0)
+SGD = Trained("SGD", in_state=True, parameters=4, uncovered=0, smallest=10)
 RIGHT = Seen(
     steps=20,
     world_size=2,
@@ -25,6 +25,7 @@ RIGHT = Seen(
     calls=(When.EACH_STEP,),
     recovered=False,
     collectives=20,
+    largest_moved=100,
     keeps_members=True,
     optimizers=(SGD,),
     schedulers=(UsedPart("StepLR", in_state=True),),
@@ -52,6 +53,8 @@ def test_a_right_script_makes_no_mistake():
         ({"calls": (When.SOME_RANKS,), "commits": 0}, Kind.COMMIT_ON_SOME_RANKS),
         ({"collectives": 0}, Kind.NEVER_REDUCED),
         ({"collectives": 1}, Kind.NEVER_REDUCED),
+        ({"largest_moved": 1}, Kind.ONLY_LOSS_REDUCED),
+        ({"largest_moved": 9}, Kind.ONLY_LOSS_REDUCED),
         ({"optimizers": (replace(SGD, uncovered=4),)}, Kind.MODEL_NOT_IN_STATE),
         ({"optimizers": (SGD, replace(SGD, uncovered=1))}, Kind.MODEL_NOT_IN_STATE),
         ({"optimizers": (SGD, replace(SGD, in_state=False))}, Kind.OPTIMIZER_NOT_IN_STATE),
@@ -74,6 +77,10 @@ def test_each_mistake_is_found_alone(changes, kind):
         {"commits": 1, "recovered": True},
         {"calls": (When.SOME_RANKS, When.SOME_STEPS)},
         {"world_size": 1, "collectives": 0},
+        {"world_size": 1, "largest_moved": 0},
+        {"largest_moved": 10},
+        {"largest_moved": None},
+        {"largest_moved": 1, "optimizers": (replace(SGD, smallest=0),)},
         {"optimizers": (), "collectives": 0},
     ],
 )
@@ -90,7 +97,10 @@ def test_members_are_not_judged_where_the_script_saves_them_itself():
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_has_a_sentence_that_names_its_anchor(kind):
     facts = dict.fromkeys(
-        ["steps", "workers", "optimizer", "which", "example", "name", "loader", "sampler", "kept"],
+        [
+            *("steps", "workers", "optimizer", "which", "example", "name", "loader", "sampler"),
+            *("kept", "largest", "member", "remedy"),
+        ],
         "x",
     )
     assert f"#{kind.value})" in Mistake(kind, tuple(facts.items())).sentence

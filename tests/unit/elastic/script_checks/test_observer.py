@@ -14,6 +14,8 @@ from torch.utils import data as torch_data
 
 from elastic import data
 from elastic.errors import ScriptMistakes
+from elastic.monitoring import moved_tensors
+from elastic.protocol.messages import Place
 from elastic.rendezvous import following_samplers
 from elastic.runtime import lifecycle
 from elastic.script_checks import script_source
@@ -317,3 +319,42 @@ def test_a_loss_after_the_check_is_judged_though_a_loader_was_seen(job, followin
     before = set(reported(watching))
     watching.recovered()
     assert reported(watching) == before
+
+
+def seen_after(job: Job, monkeypatch, collective) -> set[Kind]:
+    """As one of two ranks, of which each calls ``collective`` in a step."""
+    monkeypatch.setattr(
+        type(job.rt), "place", property(lambda self: Place(0, 2, 0, 2, 0, 1)), raising=True
+    )
+    state = job.whole(step=0)
+    watching = job.observes(state)
+    moved_tensors.took_elements(10**6)  # as of a broadcast of the model before the first step
+    for _ in range(STEPS):
+        job.train(state, 1)
+        job.rt.activity += 1
+        collective()
+    return reported(watching)
+
+
+def test_a_loss_that_travels_alone_is_no_reduction_of_gradients(job, monkeypatch):
+    assert seen_after(job, monkeypatch, lambda: moved_tensors.took([torch.ones(())])) == {
+        Kind.ONLY_LOSS_REDUCED
+    }
+
+
+def test_gradients_may_travel_packed_in_any_way(job, monkeypatch):
+    gradients = torch.ones(3)
+    assert seen_after(job, monkeypatch, lambda: moved_tensors.took([gradients])) == set()
+
+
+def test_tensors_are_measured_only_while_a_script_is_checked(job):
+    def largest() -> int | None:
+        return moved_tensors.largest
+
+    assert largest() is None
+    state = job.whole(step=0)
+    job.observes(state)
+    job.train(state, STEPS - 1)
+    assert largest() == 0
+    job.train(state, 1)
+    assert largest() is None

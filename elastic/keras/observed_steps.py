@@ -1,0 +1,246 @@
+"""Steps of Keras's optimizers, in ``fit`` and in loops of a script's own, for `elastic.script_checks`.
+
+While a script is checked three methods are wrapped: an optimizer's ``apply``, which runs in each eager step and once
+while a graph is made; the call of a ``tf.function``, after which optimizers have stepped whose counts have grown; and,
+on JAX, the end of a batch in ``fit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from elastic.api import arrays
+from elastic.api.which_keras import LEGACY, keras
+from elastic.keras import optimizer as reducing
+from elastic.keras import tensors
+from elastic.script_checks import step_sources
+from elastic.script_checks.mistakes import Trained, UsedLoader
+from elastic.script_checks.observer import live_objects
+from elastic.state.state import State
+
+APPLY = "apply_gradients" if LEGACY else "apply"
+
+
+class KerasSteps:
+    """Of one training. Methods are for the training thread."""
+
+    def __init__(self) -> None:
+        self._stepped: Callable[[object], None] | None = None
+        self._thread = 0
+        self._world = (0, 1)
+        # Optimizers, and their steps so far; None: a graph has one that has not run yet.
+        self._known: dict[int, tuple[Any, int | None]] = {}
+        self._used: dict[int, Any] = {}  # optimizers that have stepped
+        self._applied_to: dict[int, list[Any]] = {}  # variables, of optimizers that don't keep them
+        self._wrapped: list[tuple[type, str, Any]] = []
+        # From before the training.
+        self._met_optimizers: list[weakref.ref[Any]] = []
+        self._sharded: list[weakref.ref[Any]] = []  # data sets
+        self._windows = 0
+
+    def classes(self) -> list[type]:
+        return [*reducing.kinds(), *_of_tensorflow("shard_op", "_ShardDataset")]
+
+    def meet(self, found: Iterable[Any]) -> None:
+        for each in found:
+            if reducing.is_optimizer(each):
+                self._met_optimizers.append(weakref.ref(each))
+            elif isinstance(each, tuple(_of_tensorflow("shard_op", "_ShardDataset"))):
+                self._sharded.append(weakref.ref(each))
+
+    def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
+        self._stepped, self._thread, self._world = stepped, threading.get_ident(), world
+        self._windows += 1
+        for ref in self._met_optimizers:
+            if (each := ref()) is not None:
+                self._known[id(each)] = each, _steps_of(each)
+        for kind in _owners():
+            self._wrap(kind, APPLY, self._apply)
+        if tensors.backend() == "jax":
+            self._wrap(keras.callbacks.CallbackList, "on_train_batch_end", self._end_batch)
+        if tensors.backend() == "tensorflow":
+            import tensorflow as tf
+
+            self._wrap(type(tf.function(lambda: None)), "__call__", self._call)
+
+    def forget(self) -> None:
+        self._stepped = None
+        for kind, name, own in self._wrapped:
+            setattr(kind, name, own)
+        self._wrapped.clear()
+        self._known.clear()
+        self._used.clear()
+        self._applied_to.clear()
+
+    # ---- in each step ------------------------------------------------------------------------------------------------
+
+    def _wrap(self, kind: type, name: str, around: Callable[..., Any]) -> None:
+        """Calls of a method go to ``around``: the method, its object, and its arguments."""
+        own: Any = vars(kind)[name]
+
+        @functools.wraps(own)
+        def wrapper(this: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(own, this, args, kwargs)
+
+        if tensors.backend() == "tensorflow":
+            import tensorflow as tf
+
+            wrapper = tf.autograph.experimental.do_not_convert(wrapper)
+        self._wrapped.append((kind, name, own))
+        setattr(kind, name, wrapper)
+
+    def _observes(self) -> bool:
+        return self._stepped is not None and threading.get_ident() == self._thread
+
+    def _apply(self, own: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if LEGACY and args:
+            args = [list(args[0]), *args[1:]]
+        made = own(optimizer, *args, **kwargs)
+        if self._observes():
+            if LEGACY and args:
+                self._applied_to[id(optimizer)] = [variable for _, variable in args[0]]
+            if _in_graph():
+                _, steps = self._known.get(id(optimizer), (optimizer, None))
+                self._known[id(optimizer)] = optimizer, steps
+            else:
+                self._known[id(optimizer)] = optimizer, _steps_of(optimizer)
+                self._step(optimizer)
+        return made
+
+    def _call(self, own: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        made = own(function, *args, **kwargs)
+        if self._observes() and not _in_graph():
+            for key, (optimizer, before) in [*self._known.items()]:
+                steps = _steps_of(optimizer)
+                self._known[key] = optimizer, steps
+                for _ in range(1 if before is None else steps - before):
+                    self._step(optimizer)
+        return made
+
+    def _end_batch(self, own: Any, callbacks: Any, args: Any, kwargs: Any) -> Any:
+        made = own(callbacks, *args, **kwargs)
+        if self._observes():
+            self._step(callbacks.model.optimizer)
+        return made
+
+    def _step(self, optimizer: Any) -> None:
+        if self._stepped is not None:
+            self._used[id(optimizer)] = optimizer
+            self._stepped(optimizer)
+
+    # ---- what was seen -----------------------------------------------------------------------------------------------
+
+    def optimizers(self, state: State) -> Iterator[Trained]:
+        handled = state.handled()
+        member = "KerasState(model, optimizer, ...)"
+        if any(isinstance(each, list) for each in handled):
+            member = "TensorFlowState([*model.variables, *optimizer.variables], ...)"
+        inside = {id(reducing.inside(each)) for each in handled if reducing.is_optimizer(each)}
+        covered = {id(tensors.held(each)) for of in handled for each in _variables(of)}
+        for optimizer in self._used.values():
+            trained = self._trained(optimizer)
+            missing = [each for each in trained if id(tensors.held(each)) not in covered]
+            # Its counts and its learning rate are scalars; what it keeps of each variable is not.
+            slots = [each for each in reducing.variables_of(optimizer) if len(each.shape)]
+            held = all(id(tensors.held(each)) in covered for each in slots)
+            yield Trained(
+                type(optimizer).__name__,
+                in_state=held or id(reducing.inside(optimizer)) in inside,
+                parameters=len(trained),
+                uncovered=len(missing),
+                example=str(getattr(missing[0], "path", missing[0].name)) if missing else "",
+                smallest=min((n for n in map(_elements, trained) if n > 1), default=0),
+                member=member,
+            )
+
+    def _trained(self, optimizer: Any) -> list[Any]:
+        inner = reducing.inside(optimizer)
+        kept: Any = getattr(inner, "_trainable_variables", ())
+        return list(self._applied_to.get(id(optimizer)) or kept)
+
+    def loaders(self, state: State) -> Iterator[UsedLoader]:
+        # A reset callback may make the data set anew: what follows a loss shows whether it does.
+        recovered = self._windows > 1
+        before = {id(each) for ref in self._sharded if (each := ref()) is not None}
+        if not before or self._world[1] == 1 or (state.calls_back() and not recovered):
+            return
+        for iterator in live_objects(*_of_tensorflow("iterator_ops", "OwnedIterator")):
+            for each in _lineage(getattr(iterator, "_dataset", None)):
+                kept = _place_of(each) if id(each) in before else None
+                if kept is not None and (kept == self._world) != recovered:
+                    yield UsedLoader(
+                        "Dataset",
+                        in_state=False,
+                        keeps_position=True,
+                        sampler="tf.data.Dataset.shard()",
+                        kept=f"index={kept[0]}, num_shards={kept[1]}",
+                        remedy="call shard(hvd.size(), hvd.rank()) in the training function",
+                    )
+                    return
+
+
+def _owners() -> list[type]:
+    """The classes of Keras's own that have ``apply``: one that overrides it calls theirs."""
+    return list({next(k for k in kind.__mro__ if APPLY in vars(k)) for kind in reducing.kinds()})
+
+
+def _in_graph() -> bool:
+    """Whether this runs once, to make a graph."""
+    if tensors.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return not tf.executing_eagerly()
+    return tensors.backend() == "jax"  # which steps outside of variables
+
+
+def _steps_of(optimizer: Any) -> int:
+    counted = getattr(reducing.inside(optimizer), "iterations", None)
+    return 0 if counted is None else int(arrays.value_of(counted))
+
+
+def _variables(value: Any) -> Sequence[Any]:
+    """Those of a member of a state."""
+    if isinstance(value, keras.Model):
+        return list(value.weights)
+    if reducing.is_optimizer(value):
+        return reducing.variables_of(value)
+    return value if isinstance(value, list) else ()
+
+
+def _elements(variable: Any) -> int:
+    return math.prod(variable.shape)
+
+
+def _of_tensorflow(module: str, name: str) -> list[type]:
+    """A class of TensorFlow's data sets; none where nothing has used it."""
+    found = getattr(sys.modules.get(f"tensorflow.python.data.ops.{module}"), name, None)
+    return [found] if isinstance(found, type) else []
+
+
+def _lineage(dataset: Any) -> Iterator[Any]:
+    """A data set and those that it was made from."""
+    waiting = [dataset]
+    while waiting:
+        each = waiting.pop()
+        inputs = getattr(each, "_inputs", None)
+        if inputs is not None:
+            yield each
+            waiting += inputs()
+
+
+def _place_of(shard: Any) -> tuple[int, int] | None:
+    """The index and the number of a share; None where they aren't known."""
+    index: Any = getattr(shard, "_index", None)
+    number: Any = getattr(shard, "_num_shards", None)
+    if not hasattr(index, "numpy") or not hasattr(number, "numpy"):
+        return None
+    return int(index.numpy()), int(number.numpy())
+
+
+step_sources.makers.append(KerasSteps)
