@@ -65,6 +65,26 @@ class StateMismatch(ElasticError):
     """This worker's model, optimizer or state differs from that of the running world."""
 
 
+class ShardLost(ElasticError):
+    """No worker holds some shards of a fully sharded state any more. Ends the job. ``lost``: each such shard of the
+    newest commit, of how many, and the hosts that had it.
+    """
+
+    def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
+        self.lost = [(shard, shards, tuple(hosts)) for shard, shards, hosts in lost]
+        said = "; ".join(
+            f"shard {shard} of {shards} was on {', '.join(dict.fromkeys(hosts)) or 'its own worker only'}"
+            for shard, shards, hosts in self.lost
+        )
+        super().__init__(
+            f"the state is fully sharded, and no worker holds all of it any more: {said or 'no commit was made'}; raise"
+            " copies of elastic.TorchState, so that more workers can be lost at once"
+        )
+
+    def __reduce__(self) -> tuple[type[ShardLost], tuple[list[tuple[int, int, tuple[str, ...]]]]]:
+        return type(self), (self.lost,)
+
+
 class JobFailed(ElasticError, RuntimeError):
     """A launched job ended without success; the message names rank, host and exit code.
 

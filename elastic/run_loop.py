@@ -34,6 +34,7 @@ from elastic.errors import (
     LeaveRequested,
     PeerLost,
     ScriptMistakes,
+    ShardLost,
     StateMismatch,
     TensorMismatch,
     Unsupported,
@@ -130,6 +131,10 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             sys.exit(2)
         except DeviceLost as lost:
             _end_now(rt, lost)
+        except ShardLost as lost:
+            # Every worker finds the same: the driver ends the job with this sentence.
+            rt.training.cannot_begin(str(lost))
+            sys.exit(1)
         except Interrupted:
             raise
         except BaseException as error:  # KeyboardInterrupt too, and what a script has derived
@@ -161,6 +166,7 @@ def _train(
 ) -> Value:
     if rt.elastic:
         sharding_guard.begin()
+        state.capture()
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
     departure = Departure(rt.session)
@@ -205,7 +211,10 @@ def _train_in_worlds(
             rt.training.interrupted(planned=True)
             # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
             # nothing.
-            rt.commits.keep(state)
+            try:
+                rt.commits.keep(state)
+            except PeerLost:  # ranks of a sharded state save it together
+                _return_to_commit(rt, state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
             raise  # the second only where a world of a fixed size has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
@@ -240,6 +249,9 @@ def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value
         with rt.training.again():
             _same_layout(rt.place.rank, allgather_object(state.layout(), name="elastic.layout"))
             state.reset()
+            if state.is_sharded():
+                state.save()
+                return unwrapped(rt.session, train)
             _bring(rt, state, msgspec.structs.replace(rt.world, holders=0))
             return unwrapped(rt.session, train)
     except PeerLost as lost:
@@ -287,10 +299,12 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     following_samplers.follow()
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)
-    if first:
-        state.reset()
-    else:
-        state.on_reset()
+    reset = state.reset if first else state.on_reset
+    if state.is_sharded():
+        with timeline.during("state", COPY):
+            rt.commits.adopt(state.bring(reset))
+        return
+    reset()
     if world.holders == 0:
         durable.resume(rt, state)
     copied = _bring(rt, state, world)

@@ -35,6 +35,11 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
             f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
         )
+    if state.is_sharded():
+        raise Invalid(
+            "--checkpoint-dir: the state is fully sharded, and checkpoints of shards are not written; save it in the"
+            " training function with torch.distributed.checkpoint, or train without --checkpoint-dir"
+        )
     if rt.alone and rt.place.size > 1:
         raise Invalid(
             "--checkpoint-dir needs elasticrun where there are several workers; under other launchers leave"

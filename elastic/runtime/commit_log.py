@@ -32,6 +32,8 @@ class Kept(Protocol):
 
     def report_commit(self) -> None: ...
 
+    def is_sharded(self) -> bool: ...
+
 
 class Durable(Protocol):
     """Writes commits to a storage; see `elastic.checkpoints.writer`."""
@@ -167,7 +169,7 @@ class CommitLog:
         perhaps a step. Returns whether there is such a commit, which is for `committed_alone` to count; if not, the one
         before counts.
         """
-        if self._session.broken:
+        if self._session.broken or state.is_sharded():
             return False
         state.save()
         return state.valid()

@@ -4,17 +4,24 @@ them in step. `TorchState` and Keras's states say which they take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import Invalid, NotPicklable
+from elastic.errors import Fixed, Invalid, NotPicklable
 from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
-from elastic.state import exchange, shard_checks
+from elastic.protocol.messages import COPY
+from elastic.runtime import lifecycle
+from elastic.state import exchange, shard_checks, sharding
 from elastic.state.exchange import GroupOn
+from elastic.state.fully_sharded import fsdp2
+from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
+from elastic.state.fully_sharded.shard_bank import ShardBank
+from elastic.state.fully_sharded.sharded_commits import ShardedCommits
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -44,7 +51,7 @@ class _OfThisProcess:
 class HandledState(_OfThisProcess, ObjectState):
     """Values of which some are handled by a `Part` or a handler of the script's own: `registry` says which."""
 
-    def __init__(self, values: dict[str, Any], rng: Any = False) -> None:
+    def __init__(self, values: dict[str, Any], rng: Any = False, copies: Any = 1) -> None:
         values = dict(values)
         if not isinstance(rng, bool):  # a script's own value of that name
             values["rng"] = rng
@@ -63,9 +70,14 @@ class HandledState(_OfThisProcess, ObjectState):
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
         self._introduce()
+        self._sharded = self._commits_of_shards(copies)
+        if self._sharded is None and copies != 1:
+            values["copies"] = copies
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
         if self._random is not None:
             self._random.save()
+        if self._sharded is not None:
+            self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):  # ours; a commit sets several
@@ -131,6 +143,30 @@ class HandledState(_OfThisProcess, ObjectState):
                 )
         shard_checks.check_optimizers(values)
 
+    def _commits_of_shards(self, copies: Any) -> ShardedCommits | None:
+        """If a model is fully sharded. Raises NotElastic, Invalid."""
+        models = self._of_kind(FullyShardedHandler)
+        optimizers = self._of_kind(ShardedOptimizerHandler)
+        ours = {id(each) for model in models for each in model.model.parameters()}
+        for each in optimizers:
+            sharded = filter(fsdp2.is_sharded, each.parameters())
+            if not all(id(parameter) in ours for parameter in sharded):
+                raise sharding.refuse(f"the model that state.{each.name} trains", Fixed.MODULE)
+        if not models:
+            return None
+        if not isinstance(copies, int) or copies < 0:
+            raise Invalid(f"copies is {copies!r}; give a number of further ranks, 1 or more")
+        if foreign := self._foreign_handlers():
+            name, handler = next(iter(foreign.items()))
+            raise Invalid(
+                f"state.{name} is kept by {type(handler).__name__}, which brings itself to other workers, and state."
+                f"{models[0].name} is fully sharded, so that all go back to a commit together: let the handler be a"
+                " Part"
+            )
+        for model in models:
+            sharding.follow(model.model)
+        return ShardedCommits(lambda: [*models, *optimizers], copies)
+
     def _tell_shards(self) -> None:
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
         for shards in self._shards():
@@ -194,6 +230,9 @@ class HandledState(_OfThisProcess, ObjectState):
         shard_checks.check_schedules(handled)
         shard_checks.check_optimizers(handled)
         values = self._copied(self._values())
+        if self._sharded is not None:
+            self._save_shards(self._sharded, values)
+            return
         with self._saving():
             self._begun += 1
             for handler in self._handlers.values():
@@ -203,8 +242,76 @@ class HandledState(_OfThisProcess, ObjectState):
             if self._random is not None:
                 self._random.save()
 
+    def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
+        """What is replicated is kept twice, as the shards are: all may have to go back to the commit before."""
+        snapshots = sharded.begin()
+        self._begun += 1
+        for name, part in self._handlers.items():
+            assert isinstance(part, Part)
+            part.snapshot = snapshots.setdefault(name, Snapshot())
+            part.save()
+            failpoint("snapshot")
+        if self._random is not None:
+            self._random.save()
+        sharded.commit((values, None if self._random is None else self._random.saved))
+        self._saved_state = values
+
+    def _restore_replicated(self, bank: ShardBank) -> None:
+        for name, part in self._handlers.items():
+            assert isinstance(part, Part)
+            part.snapshot = bank.snapshots[name]
+            part.snapshot.complete()
+            part.restore()
+        self._saved_state, saved = bank.values
+        self._restore_values()
+        if self._random is not None:
+            self._random.adopt(saved)
+
+    def _restore_shards(self, sharded: ShardedCommits) -> None:
+        """In an elastic job only gives the pass up: the ranks of the next world choose a commit in `bring`."""
+        sharded.abandon_pass()
+        rt = lifecycle.active()
+        bank = sharded.base()
+        if bank is not None and (rt is None or rt.alone):
+            self._restore_replicated(bank)
+            sharded.place_own(bank)
+
+    def is_sharded(self) -> bool:
+        return self._sharded is not None
+
+    def capture(self) -> None:
+        sharded = self._sharded
+        if sharded is not None:
+            sharded.forget()
+            rt = lifecycle.active()
+            if rt is None or not rt.provisional:
+                self.save()
+
+    def bring(self, reset: Callable[[], None]) -> int:
+        rt, sharded = lifecycle.current(), self._sharded
+        assert sharded is not None
+        choice = sharded.meet(rt)
+        if choice.bank is not None:
+            self._restore_replicated(choice.bank)
+        reset()
+        copied = 0
+        rank, lacking = rt.place.rank, choice.lacking(rt.place.size)
+        ranks = (choice.root, *lacking)
+        if lacking and rank in ranks:
+            group_on = functools.partial(rt.group, "state", ranks=ranks)
+            with rt.guard(COPY):
+                copied = self.transfer(group_on(torch.device("cpu")), 0, group_on=group_on)
+            if rank in lacking:
+                self.reset()  # samplers divide what is left among the ranks of this world
+        copied += sharded.follow(rt, choice)
+        self.save()
+        return copied
+
     def restore(self) -> None:
         """Goes back to the last commit; after a torn save only gradients are cleared. Raises DeviceLost."""
+        if self._sharded is not None:
+            self._restore_shards(self._sharded)
+            return
         if not self.valid():
             log.warning(
                 "the last save() did not complete, so there is nothing whole to restore: values stay as they are"

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from elastic.errors import Fixed, NotElastic
+from elastic.runtime import lifecycle
+from elastic.state.fully_sharded import fsdp2
 
 _ADVICE = (
     "use DistributedDataParallel or elastic.DistributedOptimizer with a plain optimizer, or, in a job of a fixed size"
     " (without --min-np), leave it out of the state and save it with torch.distributed.checkpoint"
 )
+_ADVICE_SHARDED = (
+    "apply fully_shard to layers and model with the default mesh, or one of init_device_mesh over all ranks, or, in a"
+    " job of a fixed size (without --min-np), leave the model out of the state"
+)
+# torch's states of modules whose parameters a `TorchState` gives to each world.
+_followed: weakref.WeakSet[Any] = weakref.WeakSet()
 _WHY = {
     Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
     Fixed.PARAMETERS: "has DTensor parameters: each rank has a part of them, and a lost rank's would be lost",
@@ -52,19 +61,37 @@ def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
 
 
 def any_fully_sharded() -> bool:
-    """Whether this process has a module that ``fully_shard`` was applied to."""
+    """Whether this process has a module that ``fully_shard`` was applied to, and that no state follows."""
     states = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     known: Any = sys.modules.get("torch.distributed._composable_state")
     if not states or known is None:
         return False
 
     def there() -> bool:
-        return any(isinstance(each(), states) for each in known._module_state_mapping.values())
+        found = [each() for each in known._module_state_mapping.values()]
+        return any(isinstance(each, states) and each not in _followed for each in found)
 
     if not there():
         return False
     gc.collect()  # one that the script has dropped may still be in a cycle
     return there()
+
+
+def follow(model: torch.nn.Module) -> None:
+    """A state gives this model's parameters to each world."""
+    _followed.update(fsdp2.sharded_states(model))
+
+
+def all_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all DTensors that an optimizer trains are parameters that a state follows."""
+    ours = {
+        id(param.sharded_param)
+        for state in list(_followed)
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+    }
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    return all(id(each) in ours for each in trained if fsdp2.is_sharded(each))
 
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
@@ -77,8 +104,16 @@ def check_value(name: str, value: Any) -> None:
     kind = None
     if isinstance(value, torch.nn.Module):
         kind = of_module(value)
+        if kind is Fixed.MODULE and fsdp2.sharded_params(value):
+            place = lifecycle.position()
+            why = fsdp2.obstacle(value, 1 if place is None else place[0].size)
+            if why is None:
+                return
+            raise NotElastic(f"state.{name} {why}; {_ADVICE_SHARDED}", kind)
     elif isinstance(value, torch.optim.Optimizer):
         kind = of_optimizer(value)
+        if kind is Fixed.PARAMETERS:
+            return  # the state looks whether it follows them
     elif isinstance(value, torch.Tensor):
         kind = of_parameters([value])
     if kind is not None:

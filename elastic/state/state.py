@@ -136,6 +136,21 @@ class State:
         """News of the hosts, from any thread; the next check looks at it."""
         self._host_messages.put((timestamp, update_res))
 
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of it, so that all commit, and go back to a commit, together."""
+        return False
+
+    def capture(self) -> None:
+        """A training begins with the state as it is. Called where no other worker trains yet."""
+
+    def bring(self, reset: Callable[[], None]) -> int:
+        """Of a sharded state, in a new world: all go back to one commit, divided among its ranks. Commits it there.
+
+        ``reset`` is called once this worker's own values are those of the commit. Returns bytes received from others.
+        Raises PeerLost, ShardLost, StateMismatch.
+        """
+        raise NotImplementedError
+
     def report_commit(self) -> None:
         """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
         rt = lifecycle.active()

@@ -17,6 +17,10 @@ class TorchState(HandledState):
     random generators too (torch, CUDA, numpy, random); they are never sent to others. Assigning a handled name, as in
     ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
 
+    A model that ``fully_shard`` was applied to is committed by shards: every rank keeps its own, and ``copies`` other
+    ranks, on other hosts if there are any, keep a copy. So many ranks can be lost at once. Then ``commit`` is called by
+    all ranks alike; see docs/sharded.md.
+
     ``save`` copies what may have changed into host buffers made once; ``restore`` sets exactly the committed bits, in
     place, drops optimizer entries made since, and clears gradients. Whether modules train is committed too: where a
     commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a restore.
@@ -33,6 +37,7 @@ class TorchState(HandledState):
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         rng: Any = False,
+        copies: Any = 1,
         **kwargs: Any,
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
@@ -44,4 +49,4 @@ class TorchState(HandledState):
                 f"optimizer is a {type(optimizer).__name__}; pass the torch.optim.Optimizer itself,"
                 " or give the value another name"
             )
-        super().__init__({"model": model, "optimizer": optimizer, **kwargs}, rng)
+        super().__init__({"model": model, "optimizer": optimizer, **kwargs}, rng, copies)

@@ -44,6 +44,8 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
     if kind is Fixed.OPTIMIZER:
         what = "an optimizer of this script"
     elif kind is Fixed.PARAMETERS:
+        if sharding.all_followed(optimizer) and _spans(optimizer, size):
+            return
         if sharding.any_fully_sharded():
             kind = Fixed.MODULE
         elif _since.setdefault(optimizer, generation) == generation and _spans(optimizer, size):

@@ -26,6 +26,7 @@ ROOMS = """
     elastic.api
     elastic.data
     elastic.exact
+    elastic.sharding
     elastic.state
     elastic.optimizer
     elastic.checkpoints

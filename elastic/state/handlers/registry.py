@@ -14,6 +14,12 @@ from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.state import sharding
+from elastic.state.fully_sharded import fsdp2
+from elastic.state.fully_sharded.live_shards import (
+    FullyShardedHandler,
+    ShardedOptimizerHandler,
+    trains_shards,
+)
 from elastic.state.handlers.data_parallel import (
     DataParallelHandler,
     HolderHandler,
@@ -67,6 +73,10 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
         if isinstance(as_written(value), kind):
             if handler is ModelStateHandler and held_in(value):
                 handler = HolderHandler
+            if handler is ModelStateHandler and fsdp2.sharded_params(value):
+                handler = FullyShardedHandler
+            elif handler is OptimizerStateHandler and trains_shards(value):
+                handler = ShardedOptimizerHandler
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:
                 return handler(value, name)
             made = handler(value)  # Horovod's signature, which a user's handler has

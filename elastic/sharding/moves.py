@@ -1,0 +1,117 @@
+"""Plans how shards of a commit become those of another world with the fewest bytes. Pure; the same on every rank.
+
+Rows that a rank holds already, as an owner or as a copy, don't travel. The others come from a rank of the same host, if
+one has them, and else from the one that sends least so far.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from elastic.sharding.inventory import WholeCommit
+from elastic.sharding.rows import (
+    Rows,
+    ShardedTensor,
+    ShardLayout,
+    overlap,
+    owners,
+    pieces,
+    rows_of,
+    shards_with,
+)
+
+
+class Move(NamedTuple):
+    """Rows of one tensor: from a shard of the commit that ``source`` holds to ``target``. The same rank: no travel."""
+
+    tensor: int  # its index in the layout
+    shard: int  # of the commit
+    rows: Rows
+    source: int
+    target: int
+
+
+def order_of_shards(whole: WholeCommit, tensors: Sequence[ShardedTensor], size: int) -> list[int]:
+    """The rank of each shard in a world of this size.
+
+    Where the number of shards stays, each rank keeps the shard that it owns, or else has a copy of, and whoever holds
+    none takes one that is left: only that one travels. Where it changes, ranks keep their order.
+    """
+    if whole.shards != size:
+        return list(range(size))
+    order: list[int | None] = list(whole.owners)
+    free: set[int | None] = {*range(size)} - {*order}
+    for shard, ranks in enumerate(whole.holders):
+        if order[shard] is None:
+            order[shard] = next((rank for rank in ranks if rank in free), None)
+            free -= {order[shard]}
+    left = iter(sorted(rank for rank in free if rank is not None))
+    return [next(left) if rank is None else rank for rank in order]
+
+
+def plan_moves(
+    whole: WholeCommit,
+    tensors: Sequence[ShardedTensor],
+    order: Sequence[int],
+    hosts: Sequence[str],
+    limit: int,
+) -> list[Move]:
+    """Every row of every new shard once.
+
+    Args:
+        whole: the commit, and which rank holds which of its shards.
+        tensors: of its layout.
+        order: the rank of each new shard.
+        hosts: of each rank.
+        limit: bytes of a move, or one row.
+    """
+    shard_of = owners(order)
+    sends: Counter[int] = Counter()
+    found = []
+    for number, tensor in enumerate(tensors):
+        for target in sorted(shard_of):
+            wanted = rows_of(tensor.rows, shard_of[target], len(order))
+            for shard in shards_with(wanted, tensor.rows, whole.shards):
+                common = overlap(rows_of(tensor.rows, shard, whole.shards), wanted)
+                source = _source(whole.holders[shard], target, hosts, sends)
+                if source != target:
+                    sends[source] += len(common) * tensor.row_bytes
+                found += [
+                    Move(number, shard, piece, source, target)
+                    for piece in pieces(common, tensor.row_bytes, limit)
+                ]
+    return found
+
+
+def _source(holders: Sequence[int], target: int, hosts: Sequence[str], sends: Counter[int]) -> int:
+    if target in holders:
+        return target
+    return min(holders, key=lambda rank: (hosts[rank] != hosts[target], sends[rank], rank))
+
+
+def rounds(moves: Sequence[Move], layout: ShardLayout, limit: int) -> Iterator[list[Move]]:
+    """Those that travel, in order, so that no more than ``limit`` bytes are under way at once, or one move."""
+    found: list[Move] = []
+    size = 0
+    for move in moves:
+        if move.source == move.target:
+            continue
+        nbytes = move_bytes(move, layout)
+        if found and size + nbytes > limit:
+            yield found
+            found, size = [], 0
+        found.append(move)
+        size += nbytes
+    if found:
+        yield found
+
+
+def move_bytes(move: Move, layout: ShardLayout) -> int:
+    return len(move.rows) * layout.tensors[move.tensor].row_bytes
+
+
+def travelling(moves: Sequence[Move], layout: ShardLayout) -> int:
+    """Bytes that go from one rank to another."""
+    return sum(move_bytes(move, layout) for move in moves if move.source != move.target)

@@ -1,0 +1,217 @@
+"""FSDP2 modules: their sharded parameters, what of them can follow another world, and giving them another mesh. Acts.
+
+A module keeps its parameter objects, and so does its optimizer: the size of a DTensor is the global one, which does not
+change; its local tensor and its spec are replaced. Names that torch keeps private are used, so there is a list of the
+versions of torch that this was tested with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+TESTED = ("2.13",)  # versions of torch
+
+
+def sharded_states(model: nn.Module) -> list[Any]:
+    """The FSDP2 states of a model's modules, each once. Empty where ``fully_shard`` was not applied."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if fsdp is None:
+        return []
+    found = [fsdp._get_module_fsdp_state(module) for module in model.modules()]
+    return list({id(state): state for state in found if state is not None}.values())
+
+
+def sharded_params(model: nn.Module) -> dict[str, Any]:
+    """torch's ``FSDPParam`` objects by the first name that the parameter has in the model, in the order of modules."""
+    paths = {id(module): path for path, module in reversed([*model.named_modules()])}
+    found = {}
+    for group in _groups(model):
+        for param in group.fsdp_params:
+            info = param._module_info
+            path = paths[id(info.module)]
+            found[f"{path}.{info.param_name}" if path else info.param_name] = param
+    return found
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    for state in sharded_states(model):
+        yield from state._fsdp_param_groups
+
+
+def obstacle(model: nn.Module, size: int) -> str | None:
+    """Why this fully sharded model can't follow another world; None: it can. ``size``: of the present world."""
+    if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
+        return (
+            f"is fully sharded, which elastic.run follows with torch {' and '.join(TESTED)}, and this is torch"
+            f" {torch.__version__}"
+        )
+    ours = {id(param.sharded_param) for param in sharded_params(model).values()}
+    for state in sharded_states(model):
+        for group in state._fsdp_param_groups:
+            if why := _obstacle_of(group, size):
+                return why
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") and id(parameter) not in ours:
+            return f"has the parameter {name}, a DTensor that is not sharded by fully_shard alone"
+    return None
+
+
+def _obstacle_of(group: Any, size: int) -> str | None:
+    from torch.distributed.fsdp import OffloadPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.tensor import Shard
+
+    info = group.mesh_info
+    if type(info) is not FSDPMeshInfo or info.is_spmd_mesh or info.mesh.ndim != 1:
+        return "is fully sharded over a mesh of more dimensions than one"
+    if info.mesh.size() != size:
+        return f"is fully sharded over {info.mesh.size()} of the {size} ranks"
+    if group.post_forward_mesh_info not in (None, info):
+        return "is fully sharded with a number of ranks for reshard_after_forward"
+    if type(group.offload_policy) is not OffloadPolicy:
+        return "is fully sharded with an offload policy"
+    if (
+        info.reduce_scatter_process_group is not None
+        or type(group._all_gather_comm) is not DefaultAllGather
+        or type(group._reduce_scatter_comm) is not DefaultReduceScatter
+    ):
+        return "is fully sharded with collectives or process groups of its own"
+    for param in group.fsdp_params:
+        if param.is_dtensor:
+            return "is fully sharded and tensor parallel"
+        if param.fsdp_placement != Shard(0):
+            return "is fully sharded along another dimension than the first"
+        if hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather"):
+            return "is fully sharded and has parameters of a tensor subclass"
+    return None
+
+
+def abandon(model: nn.Module) -> None:
+    """Drops what a forward or backward pass that did not end has left: gathered parameters and gradients."""
+    for state in sharded_states(model):
+        for group in state._fsdp_param_groups:
+            group._all_gather_result = None  # of a collective that broke: waiting for it raises
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+                param.sharded_param.grad = None
+        if state._is_root:
+            state._reset_iter_state()
+
+
+def reshard(model: nn.Module) -> None:
+    """Registers sharded parameters where a forward pass has left gathered ones."""
+    for group in _groups(model):
+        if not group.is_sharded:
+            group.reshard()
+
+
+def mesh_of(model: nn.Module) -> Any:
+    """The mesh that its parameters are sharded over."""
+    return next(iter(_groups(model))).mesh_info.mesh
+
+
+def make_mesh(like: Any, order: Sequence[int]) -> Any:
+    """A mesh of the present world, named as another one. Collective. ``order``: the rank of each shard."""
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    names = like.mesh_dim_names
+    if list(order) == list(range(len(order))):
+        return init_device_mesh(like.device_type, (len(order),), mesh_dim_names=names)
+    group = distributed.new_group(list(order), sort_ranks=False)
+    assert isinstance(group, distributed.ProcessGroup)
+    return DeviceMesh.from_group(group, like.device_type, mesh_dim_names=names)
+
+
+@torch.no_grad()
+def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
+    """Shards the parameters over another mesh, in place. Returns the new local tensors, which have no values yet."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    names = {id(param): name for name, param in sharded_params(model).items()}
+    found = {}
+    for group in _groups(model):
+        group.mesh_info = info
+        if group.post_forward_mesh_info is not None:
+            group.post_forward_mesh_info = info
+        for param in group.fsdp_params:
+            param.post_forward_mesh_info = group.post_forward_mesh_info
+            found[names[id(param)]] = _remesh_param(param, info)
+    return found
+
+
+def _remesh_param(param: Any, info: Any) -> torch.Tensor:
+    parameter = param.sharded_param
+    # On the meta device, torch works out sizes, padding and spec, and allocates nothing.
+    model = nn.Parameter(
+        torch.empty(param._orig_size, dtype=parameter.dtype, device="meta"),
+        requires_grad=parameter.requires_grad,
+    )
+    model._fsdp_orig_uid = param._orig_param_uid  # type: ignore[attr-defined]
+    param._init_sharded_param(model, param.device, None, info)
+    if param.post_forward_mesh_info is not None:
+        param._init_sharded_post_forward_param_metadata(model)
+    # Zeros: FSDP2 gathers the padding of the last shard, too.
+    padded = torch.zeros(
+        param.padded_sharded_param_size, dtype=parameter.dtype, device=param.device
+    )
+    local = padded.narrow(0, 0, param.sharded_size[0])
+    param._sharded_param_data = padded.view(-1)
+    parameter._local_tensor, parameter._spec = local, param._sharding_spec
+    parameter.grad = None
+    param.sharded_param = parameter
+    param._setattr_on_modules(parameter)
+    for tensor in param.all_gather_outputs:
+        tensor.untyped_storage().resize_(0)
+    param.all_gather_outputs = []  # made anew, as the gathered parameter is, by the next all-gather
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
+    return local
+
+
+def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
+    """A DTensor of these rows, sharded as the parameter ``like`` is; ``present`` itself, where it is one."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec: Any = like._spec  # type: ignore[attr-defined]
+    if local.dtype != like.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    if (
+        isinstance(present, DTensor)
+        and present.dtype == local.dtype
+        and present.shape == like.shape
+    ):
+        untyped: Any = present
+        untyped._local_tensor, untyped._spec = local, spec
+        return present
+    make: Callable[..., Any] = DTensor
+    return make(local, spec, requires_grad=False)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor, without importing what the script has not."""
+    known = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(known, "DTensor", None)
+    return isinstance(kind, type) and isinstance(tensor, kind)
+
+
+def by_rows(tensor: Any) -> bool:
+    """Whether a DTensor is sharded along its first dimension over a mesh of one dimension."""
+    from torch.distributed.tensor import Shard
+
+    placements: Mapping[int, Any] | Sequence[Any] = tensor.placements
+    return list(placements) == [Shard(0)]

@@ -1,0 +1,160 @@
+"""Parts of a state that are sharded by rows, besides what of them is replicated. Acts.
+
+What all ranks have alike (buffers, parameters that are not sharded, step counters, options) is committed and sent as of
+any other state. Sharded tensors are given by name, as this rank's rows, to `sharded_commits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.state.fully_sharded import fsdp2
+from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """A tensor that is sharded by rows. ``shape``: of the whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    plain: bool = False  # no DTensor, but a tensor of this rank's rows
+
+    @property
+    def row_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape[1:]:
+            size *= length
+        return size
+
+    def local(self, rows: int, device: torch.device) -> torch.Tensor:
+        return torch.empty((rows, *self.shape[1:]), dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class LiveShard:
+    """This rank's rows of a tensor."""
+
+    local: torch.Tensor
+    spec: RowSpec
+
+
+class Sharded(Protocol):
+    """A part with sharded tensors."""
+
+    name: str
+
+    def live_shards(self) -> dict[str, LiveShard]: ...
+
+    def abandon_pass(self) -> None: ...
+
+
+class FullyShardedHandler(ModelStateHandler):
+    """A model that ``fully_shard`` was applied to."""
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        fsdp2.reshard(self.model)
+        structure, tensors = super().live()
+        return structure, {n: t for n, t in tensors.items() if not fsdp2.is_sharded(t)}
+
+    def seems_unchanged(self) -> bool:
+        return False  # what is replicated is little
+
+    def live_shards(self) -> dict[str, LiveShard]:
+        return {
+            name: LiveShard(
+                local_of(param.sharded_param),
+                RowSpec(tuple(param.sharded_param.shape), param.sharded_param.dtype),
+            )
+            for name, param in fsdp2.sharded_params(self.model).items()
+        }
+
+    def abandon_pass(self) -> None:
+        fsdp2.abandon(self.model)
+        self.restore_nothing()
+
+
+class ShardedOptimizerHandler(OptimizerStateHandler):
+    """An optimizer of sharded parameters: entries as large as they are, are sharded alike."""
+
+    def _adopt_value(self) -> None:
+        super()._adopt_value()
+        if type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
+            raise NotElastic(
+                f"{self.what} is a {type(self.value).__name__} that trains fully sharded parameters and makes a"
+                " state_dict() of its own, of which it is not known what belongs to which rank; use an optimizer"
+                " without one",
+                Fixed.OPTIMIZER,
+            )
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        structure, tensors = super().pack()
+        sharded = self._row_specs(tensors)
+        return structure, {name: each for name, each in tensors.items() if name not in sharded}
+
+    def bytes_to_come(self) -> int:
+        return 0  # rows of shards are received into memory of their own
+
+    def live_shards(self) -> dict[str, LiveShard]:
+        _, tensors = super().pack()
+        return {
+            name: LiveShard(tensors[name] if spec.plain else local_of(tensors[name]), spec)
+            for name, spec in self._row_specs(tensors).items()
+        }
+
+    def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
+        """Of those that are sharded; of the others every rank has the same."""
+        parameters = list(self.parameters())
+        found = {}
+        for name, entry in tensors.items():
+            number, _, key = name.partition(".")
+            parameter = parameters[int(number)]
+            if not fsdp2.is_sharded(parameter):
+                continue
+            alike = fsdp2.is_sharded(entry)
+            if alike and entry.shape == parameter.shape and fsdp2.by_rows(entry):
+                found[name] = RowSpec(tuple(entry.shape), entry.dtype)
+            elif not alike and entry.shape == local_of(parameter).shape:
+                found[name] = RowSpec(tuple(parameter.shape), entry.dtype, plain=True)
+            elif alike or entry.dim():
+                raise Invalid(
+                    f"{self.what} keeps {key} of shape {list(entry.shape)} for a fully sharded parameter of shape"
+                    f" {list(parameter.shape)}: only entries that are sharded as the parameter is, and single numbers,"
+                    " follow another world; use an optimizer such as SGD, Adam or AdamW"
+                )
+        return found
+
+    def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
+        """Takes over this rank's rows of entries, by name."""
+        parameters = list(self.parameters())
+        for name, (spec, local) in found.items():
+            number, _, key = name.partition(".")
+            parameter = parameters[int(number)]
+            entries = self.value.state[parameter]
+            present = entries.get(key)
+            entries[key] = local if spec.plain else fsdp2.as_sharded(local, parameter, present)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.value.param_groups:
+            yield from group["params"]
+
+    def abandon_pass(self) -> None:
+        self.abandon_step()
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's rows of a DTensor."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def trains_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of its parameters is a DTensor."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return any(map(fsdp2.is_sharded, parameters))

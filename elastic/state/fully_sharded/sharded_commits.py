@@ -1,0 +1,381 @@
+"""Commits of a state of which each rank holds a shard: copy, mirror, seal; and the way back to one in another world.
+
+What is decided is decided in `elastic.sharding`; this copies and sends. A commit is a copy of this rank's shard in one
+of two banks, sent to the ranks that keep a copy of it, and sealed once all ranks have done both. In another world all
+say which shards of which commits they hold, and go back to the newest that is whole: rows travel, are placed, and are
+mirrored again before anybody trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import ShardLost, StateMismatch
+from elastic.failpoints import failpoint
+from elastic.runtime import lifecycle
+from elastic.runtime.worker import Runtime
+from elastic.sharding.bank_cycle import BankCycle, BankRecord
+from elastic.sharding.inventory import CommitId, WholeCommit, lost_shards, newest_whole
+from elastic.sharding.moves import Move, order_of_shards, plan_moves, rounds, travelling
+from elastic.sharding.placement import Placement, copied_to, place_copies
+from elastic.sharding.rows import ShardLayout, owners, rows_of
+from elastic.state.fully_sharded import fsdp2, objects
+from elastic.state.fully_sharded.live_shards import (
+    FullyShardedHandler,
+    LiveShard,
+    RowSpec,
+    Sharded,
+    ShardedOptimizerHandler,
+)
+from elastic.state.fully_sharded.shard_bank import ShardBank, as_layout
+from elastic.state.snapshots.snapshot import Snapshot
+
+# Bytes of one exchange: no backend counts beyond 2**31, and what travels is held twice meanwhile.
+PIECE = 256 << 20
+CPU = torch.device("cpu")
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@dataclass(frozen=True)
+class ShardedWorld:
+    """The ranks among which shards are divided. ``order``: the rank of each shard. ``hosts``: of each rank."""
+
+    generation: int
+    rank: int
+    order: tuple[int, ...]
+    hosts: tuple[str, ...]
+    placement: Placement
+
+    @property
+    def shard(self) -> int:
+        return owners(self.order)[self.rank]
+
+    def where(self) -> tuple[tuple[str, ...], ...]:
+        """The hosts that have each shard, its owner's first."""
+        return tuple(
+            tuple(self.hosts[rank] for rank in (owner, *copies))
+            for owner, copies in zip(self.order, self.placement, strict=True)
+        )
+
+
+@dataclass
+class CommitCost:
+    """Of the last commit: bytes of the shard, seconds of each phase, and bytes sent to other ranks."""
+
+    nbytes: int = 0
+    copy_s: float = 0.0
+    mirror_s: float = 0.0
+    seal_s: float = 0.0
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The commit that all ranks go back to. ``bank``: this rank's, if it holds a shard of it."""
+
+    whole: WholeCommit
+    hosts: tuple[str, ...]
+    bank: ShardBank | None
+
+    @property
+    def root(self) -> int:
+        """Whose replicated state is taken."""
+        return self.whole.ranks()[0]
+
+    def lacking(self, size: int) -> list[int]:
+        """Ranks that are sent the replicated state. What a training begins with may differ from rank to rank."""
+        holding = [self.root] if self.whole.commit.generation == 0 else self.whole.ranks()
+        return [rank for rank in range(size) if rank not in holding]
+
+
+class ShardedCommits:
+    """Of one state. ``parts``: those with sharded tensors. Methods are for the training thread."""
+
+    def __init__(self, parts: Callable[[], Iterable[Sharded]], copies: int) -> None:
+        self.copies = copies
+        self.spent = CommitCost()
+        self.moved = 0  # bytes that travelled at the last change of the world
+        self._parts = parts
+        self._cycle = BankCycle()
+        self._banks = ShardBank(), ShardBank()
+        self._world: ShardedWorld | None = (
+            None  # None: nobody follows this state yet, or there is nobody else
+        )
+        self._number = 0  # of the next commit in this world
+        self._bank = 0  # that is written
+
+    # ---- a commit ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> dict[str, Snapshot]:
+        """A commit begins. Returns where its replicated parts are to be saved."""
+        shards, world = self._live(), self._world
+        if world is None:
+            mesh = self._mesh()
+            count, shard = mesh.size(), mesh.get_local_rank()
+            record = BankRecord(CommitId(0, self._number), count, shard, (), ())
+        else:
+            count, shard = len(world.order), world.shard
+            copies = tuple(copied_to(world.placement, world.rank))
+            commit = CommitId(world.generation, self._number)
+            record = BankRecord(commit, count, shard, copies, world.where())
+        self._bank = self._cycle.begin(record)
+        bank = self._banks[self._bank]
+        bank.arrange(shards, count, (record.shard, *record.copies))
+        return bank.snapshots
+
+    def commit(self, values: Any) -> None:
+        """Copies this rank's shard, mirrors and seals. Raises PeerLost, StateMismatch."""
+        began = time.perf_counter()
+        bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
+        bank.values = values
+        failpoint("shard-copy")
+        shards = self._live()
+        mine = self._mesh().get_local_rank() if world is None else world.shard
+        spent = CommitCost(bank.copy(shards, mine))
+        self._cycle.copied()
+        copied = sealed = time.perf_counter()
+        failpoint("shard-mirror")
+        if world is not None and rt is not None:
+            with rt.guard("commit of the shards"):
+                group = rt.group("state", CPU)
+                self._compare(group, bank.layout.digest)
+                spent.sent = self._mirror(group, world, bank)
+                self._cycle.mirrored()
+                sealed = time.perf_counter()
+                failpoint("shard-seal")
+                group.barrier().wait()
+        else:
+            self._cycle.mirrored()
+        self._cycle.sealed()
+        self._number += 1
+        spent.copy_s, spent.mirror_s = copied - began, sealed - copied
+        spent.seal_s = time.perf_counter() - sealed
+        self.spent = spent
+
+    def _compare(self, group: Collectives, digest: int) -> None:
+        """Whether all ranks commit the same tensors: the sizes of what is exchanged follow from them."""
+        mine = torch.tensor([digest, self._number], dtype=torch.int64, device="cpu")
+        found = [torch.zeros_like(mine, device="cpu") for _ in range(group.size)]
+        group.allgather(found, mine).wait()
+        other = next((rank for rank, each in enumerate(found) if not torch.equal(each, mine)), None)
+        if other is not None:
+            raise StateMismatch(
+                f"this rank commits other sharded tensors than rank {other}, or another number of commits: all ranks"
+                " have to step the same optimizers and call commit() alike"
+            )
+
+    def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> int:
+        """Sends this rank's shard to those that keep a copy of it. Returns the bytes sent."""
+        levels = max(map(len, world.placement), default=0)
+        largest = bank.layout.nbytes(0)
+        buffer = bank.buffer(world.shard)
+        sent = 0
+        for level in range(levels):
+            to = world.placement[world.shard][level]
+            of = {
+                world.order[shard]: shard
+                for shard, ranks in enumerate(world.placement)
+                if ranks[level] == world.rank
+            }
+            for begin in range(0, largest, PIECE):
+                mine = buffer[begin : begin + PIECE]
+                parts = {
+                    rank: bank.buffer(of[rank])[begin : begin + PIECE]
+                    for rank in range(group.size)
+                    if rank in of
+                }
+                _alltoall(group, {to: [mine]}, {rank: [part] for rank, part in parts.items()})
+                sent += len(mine)
+        return sent
+
+    # ---- another world -------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """A training begins: the live tensors are what it begins with."""
+        self._cycle.forget()
+        self._world, self._number = None, 0
+
+    def abandon_pass(self) -> None:
+        """Drops what a forward or backward pass that did not end has left."""
+        for part in self._parts():
+            part.abandon_pass()
+
+    def meet(self, rt: Runtime) -> Choice:
+        """All ranks of this world say what they hold, and choose. Raises PeerLost, ShardLost."""
+        with rt.guard("choice of the commit"):
+            group = rt.group("state", CPU)
+            mine = self._cycle.inventory(), rt.env.worker.host
+            told = objects.gather(group, mine)
+        inventories = [each for each, _ in told]
+        hosts = tuple(host for _, host in told)
+        whole = newest_whole(inventories)
+        if whole is None:
+            lost = lost_shards(inventories)
+            raise ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
+        bank = self._cycle.adopt(whole.commit)
+        return Choice(whole, hosts, None if bank is None else self._banks[bank])
+
+    def follow(self, rt: Runtime, choice: Choice) -> int:
+        """Takes the rows of the new shard from the ranks that hold them. Collective. Returns bytes that travelled."""
+        rank, size = rt.place.rank, rt.place.size
+        specs = self._agree(rt, choice)
+        layout = as_layout(specs, choice.whole.shards)
+        order = order_of_shards(choice.whole, layout.tensors, size)
+        placement = place_copies(order, choice.hosts, self.copies)
+        self._world = ShardedWorld(rt.generation, rank, tuple(order), choice.hosts, placement)
+        self._number = 0
+        found = self._targets(specs, choice, order, owners(order)[rank])
+        moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE)
+        with rt.guard("copy of the shards"):
+            self._travel(rt.group("state", CPU), moves, layout, choice, found)
+        failpoint("shard-moved")
+        self._place(specs, found)
+        failpoint("shard-placed")
+        self.moved = travelling(moves, layout)
+        return self.moved
+
+    def base(self) -> ShardBank | None:
+        """Of the newest commit that is sealed."""
+        return None if self._cycle.base is None else self._banks[self._cycle.base]
+
+    def place_own(self, bank: ShardBank) -> None:
+        """In the same world, without others: sets the sharded tensors to this rank's shard in the bank."""
+        live, found = self._live(), {}
+        device = next((each.local.device for each in live.values()), CPU)
+        for name, (spec, rows) in bank.own_rows().items():
+            present = live.get(name)
+            local = spec.local(len(rows), device) if present is None else present.local
+            with torch.no_grad():
+                local.copy_(rows)
+            found[name] = local
+        self._place(bank.specs, found)
+
+    def _agree(self, rt: Runtime, choice: Choice) -> dict[str, RowSpec]:
+        """What the commit's sharded tensors are: those that hold nothing of it are told."""
+        specs = {} if choice.bank is None else choice.bank.specs
+        holding = choice.whole.ranks()
+        if len(holding) == rt.place.size:
+            return specs
+        with rt.guard("choice of the commit"):
+            told: dict[str, RowSpec] = objects.broadcast(rt.group("state", CPU), specs, holding[0])
+        return told
+
+    def _targets(
+        self, specs: dict[str, RowSpec], choice: Choice, order: list[int], shard: int
+    ) -> dict[str, torch.Tensor]:
+        """This rank's rows in the new world, without values: live tensors of models, new ones for optimizers."""
+        size = len(order)
+        stays = tuple(order) == choice.whole.owners == tuple(range(size))
+        found = {}
+        device = CPU
+        for part in self._parts():
+            if isinstance(part, FullyShardedHandler):
+                if not stays:
+                    mesh = self._new_mesh(part, order)
+                    fsdp2.remesh(part.model, mesh)
+                live = part.live_shards()
+                found.update({f"{part.name}/{key}": each.local for key, each in live.items()})
+                device = next((each.local.device for each in live.values()), device)
+        for name, spec in specs.items():
+            if name not in found:
+                rows = len(rows_of(spec.shape[0], shard, size))
+                found[name] = spec.local(rows, device)
+        return {name: found[name] for name in specs}
+
+    def _new_mesh(self, part: FullyShardedHandler, order: list[int]) -> Any:
+        return fsdp2.make_mesh(fsdp2.mesh_of(part.model), order)
+
+    def _travel(
+        self,
+        group: Collectives,
+        moves: list[Move],
+        layout: ShardLayout,
+        choice: Choice,
+        found: dict[str, torch.Tensor],
+    ) -> None:
+        world = self._world
+        assert world is not None
+        size, rank = len(world.order), world.rank
+        targets = list(found.values())
+
+        def place(move: Move, rows: torch.Tensor) -> None:
+            tensor = layout.tensors[move.tensor]
+            first = rows_of(tensor.rows, world.shard, size).begin
+            into = targets[move.tensor][move.rows.begin - first : move.rows.end - first]
+            into.copy_(rows.view(into.dtype).view(into.shape))
+
+        with torch.no_grad():
+            for move in moves:
+                if move.source == move.target == rank:
+                    assert choice.bank is not None
+                    place(move, choice.bank.rows(move))
+            for together in rounds(moves, layout, PIECE):
+                sent: dict[int, list[torch.Tensor]] = {}
+                received: dict[int, list[torch.Tensor]] = {}
+                mine = [move for move in together if move.target == rank]
+                for move in together:
+                    if move.source == rank:
+                        assert choice.bank is not None
+                        sent.setdefault(move.target, []).append(choice.bank.rows(move))
+                arrived = []
+                for move in mine:
+                    nbytes = len(move.rows) * layout.tensors[move.tensor].row_bytes
+                    part = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                    arrived.append(part)
+                    received.setdefault(move.source, []).append(part)
+                _alltoall(group, sent, received)
+                for move, part in zip(mine, arrived, strict=True):
+                    place(move, part)
+
+    def _place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
+        for part in self._parts():
+            if isinstance(part, ShardedOptimizerHandler):
+                prefix = f"{part.name}/"
+                part.place_shards(
+                    {
+                        name.removeprefix(prefix): (specs[name], local)
+                        for name, local in found.items()
+                        if name.startswith(prefix)
+                    }
+                )
+
+    def _live(self) -> dict[str, LiveShard]:
+        return {
+            f"{part.name}/{key}": each
+            for part in self._parts()
+            for key, each in part.live_shards().items()
+        }
+
+    def _mesh(self) -> Any:
+        models = [part for part in self._parts() if isinstance(part, FullyShardedHandler)]
+        return fsdp2.mesh_of(models[0].model)
+
+
+def _alltoall(
+    group: Collectives, sent: dict[int, list[torch.Tensor]], received: dict[int, list[torch.Tensor]]
+) -> None:
+    """uint8 tensors by the rank that they go to, or come from. Those that are sent are only read."""
+    ranks = range(group.size)
+    out = [each for rank in ranks for each in sent.get(rank, ())]
+    into = [each for rank in ranks for each in received.get(rank, ())]
+    source = out[0] if len(out) == 1 else torch.cat([_NOTHING, *out])
+    target = (
+        into[0]
+        if len(into) == 1
+        else torch.empty(sum(map(len, into)), dtype=torch.uint8, device="cpu")
+    )
+    group.alltoall(
+        target,
+        source,
+        [sum(map(len, received.get(rank, ()))) for rank in ranks],
+        [sum(map(len, sent.get(rank, ()))) for rank in ranks],
+    ).wait()
+    if len(into) != 1:
+        for part, whole in zip(target.split(list(map(len, into))), into, strict=True):
+            whole.copy_(part)
