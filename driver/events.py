@@ -204,6 +204,7 @@ class WorkerRaised(Event):
     beginning: bool = False
     code: int = 1  # of the job, if final
     calls: tuple[Called, ...] = ()  # that do not fit together, of which all ranks were told
+    shards_lost: bool = False  # no worker holds some shards of the state any more; final
 
 
 class WorkerQuit(Event):

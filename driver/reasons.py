@@ -101,6 +101,7 @@ class Why(enum.Enum):
     SEVERAL = "several"
     FROM_CHECKPOINT = "from checkpoint"
     NO_RESUME = "no resume"
+    SHARDS_LOST = "shards lost"
     SCRIPT_REFUSED = "script refused"
     FIRST_WORLD = "first world"
     NEXT_WORLD = "next world"
@@ -486,6 +487,7 @@ SENTENCES: dict[Why, Sentence] = {
     " start more hosts, or lower --min-np, or raise --elastic-timeout",
     Why.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
     Why.NO_RESUME: "training can't go on from the checkpoint: {text}",
+    Why.SHARDS_LOST: "{text}",
     Why.SCRIPT_REFUSED: "--strict: {text}",
     Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached, with no new checkpoint between",
     Why.MACHINE_LEAVES: _machine_leaves,

@@ -133,7 +133,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             _end_now(rt, lost)
         except ShardLost as lost:
             # Every worker finds the same: the driver ends the job with this sentence.
-            rt.training.cannot_begin(str(lost))
+            rt.training.lost_shards(str(lost))
             sys.exit(1)
         except Interrupted:
             raise

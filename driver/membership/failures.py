@@ -102,6 +102,8 @@ class Failures(Part):
             return
         if event.final:
             refused = Why.NO_RESUME if event.code == 1 else Why.SCRIPT_REFUSED
+            if event.shards_lost:
+                refused = Why.SHARDS_LOST
             self.worlds.end(event.code, because(refused, text=event.summary))
         raised = f"{self.worlds.named(record)} raised {event.summary}"
         trace = event.traceback.rstrip()

@@ -331,6 +331,7 @@ class Raised(Message):
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # of the job, if final
     calls: Calls = ()  # that do not fit together, of which all ranks were told
+    shards_lost: bool = False  # no worker holds some shards of the state any more; final
 
 
 class Quit(Message):

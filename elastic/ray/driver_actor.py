@@ -80,7 +80,7 @@ class DriverActor:
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
         os.environ.update(spec.telemetry)  # its SDK looks nowhere else
-        self._spec = spec
+        self._job_spec = spec
         self._runs = 0
         self._driver: Stoppable | None = None
         self._starter: RayStarter | None = None
@@ -148,7 +148,7 @@ class DriverActor:
 
     async def _make_news(self) -> News:
         news = News()
-        spec = self._spec
+        spec = self._job_spec
         level = "debug" if spec.limits.verbose else "info"
         self._log: Log = Console(news.err, level=level, colour=False, timestamps=True)
         self._discovery = self._discover()
@@ -156,24 +156,24 @@ class DriverActor:
         return news
 
     def _discover(self) -> RayDiscovery:
-        wanted = self._spec.wanted
+        wanted = self._job_spec.wanted
         return RayDiscovery(
             places.Wanted(
-                arguments.places(wanted, self._spec.limits),
+                arguments.places(wanted, self._job_spec.limits),
                 wanted.resources,
                 wanted.placement_group,
                 wanted.in_use,
                 wanted.per_bundle,
             ),
             self._log,
-            job=self._spec.name,
-            detached=self._spec.detached,
+            job=self._job_spec.name,
+            detached=self._job_spec.detached,
         )
 
     async def _place(self) -> str:
         if self._placed:
             return ""
-        spec = self._spec
+        spec = self._job_spec
         count = spec.wanted.least if spec.wanted.elastic else spec.wanted.np
         if self._again:
             count = 0  # the workers of the driver before hold their places, as many as are left
@@ -212,7 +212,7 @@ class DriverActor:
         return Ended(outcome.code, outcome.reason, outcome.results, outcome.reports)
 
     def _make_job(self, call: bytes, program: Sequence[str]) -> Job:
-        spec, wanted = self._spec, self._spec.wanted
+        spec, wanted = self._job_spec, self._job_spec.wanted
         name = spec.name if spec.detached else f"{spec.name}-{self._runs}"
         given = {**vars(spec.limits)}
         del given["placement_timeout"], given["flags"]
@@ -354,7 +354,7 @@ class RayProvider:
         archive: RayArchive | None,
         again: bool,
     ) -> None:
-        self._spec = spec
+        self._job_spec = spec
         self._discovery = discovery
         self._starter = starter
         self._archive = archive
@@ -378,12 +378,12 @@ class RayProvider:
         return self._archive
 
     def environ_of(self, host: str) -> Mapping[str, str]:
-        if not self._spec.wanted.gpus:
+        if not self._job_spec.wanted.gpus:
             return {}
         # Two slots that share a GPU name it both.
         ids = [id for slot in self._discovery.gpus_of(host) for id in slot.split(",")]
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
 
     async def listening(self, address: str) -> None:
-        if self._spec.detached:
+        if self._job_spec.detached:
             await self._starter.redirect([address])

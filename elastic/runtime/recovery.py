@@ -368,9 +368,10 @@ class Recovery:
         final: bool = False,
         code: int = 1,
         calls: tuple[Called, ...] = (),
+        shards_lost: bool = False,
     ) -> list[Action]:
         """User code raised: the process will exit with this. ``code``: of the job, if ``final``. ``calls``: of ranks,
-        which do not fit together.
+        which do not fit together. ``shards_lost``: as in `elastic.protocol.messages.Raised`.
         """
         generation = self.generation
         nothing_held = self.world is not None and self.world.commit is None
@@ -378,7 +379,16 @@ class Recovery:
         self.phase = Phase.OVER
         self.reason = summary
         self._last_word = messages.Raised(
-            generation, self.newest, summary, traceback, hardware, final, beginning, code, calls
+            generation,
+            self.newest,
+            summary,
+            traceback,
+            hardware,
+            final,
+            beginning,
+            code,
+            calls,
+            shards_lost,
         )
         return [Send(self._last_word), Cut(generation, summary)]
 

@@ -106,6 +106,12 @@ class Training:
         """Tells the driver that the job can't go on, with this worker or with any other, and why."""
         self._session.update(lambda recovery: recovery.raised(why, "", final=True))
 
+    def lost_shards(self, why: str) -> None:
+        """Tells the driver that the job can't go on, because no worker holds some shards of its state any more."""
+        self._session.update(
+            lambda recovery: recovery.raised(why, "", final=True, shards_lost=True)
+        )
+
     def refused(self, why: str) -> None:
         """Tells the driver that the job is to end, because the script is wrong."""
         if not self._session.alone:

@@ -75,7 +75,7 @@ def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
         held = [each for inventory in inventories for each in inventory if each.commit == commit]
         hosts = max((each.hosts for each in held), key=len)
         return [
-            LostShard(commit, shard, len(ranks), hosts[shard] if shard < len(hosts) else ())
+            LostShard(commit, shard, held[0].shards, hosts[shard] if shard < len(hosts) else ())
             for shard, ranks in enumerate(_holders(inventories, commit))
             if not ranks
         ]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import Fixed, Invalid, NotPicklable
+from elastic.errors import Invalid, NotPicklable
 from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY
@@ -151,7 +151,7 @@ class HandledState(_OfThisProcess, ObjectState):
         for each in optimizers:
             sharded = filter(fsdp2.is_sharded, each.parameters())
             if not all(id(parameter) in ours for parameter in sharded):
-                raise sharding.refuse(f"the model that state.{each.name} trains", Fixed.MODULE)
+                raise sharding.refuse_optimizer(each.name)
         if not models:
             return None
         if not isinstance(copies, int) or copies < 0:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from elastic.errors import Fixed, NotElastic
-from elastic.runtime import lifecycle
 from elastic.state.fully_sharded import fsdp2
 
 _ADVICE = (
     "use DistributedDataParallel or elastic.DistributedOptimizer with a plain optimizer, or, in a job of a fixed size"
     " (without --min-np), leave it out of the state and save it with torch.distributed.checkpoint"
 )
+_INTO_STATE = "put a model that fully_shard was applied to into elastic.TorchState, "
 _ADVICE_SHARDED = (
     "apply fully_shard to layers and model with the default mesh, or one of init_device_mesh over all ranks, or, in a"
     " job of a fixed size (without --min-np), leave the model out of the state"
@@ -96,7 +96,19 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
     """The error for ``what``, such as ``state.model``, of this kind."""
-    return NotElastic(f"{what} {_WHY[kind]}; {_ADVICE}", kind)
+    first = _INTO_STATE if kind is Fixed.MODULE else ""
+    return NotElastic(f"{what} {_WHY[kind]}; {first}{_ADVICE}", kind)
+
+
+def refuse_optimizer(name: str) -> NotElastic:
+    """The error for an optimizer in a state that follows none of the models that it trains."""
+    if any_fully_sharded():
+        return NotElastic(
+            f"state.{name} trains a fully sharded model that is not in the state: add it, as in"
+            " TorchState(model=model, optimizer=optimizer)",
+            Fixed.MODULE,
+        )
+    return refuse(f"the model that state.{name} trains", Fixed.PARAMETERS)
 
 
 def check_value(name: str, value: Any) -> None:
@@ -105,8 +117,7 @@ def check_value(name: str, value: Any) -> None:
     if isinstance(value, torch.nn.Module):
         kind = of_module(value)
         if kind is Fixed.MODULE and fsdp2.sharded_params(value):
-            place = lifecycle.position()
-            why = fsdp2.obstacle(value, 1 if place is None else place[0].size)
+            why = fsdp2.obstacle(value)
             if why is None:
                 return
             raise NotElastic(f"state.{name} {why}; {_ADVICE_SHARDED}", kind)

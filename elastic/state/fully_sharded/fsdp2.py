@@ -43,13 +43,14 @@ def _groups(model: nn.Module) -> Iterator[Any]:
         yield from state._fsdp_param_groups
 
 
-def obstacle(model: nn.Module, size: int) -> str | None:
-    """Why this fully sharded model can't follow another world; None: it can. ``size``: of the present world."""
+def obstacle(model: nn.Module) -> str | None:
+    """Why this fully sharded model can't follow another world; None: it can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
             f"is fully sharded, which elastic.run follows with torch {' and '.join(TESTED)}, and this is torch"
             f" {torch.__version__}"
         )
+    size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
     for state in sharded_states(model):
         for group in state._fsdp_param_groups:

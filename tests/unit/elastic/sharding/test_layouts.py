@@ -140,6 +140,7 @@ def test_the_newest_commit_that_is_whole_wins(size: int, copies: int, data):
         assert found is None
         for each in lost_shards(left):
             assert each.hosts
+            assert each.shards == size
             assert all(each.shard != h.shard for i in left for h in i if h.commit == each.commit)
         assert bool(lost_shards(left)) == bool(left)
 

@@ -10,6 +10,7 @@ from torch import distributed, nn
 
 from elastic.errors import Fixed, NotElastic
 from elastic.state import TorchState, sharding
+from elastic.state.fully_sharded import fsdp2
 from elastic.torch_backend import sharding_guard
 
 pytestmark = [
@@ -48,16 +49,88 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def over_two_dimensions(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    two = distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
+    )
+    return fully_shard(network(), mesh=two)
+
+
+def over_some_ranks(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    two = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return fully_shard(network(), mesh=two["b"])
+
+
+def along_columns(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    return fully_shard(
+        network(), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None
+    )
+
+
+def regathered_by_two(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(network(), mesh=mesh, reshard_after_forward=2)
+
+
+def partly_tensor_parallel(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = tensor_parallel(mesh)
+    fully_shard(model[1], mesh=mesh)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("made", "kind"), [(tensor_parallel, Fixed.PARAMETERS), (fully_sharded, Fixed.MODULE)]
+    ("made", "kind"),
+    [
+        (tensor_parallel, Fixed.PARAMETERS),
+        *(
+            (each, Fixed.MODULE)
+            for each in (
+                over_two_dimensions,
+                over_some_ranks,
+                along_columns,
+                regathered_by_two,
+                partly_tensor_parallel,
+            )
+        ),
+    ],
 )
-def test_a_state_takes_nothing_that_is_sharded(four, made, kind):
+def test_a_state_takes_nothing_that_is_sharded_in_a_way_that_it_cannot_follow(four, made, kind):
     model = made(four)
     assert sharding.of_module(model) is kind
     for values in ({"model": model}, {"net": model}, {"optimizer": sgd(model)}):
         with pytest.raises(NotElastic) as refused:
             TorchState(**values)
-        assert refused.value.kind in (kind, Fixed.PARAMETERS)
+        assert refused.value.kind is kind
+
+
+def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tested(
+    four, monkeypatch
+):
+    model = fully_sharded(four)
+    with pytest.raises(NotElastic):
+        TorchState(optimizer=sgd(model))  # whose model no state follows
+    monkeypatch.setattr(fsdp2, "TESTED", ("2.9",))
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=model)
+    assert refused.value.kind is Fixed.MODULE
+    monkeypatch.undo()
+    optimizer = sgd(model)
+    state = TorchState(model=model, optimizer=optimizer)
+    assert state.is_sharded()
+    sharding_guard.begin()
+    sharding_guard.check(optimizer, 2, 4)
+    with pytest.raises(NotElastic):
+        sharding_guard.check(sgd(tensor_parallel(four)), 3, 3)
 
 
 def test_parameters_that_every_rank_has_are_not_sharded(four):
