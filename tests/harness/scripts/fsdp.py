@@ -116,7 +116,9 @@ def main() -> None:
         "sizes": [state.sizes[step] for step in range(steps)],
         "same": ids == [id(each) for each in (model, optimizer, *model.parameters())],
         "counted": float(model.steps),
-        "digest": float(sum(each.full_tensor().detach().double().sum() for each in model.parameters())),
+        "digest": float(
+            sum(each.full_tensor().detach().double().sum() for each in model.parameters())
+        ),
         "norm": float(norm.full_tensor()),
     }
     worker = f"{os.environ['LOCAL_RANK']}.{os.getpid()}"
