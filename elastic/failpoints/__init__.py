@@ -9,9 +9,10 @@ places of its own: ``failpoint("evaluation")``. Those inside the library: rendez
 bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), commit
 (about to be made), snapshot (half of it is saved), hold (at the check where a planned change stops all, or where it is
 waited for the word which one that is), state-copy (between the header and the tensors), cut (told that the world is
-over, its collectives not ended yet), shutdown; of a fully sharded state: shard-copy (before this rank's shard is copied), shard-mirror (before it is
-sent), shard-seal (before all have it), shard-moved (in a new world, rows have arrived), shard-placed; of durable commits: durable-file (half of a share is written),
-durable-share, durable-manifest (before it), durable-sealed (after it), durable-load.
+over, its collectives not ended yet), shutdown; of a fully sharded state: shard-copy (before this rank's shard is
+copied), shard-mirror (before it is sent), shard-seal (before all have it), shard-moved (in a new world, rows have
+arrived), shard-placed; of durable commits: durable-file (half of a share is written), durable-share, durable-manifest
+(before it), durable-sealed (after it), durable-load.
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
 out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients); see
