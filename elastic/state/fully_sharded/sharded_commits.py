@@ -208,6 +208,8 @@ class ShardedCommits:
 
     def meet(self, rt: Runtime) -> Choice:
         """All ranks of this world say what they hold, and choose. Raises PeerLost, ShardLost."""
+        # What FSDP2 remembers of passes decides what it gathers when: those who join remember none.
+        self.abandon_pass()
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
             mine = self._cycle.inventory(), rt.env.worker.host

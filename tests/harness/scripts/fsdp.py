@@ -15,80 +15,152 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import elastic
 from elastic.failpoints import failpoint, set_step
 
 SIZE = 24  # of a batch: worlds of 1, 2, 3 and 4 share it equally
-FEATURES = ("plain",)
+FEATURES = (
+    "plain", "sgd", "fused", "bf16", "keep_gathered", "reshard_root", "clip", "accumulate", "checkpointing", "tied",
+    "frozen", "ignored", "two_optimizers", "schedule", "named_mesh", "evaluate", "one_unit", "no_root", "compiled",
+)  # fmt: skip
 
 
 class Network(nn.Module):
     """Rows that no number of ranks divides, shards without rows, and a buffer that every rank has."""
 
-    def __init__(self) -> None:
+    def __init__(self, feature: str) -> None:
         super().__init__()
         self.first = nn.Linear(20, 67)
-        self.second = nn.Linear(67, 67)
+        self.second: nn.Module = nn.Linear(67, 67)
+        self.again = nn.Linear(67, 67)
         self.third = nn.Linear(67, 1)
         self.register_buffer("steps", torch.zeros(()))
+        if feature == "tied":
+            self.again.weight = self.second.weight  # type: ignore[assignment]
+        if feature == "frozen":
+            self.first.weight.requires_grad_(False)
+        if feature == "checkpointing":
+            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+                checkpoint_wrapper,
+            )
+
+            self.second = checkpoint_wrapper(self.second)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         hidden = self.first(points).tanh()
-        if hidden.requires_grad:
+        if hidden.requires_grad and not torch.compiler.is_compiling():
             failpoint("forward")
             hidden.register_hook(lambda _: failpoint("backward"))
-        found: torch.Tensor = self.third(self.second(hidden).tanh())
+        found: torch.Tensor = self.third(self.again(self.second(hidden).tanh()).tanh())
         return found
 
 
-def network() -> Network:
-    torch.manual_seed(0)
-    return Network()
+class Training:
+    """Of one process, sharded or not."""
+
+    def __init__(self, feature: str, *, sharded: bool) -> None:
+        self.feature = feature
+        self.sharded = sharded
+        torch.manual_seed(0)
+        self.model: Any = Network(feature)
+        self.ignored: list[Any] = []
+        if sharded:
+            self.shard()
+        if feature == "compiled" and sharded:
+            self.model.compile(backend="aot_eager")
+        self.optimizers = self.make_optimizers()
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
+
+    def shard(self) -> None:
+        model, feature, options = self.model, self.feature, {}
+        if feature == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        elif feature in ("keep_gathered", "evaluate"):
+            options["reshard_after_forward"] = False
+        elif feature == "reshard_root":
+            options["reshard_after_forward"] = True
+        elif feature == "ignored":
+            self.ignored = [*model.third.parameters()]
+            options["ignored_params"] = {*self.ignored}
+        elif feature == "named_mesh":
+            size = dist.get_world_size()
+            options["mesh"] = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+        if feature not in ("tied", "one_unit"):
+            for layer in (model.first, model.second, model.again, model.third):
+                if not self.ignored or layer is not model.third:
+                    fully_shard(layer, **options)
+        if feature != "no_root":
+            fully_shard(model, **options)
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        if self.feature == "sgd":
+            return [torch.optim.SGD(trained, lr=0.01, momentum=0.9)]
+        if self.feature == "two_optimizers":
+            return [
+                torch.optim.AdamW(trained[:3], lr=0.01),
+                torch.optim.SGD(trained[3:], lr=0.01, momentum=0.9),
+            ]
+        return [torch.optim.AdamW(trained, lr=0.01, fused=self.feature == "fused" or None)]
+
+    def step(self, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
+        points = torch.randn(SIZE, 20, generator=torch.Generator().manual_seed(step))[rank::size]
+        wanted = points.sin().sum(1, keepdim=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        parts = 2 if self.feature == "accumulate" else 1
+        total = torch.zeros(())
+        for part, (some, right) in enumerate(
+            zip(points.chunk(parts), wanted.chunk(parts), strict=True)
+        ):
+            if self.sharded and parts > 1:
+                self.model.set_requires_gradient_sync(part == parts - 1)
+            loss = nn.functional.mse_loss(self.model(some), right) / parts
+            loss.backward()
+            total += loss.detach()
+        for parameter in self.ignored:
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        if self.feature == "clip":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        failpoint("optimizer")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.feature == "schedule":
+            self.schedule.step()
+        if self.feature == "evaluate":
+            with torch.no_grad():
+                self.model(points)  # leaves gathered parameters behind
+        return total
+
+    def objects(self) -> list[int]:
+        return [id(each) for each in (self.model, *self.optimizers, *self.model.parameters())]
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def batch(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    points = torch.randn(SIZE, 20, generator=torch.Generator().manual_seed(step))[rank::size]
-    return points, points.sin().sum(1, keepdim=True)
-
-
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, size: int
-) -> torch.Tensor:
-    points, wanted = batch(step, rank, size)
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(points), wanted)
-    loss.backward()
-    failpoint("optimizer")
-    optimizer.step()
-    return loss.detach()
-
-
-def alone(steps: int) -> list[float]:
+def alone(steps: int, feature: str) -> list[float]:
     """The losses of one undisturbed process."""
-    model = network()
-    optimizer = optimizer_of(model)
-    return [float(update(model, optimizer, step, 0, 1)) for step in range(steps)]
+    training = Training(feature, sharded=False)
+    return [float(training.step(step)) for step in range(steps)]
+
+
+def gathered(parameter: Any) -> torch.Tensor:
+    whole: torch.Tensor = getattr(parameter, "full_tensor", lambda: parameter)()
+    return whole.detach().double()
 
 
 def main() -> None:
-    from torch.distributed.fsdp import fully_shard
-
     steps, full = int(os.environ["STEPS"]), int(os.environ.get("FULL", "0"))
+    feature = os.environ.get("FEATURE", "plain")
     dist.init_process_group()
-    model: Any = network()
-    for layer in (model.first, model.second, model.third):
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = optimizer_of(model)
-    ids = [id(each) for each in (model, optimizer, *model.parameters())]
+    training = Training(feature, sharded=True)
+    model = training.model
+    ids = training.objects()
+    more = {f"optimizer{number}": each for number, each in enumerate(training.optimizers)}
     copies = int(os.environ.get("COPIES", "1"))
     state = elastic.TorchState(
-        model=model, optimizer=optimizer, step=0, losses={}, sizes={}, copies=copies
+        model=model, schedule=training.schedule, step=0, losses={}, sizes={}, copies=copies, **more
     )
 
     @elastic.run
@@ -101,7 +173,7 @@ def main() -> None:
                 dist.barrier()
                 continue
             set_step(state.step)
-            loss = update(model, optimizer, state.step, rank, size)
+            loss = training.step(state.step, rank, size)
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             model.steps += 1
             state.losses[state.step] = float(loss)
@@ -110,16 +182,13 @@ def main() -> None:
             state.commit()
 
     train(state)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    same = ids == training.objects() or feature == "evaluate"  # which has gathered parameters now
     found = {
         "losses": [state.losses[step] for step in range(steps)],
         "sizes": [state.sizes[step] for step in range(steps)],
-        "same": ids == [id(each) for each in (model, optimizer, *model.parameters())],
+        "same": same,
         "counted": float(model.steps),
-        "digest": float(
-            sum(each.full_tensor().detach().double().sum() for each in model.parameters())
-        ),
-        "norm": float(norm.full_tensor()),
+        "digest": float(sum(gathered(each).sum() for each in model.parameters())),
     }
     worker = f"{os.environ['LOCAL_RANK']}.{os.getpid()}"
     Path("out").mkdir(exist_ok=True)

@@ -1,0 +1,135 @@
+"""Fully sharded models in real jobs: workers die at any place of a step, a commit and a recovery, and others join."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.driver.reasons import Why
+from harness.history import SCRIPTS
+
+sys.path.append(str(SCRIPTS))
+fsdp = pytest.importorskip("fsdp")
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+STEPS = 10
+GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
+BACK = "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50"
+PLACES = (
+    "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
+)  # fmt: skip
+
+
+def trained(
+    job: Any, rules: str, flags: str = GONE, steps: int = STEPS, **env: str
+) -> list[dict[str, Any]]:
+    """What every worker found at the end."""
+    training = job(
+        f"-np 4 --min-np 2 {flags}",
+        ["python", SCRIPTS / "fsdp.py"],
+        env={"STEPS": str(steps), "ELASTIC_FAILPOINTS": rules} | env,
+    )
+    training.succeed(250)
+    return [json.loads(file.read_text()) for file in sorted(training.folder.glob("out/*.json"))]
+
+
+def check(found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain") -> None:
+    """As one process that nothing happened to, with the objects that each worker began with."""
+    assert len({each["digest"] for each in found}) == 1, "ranks gather different parameters"
+    rel = 0.05 if feature == "bf16" else 1e-5
+    for each in found:
+        assert each["same"], "a parameter, the model or the optimizer was replaced"
+        assert each["counted"] == steps, "a buffer is of another commit"
+        assert len(each["sizes"]) == steps
+        assert each["losses"] == pytest.approx(fsdp.alone(steps, feature), rel=rel)
+
+
+@pytest.mark.timeout(300)
+def test_kills_of_rank_0_and_others_and_joins(job: Any):
+    rules = (
+        "backward kill slot=0 incarnation=1 step=5; shard-mirror kill slot=2 incarnation=1 step=15"
+    )
+    found = trained(job, rules, BACK, 24, FULL="10")
+    check(found, 24)
+    assert len(found) == 4
+    assert found[0]["sizes"][5] == found[0]["sizes"][15] == 3
+    assert found[0]["sizes"][20] == 4
+
+
+def test_shards_that_no_worker_holds_end_the_job(job: Any):
+    training = job(
+        f"-np 4 --min-np 2 {GONE}",
+        ["python", SCRIPTS / "fsdp.py"],
+        env={"STEPS": "10", "ELASTIC_FAILPOINTS": "backward kill slot=1,2 step=5"},
+    )
+    assert training.wait(120) != 0
+    (end,) = training.actions("EndJob")
+    assert end["reason"]["kind"] == Why.SHARDS_LOST.value
+
+
+@pytest.mark.nightly
+def test_the_example_goes_on_after_a_kill(job: Any):
+    training = job("-np 3 --min-np 2", ["python", EXAMPLES / "fsdp_elastic.py"])
+    training.until(lambda: "step 50" in training.output, "step 50", 100)
+    training.kill(0)
+    assert "step 200" in training.succeed(200)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
+    found = trained(job, f"{place} kill rank={rank} step=5 size=4")
+    check(found)
+    assert len(found) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["rendezvous", "state-copy", "shard-moved", "shard-placed"])
+def test_a_second_kill_while_the_others_recover(job: Any, place: str):
+    """``state-copy`` only has a place where somebody has joined."""
+    if place == "state-copy":
+        rules = "backward kill slot=1 incarnation=1 step=5; state-copy kill slot=1 incarnation=2"
+        found = trained(job, rules, BACK, 24, FULL="10")
+        return check(found, 24)
+    generation = " generation=2" if place == "rendezvous" else ""
+    rules = f"backward kill slot=1 step=5; {place} kill slot=3 size={4 if generation else 3}{generation} step=5"
+    found = trained(job, rules, COPIES="2")
+    check(found)
+    assert len(found) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("slots", ["0,1", "1,2", "1,3"])
+def test_two_copies_survive_the_loss_of_any_two_at_once(job: Any, slots: str):
+    found = trained(job, f"backward kill slot={slots} step=5", COPIES="2")
+    check(found)
+    assert len(found) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_twenty_kills_and_joins(job: Any):
+    places = [*PLACES, "backward", "shard-mirror"] * 2
+    rules = [
+        f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"
+        for kill, place in enumerate(places)
+    ]
+    steps = 10 * len(places) + 5
+    found = trained(job, "; ".join(rules), BACK, steps, FULL="10")
+    check(found, steps)
+    assert len(found) == 4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("feature", fsdp.FEATURES)
+def test_what_fsdp2_can_do_goes_on_after_a_kill_and_a_join(job: Any, feature: str):
+    found = trained(
+        job, "backward kill slot=1 incarnation=1 step=5", BACK, 14, FULL="10", FEATURE=feature
+    )
+    check(found, 14, feature)
+    assert len(found) == 4
