@@ -169,7 +169,7 @@ def _train(
         state.capture()
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
-    departure = Departure(rt.session)
+    departure = Departure(rt.session, waits=rt.elastic or rt.commits.durable is not None)
     first = True
     while True:
         try:

@@ -54,7 +54,7 @@ class Failures(Part):
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
-        if not self.settings.elastic:
+        if not (self.settings.elastic or self.worlds.stopping or self.worlds.all_go):
             self._complain(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
             # Many workers report one failure; only the first of a generation comes this far.

@@ -171,10 +171,14 @@ class Notices(Part):
     def _look_at_all(self) -> None:
         members = self.worlds.live() if self.announced else []
         going = [self.announced.get(record.worker.host) for record in members]
-        everybody = bool(going) and None not in going and self.worlds.world.running
+        # A job of a fixed size ends with its first machine.
+        elastic = self.settings.elastic
+        gone = bool(going) and None not in going if elastic else any(going)
+        everybody = gone and self.worlds.world.running
         if everybody:
             ends = [each.by for each in going if each is not None]
-            last = None if None in ends else max(by for by in ends if by is not None)
+            known = [by for by in ends if by is not None]
+            last = (max if elastic else min)(known) if len(known) == len(ends) else None
             if not self._all_go:
                 self._everybody_goes(last)
             elif last != self._last_by and self.settings.restarts is not None:
@@ -192,7 +196,8 @@ class Notices(Part):
             text = "every machine of this job goes away, and its commits are in memory only"
             self.actions.log("error", f"{text}; with --checkpoint-dir it could go on later")
             return
-        text = "every machine of this job goes away: it trains on, and makes a checkpoint first"
+        which = "every machine" if self.settings.elastic else "a machine"
+        text = f"{which} of this job goes away: it trains on, and makes a checkpoint first"
         self.actions.log("warning", text)
         self._ask_at = [self.actions.now]
         self._schedule(last)

@@ -55,6 +55,8 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
     rt.commits.durable = writer
     rt.first_not_finite = None if rt.alone else writer.first_not_finite
     rt.link_thread.checkpoints = writer.receive
+    if not rt.alone and not rt.elastic:
+        rt.link_thread.listen_for_sigterm()
     try:
         yield
     finally:

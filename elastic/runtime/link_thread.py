@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import signal
 import threading
@@ -26,6 +28,7 @@ from elastic.runtime.session import Session
 from elastic.runtime.worlds import DriverWorlds
 
 SPENT_S = 30.0  # between two words about how this worker's time went, while nothing changes
+STAY_S = 2.0  # after SIGTERM in a job of a fixed size, for the driver to want a last checkpoint
 FIRST_SPENT_S = 5.0  # ... of rank 0, which also says for all how far they are
 
 
@@ -49,6 +52,7 @@ class LinkThread:
             session.when_lost(reporting.driver_lost)
         self.checkpoints: Callable[[Message], bool] = lambda message: False
         self._leave_asked = False
+        self._end_at = math.inf  # in a job of a fixed size, after SIGTERM
         self._spent_told_at = time.monotonic()
         self._training_told = (0, False)  # its generation, and whether it was a second one
         self._told_of = (0, 0)  # the planned change that listeners know of
@@ -70,10 +74,12 @@ class LinkThread:
                 if not session.changed.wait(deadline - time.monotonic()):
                     raise DriverLost(f"the driver did not answer within {CONNECT_S:g} s")
         if session.env.elastic:
-            self._listen_for_sigterm()
+            self.listen_for_sigterm()
 
-    def _listen_for_sigterm(self) -> None:
-        """SIGTERM asks this worker to leave at its next commit, unless the script has a handler of its own."""
+    def listen_for_sigterm(self) -> None:
+        """SIGTERM asks this worker to leave at its next commit, unless the script has a handler of its own. In a job of
+        a fixed size it ends this worker, unless the driver wants a last checkpoint within `STAY_S`.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -93,7 +99,12 @@ class LinkThread:
         session.pulse.beat(now)
         if self._leave_asked:
             self._leave_asked = False
-            session.update(lambda recovery: recovery.ask_to_leave("SIGTERM"))
+            if session.env.elastic:
+                session.update(lambda recovery: recovery.ask_to_leave("SIGTERM"))
+            else:
+                self._end_at = min(self._end_at, now + STAY_S)
+        if now >= self._end_at and not session.recovery.ending.checkpoint_wanted:
+            _die_of_sigterm()
         news = self._progress.tell(now, session.groups.launches, user_line.of_thread)
         if session.env.elastic and session.recovery.phase is Phase.TRAINING:
             recovery = session.recovery
@@ -170,3 +181,9 @@ class LinkThread:
         if (message.generation, message.change) > self._told_of:
             self._told_of = message.generation, message.change
             host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)
+
+
+def _die_of_sigterm() -> None:
+    """As without a handler, from any thread: Python sets one in the main thread only."""
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)
+    os.kill(os.getpid(), signal.SIGTERM)

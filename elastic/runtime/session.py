@@ -64,7 +64,6 @@ class Session:
     def __init__(self, env: Environment, link: Link | None) -> None:
         self.env = env
         self.alone = link is None  # no driver: a world of one, or a static world without recovery
-        self.recovers = link is not None and env.elastic  # another world follows one that broke
         self.recovery = Recovery()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -209,6 +208,11 @@ class Session:
             raise PeerLost(self.recovery.reason)
         if phase is Phase.OVER:
             self.raise_over()
+
+    @property
+    def recovers(self) -> bool:
+        """Whether another world follows one that broke. In a job of a fixed size one does for its last checkpoint."""
+        return not self.alone and (self.env.elastic or self.recovery.ending.checkpoint_wanted)
 
     # ---- the end of this worker's part ---------------------------------------------------------------------------
 

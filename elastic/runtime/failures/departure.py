@@ -23,10 +23,13 @@ LOOK_S = 0.01
 
 
 class Departure:
-    """One training's. For the training thread."""
+    """One training's. For the training thread. ``waits``: whether the end of a child process may be the first sign of
+    this worker's end, or of a last checkpoint.
+    """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, waits: bool = True) -> None:
         self._session = session
+        self._waits = waits
         self._before: Any = None  # the handler of SIGCHLD while that is ignored
         self._reaped = 0  # when user code began; see `_reaped`
 
@@ -70,8 +73,13 @@ class Departure:
     def _ends_soon(self) -> bool:
         """Whether this worker or the job is about to end, now or a moment after one of its child processes."""
         session = self._session
-        if not session.recovers or session.recovery.ending.near or not self._had_children():
-            return session.recovers and session.recovery.ending.near
+        if (
+            session.alone
+            or session.recovery.ending.near
+            or not self._waits
+            or not self._had_children()
+        ):
+            return not session.alone and session.recovery.ending.near
         deadline = time.monotonic() + GRACE_S
         with session.changed:
             while not session.recovery.ending.near and (left := deadline - time.monotonic()) > 0:

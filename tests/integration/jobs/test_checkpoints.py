@@ -76,12 +76,13 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
     a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder)
 
 
-def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path):
+@pytest.mark.parametrize("size", ["-np 2 --min-np 2", "-np 2"], ids=["elastic", "fixed"])
+def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path, size):
     """As from Slurm and systemd. Loader workers get it first, and user code raises because of them. A wrapper that is
     signalled too passes it on to the driver, which gets it twice.
     """
     folder = tmp_path / "checkpoints"
-    flags = f"-np 2 --min-np 2 --checkpoint-every 1h --checkpoint-dir {folder}"
+    flags = f"{size} --checkpoint-every 1h --checkpoint-dir {folder}"
     training = job(flags, TRAINING, env={"LOADERS": "2"})
     asked = "the two that the script asks for"
     training.until(lambda: len(training.events("CheckpointMade")) >= 2, asked)

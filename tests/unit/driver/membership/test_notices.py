@@ -111,6 +111,16 @@ def test_workers_that_got_sigterm_with_their_agents_stay_for_the_checkpoint(agen
     assert len(world.members) == 4 and world.checkpoint
 
 
+def test_job_of_a_fixed_size_makes_a_checkpoint_when_one_machine_goes():
+    talk = on_two_hosts(workers_min=4, restarts=3, durable=True, elastic=False)
+    assert has(HastenCheckpoint, talk.tell(goes("g", 25.0)))
+    talk.tell(failed("g:1", 2))  # its loader workers got SIGTERM
+    talk.wait(2.0)
+    actions = talk.ready("h:0", "h:1", "g:0", "g:1", commit=(2, 3))
+    world = the(PublishWorld, actions)
+    assert len(world.members) == 4 and world.checkpoint and has(HastenCheckpoint, actions)
+
+
 def test_who_had_asked_to_leave_leaves_though_its_machine_stays():
     talk = on_two_hosts(workers_min=2)
     talk.tell(goes("g"))

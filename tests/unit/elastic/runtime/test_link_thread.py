@@ -33,11 +33,31 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_sigterm_in_a_job_of_a_fixed_size_ends_the_worker_unless_a_checkpoint_is_wanted(
+    monkeypatch, wanted
+):
+    clock, ended = Clock(), []
+    monkeypatch.setattr(link_thread, "time", clock)
+    monkeypatch.setattr(link_thread, "_die_of_sigterm", lambda: ended.append(clock.now))
+    worker = Worker(clock, monkeypatch, elastic=False)
+    worker.waits()
+    worker.world(2)
+    worker.thread._sigterm()
+    worker.thread.poked()
+    assert not ended
+    if wanted:
+        worker.thread.receive(messages.CheckpointSoon(2))
+    clock.now += link_thread.STAY_S
+    worker.thread.poked()
+    assert ended == ([] if wanted else [clock.now])
+
+
 class Worker:
     """One whose words to the driver are kept."""
 
-    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-        env = dataclasses.replace(environment.read({}), elastic=True)
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, elastic: bool = True) -> None:
+        env = dataclasses.replace(environment.read({}), elastic=elastic)
         self.clock = clock
         self.session = Session(env, None)
         self.said: list[messages.Message] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver.events import (
+    BreakWorld,
     CallOffChange,
     CheckpointMade,
     DriverRestarted,
@@ -113,6 +114,20 @@ def test_a_job_of_a_fixed_size_has_its_last_one_too():
     talk.ready("h:0", "h:1")
     assert has(HastenCheckpoint, talk.tell(TERM))
     assert has(EndJob, talk.tell(made(talk)))
+
+
+def test_members_of_a_fixed_size_make_it_of_what_they_hold():
+    talk = static(2, durable=True)
+    talk.ready("h:0", "h:1")
+    talk.tell(TERM)
+    generation = talk.m.generation
+    actions = talk.tell(failed("h:1", generation))
+    assert has(BreakWorld, actions) and not has(EndJob, actions)
+    actions = talk.ready("h:0", "h:1", commit=(generation, 7))
+    world = the(PublishWorld, actions)
+    assert len(world.members) == 2 and world.checkpoint and world.commit == Commit(generation, 7)
+    assert has(HastenCheckpoint, actions)
+    assert the(EndJob, talk.tell(made(talk, 0))).code == 143
 
 
 def test_where_a_member_has_just_died_the_next_world_makes_it():
