@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import getpass
+import html
 import os
 import re
 import socket
@@ -146,6 +147,13 @@ def steady(text: str) -> str:
         "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line).rstrip()
         for line in text.split("\n")
     )
+
+
+def visible(page: str) -> str:
+    """What a page of HTML shows: without its styles, scripts and marks."""
+    page = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
+    lines = (html.unescape(line).strip() for line in re.sub(r"<[^>]*>", "\n", page).split("\n"))
+    return "\n".join(filter(None, lines))
 
 
 def _whole(shown: object) -> str:

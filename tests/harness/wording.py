@@ -84,6 +84,7 @@ JOB_ENDS_EXIT_CODE = "the job ends with exit code 1: .* raised the same exceptio
 JOB_ENDS_EXIT_CODE_2 = "the job ends with exit code 1: .*; --reset-limit 1 is reached"
 JOB_ENDS_EXIT_CODE_3 = "the job ends with exit code .*localhost:1#1.*signal 9 SIGKILL"
 JOB_JOB_ALREADY_GIVE = "has a job job already; give another --name"
+KEEPS_OTHERS_WAITING = "keeps the others waiting"
 KEEPS_OTHERS_WAITING_EVALUATION = (
     "keeps the others waiting .*in 'evaluation', which its code marks as long"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import signal
 import threading
 from unittest.mock import create_autospec
@@ -126,28 +127,45 @@ def test_the_rules_of_every_cell_can_be_read():
 
 
 def test_victims_are_named_by_their_rank():
-    recorded("messages", asked(faults.ALL_BUT_ONE, faults.KILL, faults.FORWARD))
+    assert asked(faults.ALL_BUT_ONE, faults.KILL, faults.FORWARD) == [
+        "forward kill worker=h:0#1,h:1#1,h:2#1 step=9 victims=3 id=x"
+    ]
 
 
 def test_a_joiner_needs_a_place_and_is_whoever_comes_new():
-    recorded("messages", asked(faults.JOINER, faults.EXIT, faults.SNAPSHOT))
+    assert asked(faults.JOINER, faults.EXIT, faults.SNAPSHOT) == [
+        "snapshot exit=7 other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
+        "forward kill worker=h:3#1 id=x-before",
+    ]
 
 
 def test_a_rendezvous_needs_a_broken_world_in_which_nobody_is_lost():
-    recorded("messages", asked(faults.LAST, faults.KILL, faults.RENDEZVOUS))
+    assert asked(faults.LAST, faults.KILL, faults.RENDEZVOUS) == [
+        "rendezvous kill worker=h:3#1 victims=1 id=x",
+        "forward shut worker=h:1#1 id=x-before",
+    ]
 
 
 def test_a_checkpoint_is_read_where_all_were_killed_by_whoever_comes_new():
-    recorded("messages", asked(faults.RANK_0, faults.KILL, faults.RESUME))
+    assert asked(faults.RANK_0, faults.KILL, faults.RESUME) == [
+        "durable-load kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
+        "forward kill step=9 victims=4 id=x-before",
+    ]
 
 
 def test_somebody_leaves_where_all_hold():
-    recorded("messages", asked(faults.RANK_0, faults.KILL, faults.CHANGE))
+    assert asked(faults.RANK_0, faults.KILL, faults.CHANGE) == [
+        "hold kill worker=h:0#1 victims=1 id=x",
+        "forward term worker=h:1#1 id=x-before",
+    ]
 
 
 def test_several_victims_of_a_change_meet_where_all_stop():
     """One may hold a check before the others, who wait for it in their next step: they would never meet."""
-    recorded("messages", asked(faults.ALL_BUT_ONE, faults.KILL, faults.CHANGE))
+    assert asked(faults.ALL_BUT_ONE, faults.KILL, faults.CHANGE) == [
+        "stop kill worker=h:0#1,h:1#1,h:2#1 victims=3 id=x",
+        "forward term worker=h:3#1 id=x-before",
+    ]
 
 
 def test_what_comes_from_outside_waits_for_it():
@@ -260,10 +278,10 @@ def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
             failed: Result(failed, False, said="4 exits, not 1", date="2026-11-25"),
         }
     )
-    recorded("messages", text)
-    recorded("messages", text)
-    recorded("messages", text)
-    recorded("messages", text, len(POSSIBLE) - 2)
+    assert "1 on 2026-11-21, 1 on 2026-11-25" in text
+    assert re.search(r"fenced\b.* 612\b", text)
+    assert "- last | SIGKILL | forward: 4 " in text
+    assert f"{len(POSSIBLE) - 2} have " in text
 
 
 # ---- running -------------------------------------------------------------------------------------

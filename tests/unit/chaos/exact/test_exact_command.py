@@ -92,7 +92,6 @@ def test_equal_runs_are_run_twice(runs, capsys):
     assert main(["exact", *JOB]) == 0
     said = capsys.readouterr().out
     recorded("log", said)
-    recorded("log", said)
     assert [plan.chance is not None for plan in plans] == [False, True]
 
 

@@ -344,7 +344,6 @@ def test_faults_of_the_plan_that_never_came_are_in_the_report():
     ended = (told.settings, told.entries, told.injected)
     some = shown(report(*ended, code=0, planned=2, missed=["did not come: kill rank 0"]))
     recorded("messages", some)
-    recorded("messages", some)
     recorded(
         "messages", shown(report(*ended, code=0, planned=1, missed=["did not come: kill rank 0"]))
     )

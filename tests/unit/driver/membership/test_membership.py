@@ -456,7 +456,6 @@ def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_
     left = [f"h:{slot}" for slot in range(15, 20)]
     reason = str(the(PublishWorld, talk.ready(*left, commit=(2, 5))).reason)
     recorded("messages", reason)
-    recorded("messages", reason)
 
 
 def test_many_that_cannot_be_killed_are_gone_on_without_all_at_once():

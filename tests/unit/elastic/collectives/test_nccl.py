@@ -360,7 +360,6 @@ def test_a_revoke_that_fails_is_followed_by_an_abort_at_once_and_said_once(revoc
     revocable.group.abort()
     said = capsys.readouterr().err
     recorded("log", said)
-    recorded("log", said)
 
 
 def test_a_kernel_that_outlives_a_revoke_is_aborted(revocable):

@@ -156,7 +156,6 @@ def test_an_exception_comes_back_as_it_is_with_the_workers_traceback(worker):
         worker.value(calls.RUN, fails, (), {})
     shown = "".join(traceback.format_exception(caught.value))
     recorded("messages", shown)
-    recorded("messages", shown)
     assert worker.value(calls.RUN, int, (), {}) == 0
 
 

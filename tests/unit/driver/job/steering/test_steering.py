@@ -169,7 +169,6 @@ async def test_there_are_no_lines_of_who_was_never_there(tmp_path):
         told = await job.ask(messages.AskLogs, "9")
         assert not told.done
         recorded("messages", told.text)
-        recorded("messages", told.text)
         assert (await job.ask(messages.AskLogs, "1")).done
         job.page.model.state.tables["workers"].clear()  # as before the first world
         recorded("messages", (await job.ask(messages.AskLogs, "0")).text)

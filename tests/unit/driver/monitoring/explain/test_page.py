@@ -21,7 +21,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Worker
 from elastic.protocol.report_values import Report
-from harness.golden import raises, recorded
+from harness.golden import raises, recorded, visible
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&\'"\u2028$TITLE'
 HOST = "<b>h</b>"
@@ -125,7 +125,7 @@ def test_a_run_writes_its_report_at_its_end(tmp_path):
     run.write()
     text = (tmp_path / "r.html").read_text()
     assert "0.5" in text
-    recorded("explain", text)
+    recorded("explain", visible(text))
     assert [each.name for each in tmp_path.iterdir()] == ["r.html"]
 
 
@@ -136,13 +136,13 @@ def test_the_report_of_a_driver_that_follows_another_says_that_it_begins_in_the_
     run.write()
     text = (tmp_path / "r.html").read_text()
     assert "SIGKILL" in text
-    recorded("explain", text)
+    recorded("explain", visible(text))
 
 
 def test_a_job_of_which_nothing_is_known_has_a_page_too():
     story = Story()
     found = findings(story, JournalState(SETTINGS))
-    recorded("explain", page(PageJob(story, WorkerRows(), found)))
+    recorded("explain", visible(page(PageJob(story, WorkerRows(), found))))
 
 
 def test_an_argument_that_is_no_text_is_shown_as_what_it_is(tmp_path):

@@ -112,8 +112,6 @@ def test_damaged_memory_that_spoils_all_replicas_is_told_once_and_the_checkpoint
     [incident] = told.found(What.INCIDENT)
     text = sentence(incident)
     recorded("explain", text)
-    recorded("explain", text)
-    recorded("explain", text)
     [lost] = told.found(What.LOST_COMMITS)
     recorded("explain", sentence(lost))
     assert Advice.TEST_HOST.value in [each.facts["advice"] for each in told.found(What.ADVICE)]

@@ -146,7 +146,6 @@ def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, 
     said = refused(me, offered)
     monkeypatch.undo()
     recorded("log", said, me.pid)
-    recorded("log", said)
 
 
 def test_without_proc_nobody_can_be_found(monkeypatch, tmp_path):
