@@ -31,10 +31,10 @@ examples:
   python -m elastic.chaos hosts --report docs/hosts.md"""
 
 SETTING = f"""\
-Each host is a network namespace of one machine, plugged into a switch: four with an agent and one worker each, one with
-etcd, one with the driver, one more where a driver stands by. A small model trains over them, with a commit after every
-step. The lease is {LEASE_S:g} s, as by default. Packets are dropped by nftables at the switch, a slow link is a token
-bucket at both its ends, and a long one a pair of taps between which every frame is held back."""
+Each host is a network namespace of one machine, connected to a switch: four with an agent and one worker each, one with
+etcd, one with the driver, and one with a standby driver. A small model trains on them with a commit after every step.
+The lease is {LEASE_S:g} s, the default. nftables drops packets at the switch, a slow link is a token bucket at both
+ends, and a long link is a pair of taps that delays every frame."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -142,7 +142,7 @@ def page(
     passed = sum(outcome.passed for outcome in outcomes)
     troubles = [(o.name, each) for o in outcomes for each in o.troubles]
     lines = [
-        "# Many hosts under fire",
+        "# Host failures in network namespaces",
         "",
         f"{date}, {machine}: **{passed} of {len(outcomes)} scenarios passed**. The command, as root:",
         "",
@@ -152,18 +152,20 @@ def page(
         "",
         *table(outcomes),
         "",
-        "*Survivors* committed steps before and after, in the same process. *Next step after*: from what happened until"
-        " the slowest of them had committed a step in its new world; where a host comes back, the others train on until"
-        " it is ready. *Longest pause*: between two commits of one of them from then on. A step has *failed* where a"
-        " survivor began it and had to go back before it. A commit is *lost* where somebody held it, and the training"
-        " went back before it: counted in the workers' own notes, and in the journal. *Adopted after*: from the death"
-        " of the driver until another had heard of every worker. *Invariants*: all that"
-        " `chaos/invariants/invariants.py` asks of the journal; that it has lost no commit; and that parameters were"
-        " equal at every commit that at least two workers reported.",
+        "- *Survivors* committed steps before and after, in the same process.",
+        "- *Next step after*: time from the event until the slowest survivor had committed a step in its new world. If",
+        "  a host returns, the others train until it is ready.",
+        "- *Longest pause*: between two commits of one survivor from then on.",
+        "- *Failed steps*: steps that a survivor had started and had to repeat.",
+        "- *Committed steps lost*: commits that a worker held and that training returned to before; counted in the",
+        "  workers' records and in the journal.",
+        "- *Adopted after*: time from the death of the driver until the next one had a report of every worker.",
+        "- *Invariants*: those of `chaos/invariants/invariants.py` for the journal, no lost commit, and equal parameters",
+        "  at every commit reported by at least two workers.",
         "",
     ]
     if troubles:
-        lines += ["## What is wrong", ""]
+        lines += ["## Failed checks", ""]
         for name, each in troubles:
             first, *rest = each.splitlines()
             lines += [f"- {name}: {first}", *(f"      {line}" for line in rest)]

@@ -104,15 +104,15 @@ def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
     changes = [r.total_ms for r in report.recoveries if r.kind == "change"]
     machine = f"{platform.system()} {platform.release()}, {os.cpu_count()} cores"
     lines = [
-        "# Soak",
+        "# Soak test",
         "",
         f"{time.strftime('%Y-%m-%d')}, {machine}, Python {platform.python_version()}:"
         f" **{'passed' if passed else 'failed'}**. The command:",
         "",
         f"    {command}",
         "",
-        "A small model trains on workers of one machine, with a commit after every step; faults come at random, and the"
-        " workers that are lost return. One worker is spared by all faults, so that its curves are as long as the job.",
+        "A small model trains on workers of one machine with a commit after every step. Faults are injected at random,"
+        " and lost workers are replaced. One worker is exempt from faults, so that its curves cover the whole job.",
         "",
         "| | |",
         "|---|---|",
@@ -126,11 +126,11 @@ def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
         f"| all workers back after the last fault | {_seconds(found.back_s)} |",
         f"| left behind | {', '.join(found.left) or 'nothing'} |",
         "",
-        "## What must not grow",
+        "## Resource usage",
         "",
-        "First, last, least and most of the whole run. *Grew*: over the second half, by the median of"
-        " the slopes between all pairs of samples, each relative to what is usual in a world of that"
-        " size. Sockets, descriptors and threads breathe with the size of the world.",
+        "First, last, minimum and maximum of the run. *Grew*: growth over the second half, by the median of the slopes"
+        " between all pairs of samples, each relative to the usual value for that world size. Sockets, descriptors and"
+        " threads vary with the size of the world.",
         "",
         "| of | | first | last | least | most | grew | allowed | | |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -138,7 +138,7 @@ def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
         "",
     ]
     if found.troubles:
-        lines += ["## What is wrong", "", *(f"- {trouble}" for trouble in found.troubles), ""]
+        lines += ["## Failed checks", "", *(f"- {trouble}" for trouble in found.troubles), ""]
     return "\n".join(lines)
 
 
