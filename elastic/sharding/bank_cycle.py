@@ -62,15 +62,15 @@ class BankCycle:
 
     def copied(self) -> None:
         """This rank's shard is in the bank."""
-        self._written().state = BankState.OWN
+        self.written().state = BankState.OWN
 
     def mirrored(self) -> None:
         """The copies of other ranks' shards are in the bank."""
-        self._written().state = BankState.MIRRORED
+        self.written().state = BankState.MIRRORED
 
     def sealed(self) -> None:
         """All ranks have copied and mirrored: the other bank is free."""
-        assert self._written().state is BankState.MIRRORED, "sealed before it is mirrored"
+        assert self.written().state is BankState.MIRRORED, "sealed before it is mirrored"
         self.base, self.writing = self.writing, None
 
     def inventory(self) -> Inventory:
@@ -89,7 +89,8 @@ class BankCycle:
         """Nothing in the banks counts any more."""
         self.banks, self.base, self.writing = [None, None], None, None
 
-    def _written(self) -> BankRecord:
+    def written(self) -> BankRecord:
+        """Of the commit that was begun."""
         assert self.writing is not None, "no commit was begun"
         record = self.banks[self.writing]
         assert record is not None

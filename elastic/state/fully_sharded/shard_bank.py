@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
+from elastic.sharding.inventory import CommitId
 from elastic.sharding.moves import Move
 from elastic.sharding.rows import ShardedTensor, ShardLayout
+from elastic.state.fully_sharded import lasting_memory
+from elastic.state.fully_sharded.lasting_memory import PeerArena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -33,7 +36,11 @@ class ShardBank:
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
         self.offsets: dict[int, list[int]] = {}  # by shard
+        # Shards of the same commit in the banks of other processes of this host, with their headers.
+        self.peers: dict[int, tuple[PeerArena, torch.Tensor]] = {}
+        self._own = torch.empty(0, dtype=torch.uint8, device="cpu")  # with a header
         self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
+        self._shard = 0  # this rank's
         self._views: list[torch.Tensor] = []
         self._viewed: tuple[Any, ...] = ()
         self._host = HostCopy([], [])
@@ -43,9 +50,16 @@ class ShardBank:
         specs = {name: each.spec for name, each in shards.items()}
         if specs != self.specs or count != self.layout.shards:
             self.specs, self.layout = specs, as_layout(specs, count)
+        self.peers = {}
         self.offsets = {shard: self.layout.offsets(shard) for shard in held}
+        own, *held = held
+        size = lasting_memory.HEADER + self.offsets[own][-1]
+        if len(self._own) != size:
+            self._own = lasting_memory.allocate(size)
+        lasting_memory.mark(self._own, None, own)
+        self._shard = own
         free = [buffer for shard, buffer in self._buffers.items() if shard not in held]
-        kept = {s: b for s, b in self._buffers.items() if s in held}
+        kept = {shard: each for shard, each in self._buffers.items() if shard in held}
         self._buffers = {}
         for shard in held:
             size = self.offsets[shard][-1]
@@ -59,10 +73,11 @@ class ShardBank:
                 )
             self._buffers[shard] = buffer
 
-    def copy(self, shards: dict[str, LiveShard], shard: int) -> int:
+    def copy(self, shards: dict[str, LiveShard], commit: CommitId) -> int:
         """This rank's shard into the bank. Complete when it returns. Returns its bytes."""
+        shard = self._shard
         tensors = [each.local.detach() for each in shards.values() if each.local.numel()]
-        buffer = self._buffers[shard]
+        buffer = self.buffer(shard)
         viewed = (buffer.data_ptr(), len(buffer), [(t.shape, t.dtype, t.device) for t in tensors])
         if viewed != self._viewed:
             self._views = [
@@ -80,24 +95,46 @@ class ShardBank:
                     self._host.run(tensors, [each.data_ptr() for each in tensors])
             else:
                 torch._foreach_copy_(self._views, tensors)
+        lasting_memory.mark(self._own, commit, shard)
         return sum(each.nbytes for each in tensors)
 
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
         """This rank's rows of each tensor."""
         found, views = {}, iter(self._views)
-        shard = next(iter(self.offsets))
+        shard = self._shard
         for tensor, (name, spec) in zip(self.layout.tensors, self.specs.items(), strict=True):
             some = len(self.layout.rows(tensor, shard)) * tensor.row_bytes
             found[name] = spec, next(views) if some else spec.local(0, torch.device("cpu"))
         return found
 
+    def where(self) -> tuple[int, int]:
+        """Of this rank's shard, with its header: where it begins in the arena, or -1, and its bytes."""
+        return lasting_memory.offset_of(self._own), len(self._own)
+
+    def map_peer(self, shard: int, arena: PeerArena, offset: int, size: int) -> None:
+        """Another process of this host has this shard of the commit there."""
+        self.peers[shard] = arena, arena.view(offset, size)
+
+    def lasting(self, commit: CommitId) -> list[int]:
+        """Shards of the commit that other processes of this host have whole, or had when they were killed."""
+        return [
+            shard
+            for shard, (_, memory) in self.peers.items()
+            if lasting_memory.is_whole(memory, commit, shard)
+        ]
+
     def buffer(self, shard: int) -> torch.Tensor:
-        """uint8, all bytes of a shard that this bank holds."""
-        return self._buffers[shard]
+        """uint8, all bytes of a shard that this bank holds, or a process of this host."""
+        if shard == self._shard:
+            return self._own[lasting_memory.HEADER :]
+        held = self._buffers.get(shard)
+        return self.peers[shard][1][lasting_memory.HEADER :] if held is None else held
 
     def rows(self, move: Move) -> torch.Tensor:
         """uint8: the rows of a move, of a shard that this bank holds."""
         tensor = self.layout.tensors[move.tensor]
         first = self.layout.rows(tensor, move.shard).begin
+        if move.shard not in self.offsets:
+            self.offsets[move.shard] = self.layout.offsets(move.shard)
         begin = self.offsets[move.shard][move.tensor] + (move.rows.begin - first) * tensor.row_bytes
-        return self._buffers[move.shard][begin : begin + len(move.rows) * tensor.row_bytes]
+        return self.buffer(move.shard)[begin : begin + len(move.rows) * tensor.row_bytes]

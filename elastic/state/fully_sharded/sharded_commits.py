@@ -8,24 +8,34 @@ mirrored again before anybody trains.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elastic.collectives.interface import Collectives
+from elastic.collectives.shared_memory.peer_memory import Unreachable
 from elastic.errors import ShardLost, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
 from elastic.sharding.bank_cycle import BankCycle, BankRecord
-from elastic.sharding.inventory import CommitId, WholeCommit, lost_shards, newest_whole
+from elastic.sharding.inventory import (
+    CommitId,
+    HeldShard,
+    Inventory,
+    WholeCommit,
+    lost_shards,
+    newest_whole,
+)
 from elastic.sharding.moves import Move, order_of_shards, plan_moves, rounds, travelling
-from elastic.sharding.placement import Placement, copied_to, place_copies
+from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.rows import ShardLayout, owners, rows_of
-from elastic.state.fully_sharded import fsdp2, objects
+from elastic.state.fully_sharded import fsdp2, lasting_memory, objects
+from elastic.state.fully_sharded.lasting_memory import Offer, PeerArena
 from elastic.state.fully_sharded.live_shards import (
     FullyShardedHandler,
     LiveShard,
@@ -51,6 +61,7 @@ class ShardedWorld:
     order: tuple[int, ...]
     hosts: tuple[str, ...]
     placement: Placement
+    arenas: Mapping[int, PeerArena]  # of other ranks on this host, by rank
 
     @property
     def shard(self) -> int:
@@ -82,6 +93,8 @@ class Choice:
     whole: WholeCommit
     hosts: tuple[str, ...]
     bank: ShardBank | None
+    arenas: Mapping[int, PeerArena]
+    lasting: Sequence[bool]  # whether the memory of each rank outlives it
 
     @property
     def root(self) -> int:
@@ -135,16 +148,14 @@ class ShardedCommits:
         bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
         bank.values = values
         failpoint("shard-copy")
-        shards = self._live()
-        mine = self._mesh().get_local_rank() if world is None else world.shard
-        spent = CommitCost(bank.copy(shards, mine))
+        spent = CommitCost(bank.copy(self._live(), self._cycle.written().commit))
         self._cycle.copied()
         copied = sealed = time.perf_counter()
         failpoint("shard-mirror")
         if world is not None and rt is not None:
             with rt.guard("commit of the shards"):
                 group = rt.group("state", CPU)
-                self._compare(group, bank.layout.digest)
+                self._compare(group, world, bank)
                 spent.sent = self._mirror(group, world, bank)
                 self._cycle.mirrored()
                 sealed = time.perf_counter()
@@ -158,12 +169,21 @@ class ShardedCommits:
         spent.seal_s = time.perf_counter() - sealed
         self.spent = spent
 
-    def _compare(self, group: Collectives, digest: int) -> None:
-        """Whether all ranks commit the same tensors: the sizes of what is exchanged follow from them."""
-        mine = torch.tensor([digest, self._number], dtype=torch.int64, device="cpu")
-        found = [torch.zeros_like(mine, device="cpu") for _ in range(group.size)]
-        group.allgather(found, mine).wait()
-        other = next((rank for rank, each in enumerate(found) if not torch.equal(each, mine)), None)
+    def _compare(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> None:
+        """Whether all ranks commit the same tensors: the sizes of what is exchanged follow from them. And where in the
+        memory of its host each has its shard.
+        """
+        same = [bank.layout.digest, self._number]
+        mine = torch.tensor([*same, *bank.where()], dtype=torch.int64, device="cpu")
+        parts = [torch.zeros_like(mine, device="cpu") for _ in range(group.size)]
+        group.allgather(parts, mine).wait()
+        found = [each.tolist() for each in parts]
+        shard_of = owners(world.order)
+        for rank, arena in world.arenas.items():
+            offset, size = found[rank][2:]
+            if offset >= 0:
+                bank.map_peer(shard_of[rank], arena, offset, size)
+        other = next((rank for rank, each in enumerate(found) if each[:2] != same), None)
         if other is not None:
             raise StateMismatch(
                 f"this rank commits other sharded tensors than rank {other}, or another number of commits: all ranks"
@@ -177,11 +197,11 @@ class ShardedCommits:
         buffer = bank.buffer(world.shard)
         sent = 0
         for level in range(levels):
-            to = world.placement[world.shard][level]
+            to = world.placement[world.shard][level : level + 1]
             of = {
                 world.order[shard]: shard
                 for shard, ranks in enumerate(world.placement)
-                if ranks[level] == world.rank
+                if ranks[level : level + 1] == (world.rank,)
             }
             for begin in range(0, largest, PIECE):
                 mine = buffer[begin : begin + PIECE]
@@ -190,8 +210,10 @@ class ShardedCommits:
                     for rank in range(group.size)
                     if rank in of
                 }
-                _alltoall(group, {to: [mine]}, {rank: [part] for rank, part in parts.items()})
-                sent += len(mine)
+                _alltoall(
+                    group, {rank: [mine] for rank in to}, {rank: [p] for rank, p in parts.items()}
+                )
+                sent += len(mine) * len(to)
         return sent
 
     # ---- another world -------------------------------------------------------------------------------------------
@@ -212,16 +234,39 @@ class ShardedCommits:
         self.abandon_pass()
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
-            mine = self._cycle.inventory(), rt.env.worker.host
-            told = objects.gather(group, mine)
-        inventories = [each for each, _ in told]
-        hosts = tuple(host for _, host in told)
+            told = objects.gather(
+                group, (self._inventory(), rt.env.worker.host, lasting_memory.offer())
+            )
+            arenas = _map_arenas([each for _, _, each in told], rt.place.rank)
+            reached = objects.gather(group, sorted(arenas))
+        inventories = [each for each, _, _ in told]
+        hosts = tuple(host for _, host, _ in told)
         whole = newest_whole(inventories)
         if whole is None:
             lost = lost_shards(inventories)
             raise ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
         bank = self._cycle.adopt(whole.commit)
-        return Choice(whole, hosts, None if bank is None else self._banks[bank])
+        machines = [offer and offer.owner.host for _, _, offer in told]
+        return Choice(
+            whole,
+            hosts,
+            None if bank is None else self._banks[bank],
+            arenas,
+            lasting(machines, reached),
+        )
+
+    def _inventory(self) -> Inventory:
+        """What this rank holds, and what processes of its host held that may be gone."""
+        found = list(self._cycle.inventory())
+        for record, bank in zip(self._cycle.banks, self._banks, strict=True):
+            if record is not None and record.held():
+                known = {each.shard for each in record.held()}
+                found += [
+                    HeldShard(record.commit, record.shards, shard, False, record.hosts)
+                    for shard in bank.lasting(record.commit)
+                    if shard not in known
+                ]
+        return tuple(found)
 
     def follow(self, rt: Runtime, choice: Choice) -> int:
         """Takes the rows of the new shard from the ranks that hold them. Collective. Returns bytes that travelled."""
@@ -229,8 +274,10 @@ class ShardedCommits:
         specs = self._agree(rt, choice)
         layout = as_layout(specs, choice.whole.shards)
         order = order_of_shards(choice.whole, layout.tensors, size)
-        placement = place_copies(order, choice.hosts, self.copies)
-        self._world = ShardedWorld(rt.generation, rank, tuple(order), choice.hosts, placement)
+        placement = place_copies(order, choice.hosts, self.copies, choice.lasting)
+        self._world = ShardedWorld(
+            rt.generation, rank, tuple(order), choice.hosts, placement, choice.arenas
+        )
         self._number = 0
         found = self._targets(specs, choice, order, owners(order)[rank])
         moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE)
@@ -357,6 +404,16 @@ class ShardedCommits:
     def _mesh(self) -> Any:
         models = [part for part in self._parts() if isinstance(part, FullyShardedHandler)]
         return fsdp2.mesh_of(models[0].model)
+
+
+def _map_arenas(offers: Sequence[Offer | None], me: int) -> dict[int, PeerArena]:
+    """Those of the other ranks on this machine that can be mapped."""
+    mine, found = offers[me], {}
+    for rank, each in enumerate(offers):
+        if rank != me and each is not None and mine and each.owner.host == mine.owner.host:
+            with contextlib.suppress(Unreachable):
+                found[rank] = PeerArena(each)
+    return found
 
 
 def _alltoall(

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
 BACK = "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50"
+APART = {"ELASTIC_NATIVE": "0"}  # no memory of a worker outlives it, as on different hosts
 PLACES = (
     "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
 )  # fmt: skip
@@ -64,7 +65,7 @@ def test_shards_that_no_worker_holds_end_the_job(job: Any):
     training = job(
         f"-np 4 --min-np 2 {GONE}",
         ["python", SCRIPTS / "fsdp.py"],
-        env={"STEPS": "10", "ELASTIC_FAILPOINTS": "backward kill slot=1,2 step=5"},
+        env=APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": "backward kill slot=1,2 step=5"},
     )
     assert training.wait(120) != 0
     (end,) = training.actions("EndJob")
@@ -89,6 +90,14 @@ def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("place", ["backward", "shard-copy", "shard-seal"])
+def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str):
+    found = trained(job, f"{place} kill slot=0,1,2 step=5", f"{GONE} --min-np 1")
+    check(found)
+    assert len(found) == 1
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["rendezvous", "state-copy", "shard-moved", "shard-placed"])
 def test_a_second_kill_while_the_others_recover(job: Any, place: str):
     """``state-copy`` only has a place where somebody has joined."""
@@ -98,7 +107,7 @@ def test_a_second_kill_while_the_others_recover(job: Any, place: str):
         return check(found, 24)
     generation = " generation=2" if place == "rendezvous" else ""
     rules = f"backward kill slot=1 step=5; {place} kill slot=3 size={4 if generation else 3}{generation} step=5"
-    found = trained(job, rules, COPIES="2")
+    found = trained(job, rules, COPIES="2", **APART)
     check(found)
     assert len(found) == 2
 
@@ -106,21 +115,22 @@ def test_a_second_kill_while_the_others_recover(job: Any, place: str):
 @pytest.mark.nightly
 @pytest.mark.parametrize("slots", ["0,1", "1,2", "1,3"])
 def test_two_copies_survive_the_loss_of_any_two_at_once(job: Any, slots: str):
-    found = trained(job, f"backward kill slot={slots} step=5", COPIES="2")
+    found = trained(job, f"backward kill slot={slots} step=5", COPIES="2", **APART)
     check(found)
     assert len(found) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_twenty_kills_and_joins(job: Any):
+@pytest.mark.parametrize("apart", [False, True])
+def test_twenty_kills_and_joins(job: Any, apart: bool):
     places = [*PLACES, "backward", "shard-mirror"] * 2
     rules = [
         f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"
         for kill, place in enumerate(places)
     ]
     steps = 10 * len(places) + 5
-    found = trained(job, "; ".join(rules), BACK, steps, FULL="10")
+    found = trained(job, "; ".join(rules), BACK, steps, FULL="10", **(APART if apart else {}))
     check(found, steps)
     assert len(found) == 4
 
