@@ -215,4 +215,5 @@ def main() -> None:
         command, words, environ, where = json.load(file)
     become(command, environ, where, score)
     sitecustomize.leave_path(os.environ)
+    sitecustomize.observe_reads()
     run(words)

@@ -88,10 +88,10 @@ def finish(rt: Runtime, state: State) -> None:
 
 
 def returned(rt: Runtime) -> None:
-    """The training function has returned, and its last commit has been waited for: rank 0 notes that."""
+    """The training function has returned, and its last commit has been waited for: each rank notes that."""
     commit = rt.session.recovery.agreed()
-    if rt.commits.durable is not None and not rt.alone and not rt.place.rank and commit is not None:
-        rt.commits.durable.returned(commit)
+    if rt.commits.durable is not None and not rt.alone and commit is not None:
+        rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
 
 
 def resume(rt: Runtime, state: State) -> None:

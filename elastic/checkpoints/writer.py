@@ -37,6 +37,7 @@ LOOK_S = 0.1  # between two looks at whether the world is over
 NICE = 19  # of the thread that writes
 REPEAT_S = 5.0  # between two times that the driver is told something that it has not answered
 NAMED = 3  # parameters in a message
+FIRST_GENERATIONS = 2  # that of init() and that of the training, where no worker was lost
 CLOSE_S = 2.0  # for what is being written to notice that nobody wants it any more
 
 
@@ -93,6 +94,7 @@ class Writer:
         self._commits = 0  # in a world of one nobody else counts them
         self._changed = threading.Condition()  # of what is below
         # By request, and when it was said last.
+        self._worlds = 0  # in which this worker has trained
         self._unanswered: dict[tuple[int, int], tuple[float, Message]] = {}
         # Generation and number of the last request that was begun here, and whether it is known how that has ended.
         self._latest: tuple[int, int] | None = None
@@ -192,12 +194,18 @@ class Writer:
         within = f" within {FINISH_S:.0f} s" if monotonic() >= deadline else ""
         self._say(f"the last commit, {commit}, could not be made durable{within}; {known}")
 
-    def returned(self, commit: Commit) -> None:
-        """The training function has returned after this commit. Noted, for the driver, if that is durable."""
-        if self.newest == commit:
+    def returned(self, commit: Commit, place: Place, incarnation: int) -> None:
+        """The training function has returned after this commit. Noted, for the driver, if that is durable and the
+        workers are those of the first world: nobody knows what a lost one has read.
+        """
+        first = self._worlds == 1 and incarnation == 1 and commit.generation <= FIRST_GENERATIONS
+        if self.newest == commit and first:
             with contextlib.suppress(OSError):  # the same command then trains on from this commit
                 name = Name(self.run, commit.generation, commit.number)
-                finished.note_returned(self._storage, name, finished.process_began_at())
+                began_at = finished.process_began_at()
+                finished.note_read(self._storage, name, place.rank, began_at)
+                if place.rank == 0:
+                    finished.note_returned(self._storage, name, began_at, place.size)
 
     def _wait(self, deadline: float, over: Callable[[], bool]) -> bool:
         """Until it is known what became of the latest request. False: not in time, or ``over``."""
@@ -219,7 +227,8 @@ class Writer:
             self._changed.notify_all()
 
     def world_over(self, generation: int) -> None:
-        """Whatever an earlier world has not completed stays undone, unless only the manifest is missing."""
+        """A world begins. What an earlier one has not completed stays undone, unless only the manifest is missing."""
+        self._worlds += 1
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
             attempt.off.set()

@@ -1,8 +1,9 @@
 """Whether the same command has finished before, so that it would train no further. Acts; starts nothing.
 
 It has if a job with the same flags, program, environment and folder ended with exit code 0 after its training function
-had returned, if its last commit is still the newest durable one, and if neither the modules that it imported nor the
-programs and settings around it have changed since. In doubt it has not: the job then trains on from its last commit.
+had returned, if its last commit is still the newest durable one, and if neither the modules that it imported, nor the
+files that its workers read, nor the programs and settings around it have changed since. In doubt it has not, as where
+workers may have read what was not seen: the job then trains on from its last commit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ FINISHED = "finished.json"
 # Files around a script that may decide how long it trains.
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
 MOST_FILES = 5000  # looked at; a folder with more is no folder of a script
-MOST_BYTES = 1 << 20  # of one file; a larger one is data
 MOST_READ = 64 << 20  # bytes of all of them, at each start
 _SEPARATORS = re.compile("[=,:;@]")
 # Of a terminal or a login: the same command, given again, may have others.
@@ -35,11 +35,14 @@ _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", 
 
 
 class FinishedJob(msgspec.Struct, frozen=True):
-    """``request``: a digest of flags, program, environment and folder. ``files``: their signatures by path."""
+    """``request``: a digest of flags, program, environment and folder. Signatures by path: ``files``, that the command
+    names, and ``read``, what the workers have read.
+    """
 
     request: str
     commit: Name
     files: dict[str, str]
+    read: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class SameCommand:
         same = found.request == self.request and found.files == self.files
         if not same or returned is None or returned.commit != found.commit:
             return None
-        return self._newest(found.commit) if finished.unchanged(returned.modules) else None
+        same = finished.unchanged(returned.modules) and finished.unchanged(found.read)
+        return self._newest(found.commit) if same else None
 
     def has_finished(self, run: int) -> bool:
         """The job of this run ended with exit code 0. Whether that can be told later. Raises OSError."""
@@ -77,7 +81,10 @@ class SameCommand:
             return False
         if self._newest(returned.commit) is None:
             return False
-        told = FinishedJob(self.request, returned.commit, after)
+        read = finished.read_by_all(self.storage, returned.commit, returned.ranks)
+        if read is None:
+            return False
+        told = FinishedJob(self.request, returned.commit, after, read)
         self.storage.write(FINISHED, msgspec.json.encode(told))
         return True
 
@@ -113,7 +120,9 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
     paths = {os.path.abspath(path) for word in command for path in _paths(word)}
     named = {path for path in paths if os.path.isfile(path)}
     scripts = [path for path in named if path.endswith(KINDS)]
-    found = {path: finished.signature(path, by_time=_large(path)) for path in sorted(named)}
+    found = {
+        path: finished.signature(path, by_time=finished.is_large(path)) for path in sorted(named)
+    }
     roots = {folder, *map(os.path.dirname, scripts)}
     looked_at = read = 0
     for root in sorted(roots):
@@ -121,7 +130,7 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
             looked_at += 1
             if looked_at > MOST_FILES:
                 return None
-            if path.endswith(KINDS) and path not in found and not _large(path):
+            if path.endswith(KINDS) and path not in found and not finished.is_large(path):
                 read += _size(path)
                 if read > MOST_READ:
                     return None
@@ -165,10 +174,6 @@ def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[s
         ]
         seen.update(os.path.realpath(os.path.join(folder, each)) for each in folders)
         yield from (os.path.join(folder, file) for file in files)
-
-
-def _large(path: str) -> bool:
-    return _size(path) > MOST_BYTES
 
 
 def _size(path: str) -> int:

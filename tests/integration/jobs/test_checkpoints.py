@@ -6,17 +6,19 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 
 import msgspec
 import psutil
 import pytest
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.setup.finished_job import FINISHED, FinishedJob
 from harness import wording
 from harness.history import SCRIPTS
-from harness.job import Job
+from harness.job import Job, elasticrun
 
 pytestmark = pytest.mark.forked
 
@@ -55,8 +57,34 @@ def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, t
     last = catalog.read(storage, catalog.names(storage)[-1])
     assert last.values["step"] == int(ended)
     assert (wording.COMMIT_DURABLE % last.name.commit) in training.output, "an operator is told so"
-    told = msgspec.json.decode(storage.read(FINISHED), type=FinishedJob)
-    assert told.commit == last.name, "the same command is to know that nothing is left to do"
+    assert FINISHED not in os.listdir(folder), "nobody knows what the lost workers have read"
+
+
+@pytest.mark.nightly
+def test_the_same_command_trains_on_once_data_that_it_does_not_name_have_changed(tmp_path):
+    """Not by `job`, which gives each job a folder and a journal of its own: the command would be another one."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    run.mkdir()
+    for name, text in {"steps": "3", "rank0": "", "rank1": ""}.items():
+        (data / f"{name}.txt").write_text(text)
+        os.utime(data / f"{name}.txt", (1.0, 1.0))
+    env = clean_environment() | {"FOLDER": str(data), "XDG_RUNTIME_DIR": str(run)}
+    flags = ["-np", "2", "--min-np", "2", "--checkpoint-dir", "ck"]
+    command = [elasticrun(), *flags, "python", str(SCRIPTS / "reads_data.py")]
+
+    def ends() -> list[str]:
+        told = subprocess.run(
+            command, cwd=run, env=env, capture_output=True, text=True, timeout=120, check=True
+        )
+        return re.findall(r"ends at (\d+)", told.stdout)
+
+    assert ends() == ["3", "3"]
+    found = msgspec.json.decode(Storage(str(run / "ck")).read(FINISHED), type=FinishedJob)
+    assert {str(data / "steps.txt"), str(data / "rank1.txt")} <= found.read.keys()
+    assert ends() == []  # nothing has changed, and no worker was started
+    (data / "steps.txt").write_text("5")
+    assert ends() == ["5", "5"]
 
 
 def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):

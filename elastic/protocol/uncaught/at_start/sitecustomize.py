@@ -42,6 +42,17 @@ def arrange() -> None:
     sys.excepthook = hook
 
 
+def observe_reads() -> None:
+    """Of the script, where its job has a checkpoint folder: see `elastic.protocol.read_paths`."""
+    if os.environ.get("ELASTIC_CHECKPOINT_DIR"):
+        try:
+            from elastic.protocol import read_paths
+
+            read_paths.observe(os.environ)
+        except Exception:  # this interpreter may have another elastic, or none
+            return
+
+
 def _import_the_next() -> None:
     import importlib.machinery
     import importlib.util
@@ -57,4 +68,5 @@ def _import_the_next() -> None:
 if __name__ == "sitecustomize":
     leave_path(os.environ)
     arrange()
+    observe_reads()
     _import_the_next()

@@ -16,6 +16,8 @@ from elastic.checkpoints.manifest import Manifest, Name
 from elastic.driver.commandline import cli, flags
 from elastic.driver.commandline.checkpoint_options import finished_before, same_command_of
 from elastic.driver.commandline.setup.finished_job import FINISHED, SameCommand, program_files
+from elastic.protocol import read_paths
+from elastic.protocol.read_paths import ReadPaths
 
 LAST = Name(3, 2, 100)
 ENVIRON = {"PATH": "/bin", "EPOCHS": "3", "SHLVL": "1"}
@@ -33,7 +35,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     layers = types.ModuleType("layers_of_this_test")
     layers.__file__ = str(tmp_path / "library/layers.py")
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    monkeypatch.setattr(read_paths, "_observed", ReadPaths())
+    monkeypatch.setattr(read_paths, "compiled", set)  # of what other tests have imported
     return tmp_path
+
+
+def reads(path: Path) -> None:
+    """A worker's script opens a file or lists a folder."""
+    observed = read_paths.observed()
+    assert observed is not None
+    (observed.folders if path.is_dir() else observed.files).add(str(path))
 
 
 def started(*more: str, environ: dict[str, str] = ENVIRON) -> SameCommand | None:
@@ -49,7 +60,11 @@ def commit(name: Name) -> None:
 
 
 def returned(name: Name, began_at: float | None = None) -> None:
-    finished.note_returned(Storage("ck"), name, time.time() if began_at is None else began_at)
+    """On both ranks, each of which is this process."""
+    began_at = time.time() if began_at is None else began_at
+    for rank in range(2):
+        finished.note_read(Storage("ck"), name, rank, began_at)
+    finished.note_returned(Storage("ck"), name, began_at, 2)
 
 
 def train(*more: str) -> bool:
@@ -217,3 +232,62 @@ def test_it_is_said_with_exit_code_0_and_nothing_is_started(folder, capfd, monke
     assert cli.main(words) == 0
     assert str(LAST) in capfd.readouterr().err
     assert not (folder / "run/was-started").exists()
+
+
+@pytest.fixture
+def data(folder: Path) -> Path:
+    """That no argument of the command names."""
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere/a.csv").write_text("1")
+    for path in ("elsewhere/a.csv", "elsewhere"):
+        os.utime(folder / path, (1.0, 1.0))
+    return folder / "elsewhere"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: (data / "a.csv").write_text("2"),
+        lambda data: (data / "a.csv").unlink(),
+        lambda data: (data / "b.csv").write_text("1"),
+        lambda data: (data / "missing.csv").write_text("1"),
+    ],
+)
+def test_a_job_has_not_finished_once_what_its_workers_read_has_changed(data, change):
+    for path in (data, data / "a.csv", data / "missing.csv"):
+        reads(path)
+    assert train()
+    assert again() == LAST
+    change(data)
+    assert again() is None
+
+
+def test_it_is_unknown_where_data_changed_while_the_job_ran(data):
+    reads(data / "a.csv")
+    job = started()
+    assert job is not None
+    commit(LAST)
+    returned(LAST, began_at=0.5)
+    assert not job.has_finished(LAST.run)
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_it_is_unknown_without_what_every_rank_has_read(ranks):
+    job = started()
+    assert job is not None
+    commit(LAST)
+    returned(LAST)
+    for rank in range(ranks, 2):
+        (Path("ck") / finished.READ.format(rank)).unlink()
+    assert not job.has_finished(LAST.run)
+
+
+def test_it_is_unknown_where_a_worker_may_have_read_what_was_not_seen(monkeypatch):
+    observed = read_paths.observed()
+    assert observed is not None
+    observed.unseen.add("subprocess.Popen")
+    assert not train()
+    monkeypatch.setattr(read_paths, "_observed", None)
+    assert not train()
+    monkeypatch.setattr(read_paths, "_observed", ReadPaths())
+    assert train()

@@ -1,0 +1,127 @@
+"""What a worker's script reads, by Python's audit events, and what it does that these do not show. Acts; stdlib only.
+
+Installed when a worker's interpreter starts, where the job has a checkpoint folder; see `elastic.checkpoints.finished`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+DIR = "ELASTIC_CHECKPOINT_DIR"  # as `checkpoints.options` has it
+MOST = 5000  # paths
+_OPENS = frozenset({"open", "sqlite3.connect"})
+_LISTS = frozenset({"os.listdir", "os.scandir"})
+# Whoever is on the other side may read anything.
+_LEAVES = frozenset(
+    {
+        *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
+        *("pty.spawn", "socket.connect", "socket.sendto", "socket.sendmsg", "ctypes.dlopen"),
+    }
+)
+_EVENTS = _OPENS | _LISTS | _LEAVES
+_STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}  # which act for others
+_IMPORTS = ("_frozen_importlib_external", "importlib")
+_READERS = ("data", "integrations")  # of this package, for a script
+# Packages with compiled code that opens files through Python, and may load libraries.
+_KNOWN = frozenset(
+    {
+        *("elastic", "functorch", "horovod", "markupsafe", "msgspec", "numpy", "optree", "pandas"),
+        *("PIL", "psutil", "scipy", "sklearn", "threadpoolctl", "torch", "yaml", "_yaml"),
+    }
+)
+
+
+class ReadPaths:
+    """Of one process. ``files`` and ``folders`` are absolute; ``unseen`` says how it may have read others."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.folders: set[str] = set()
+        self.unseen: set[str] = set()
+        self._process = os.getpid()
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """For `sys.addaudithook`."""
+        if event in _EVENTS and not self.unseen and os.getpid() == self._process:
+            try:
+                self._note(event, arguments)
+            except Exception as error:  # a script's call is not to fail for this
+                self.unseen.add(f"{event}: {type(error).__name__}")
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        hook = sys._getframe().f_back
+        by = _caller(None if hook is None else hook.f_back)
+        if by is None:
+            return
+        if event in _LEAVES:
+            if event != "ctypes.dlopen" or by not in _KNOWN:
+                self.unseen.add(f"{event} by {by or 'a thread'}")
+            return
+        path = arguments[0]
+        if event in _OPENS:
+            if isinstance(path, int) or (event == "open" and _writes(arguments)):
+                return
+            self.files.add(os.path.abspath(os.fsdecode(path)))
+        elif isinstance(path, int):
+            self.unseen.add(event)
+        else:
+            self.folders.add(os.path.abspath(os.fsdecode("." if path is None else path)))
+        if len(self.files) + len(self.folders) > MOST:
+            self.unseen.add(f"more than {MOST} files")
+
+
+def _writes(arguments: tuple[Any, ...]) -> bool:
+    """Whether a file is opened for writing only."""
+    flags = arguments[2] if len(arguments) > 2 else 0
+    return isinstance(flags, int) and flags & os.O_ACCMODE == os.O_WRONLY
+
+
+def _caller(frame: FrameType | None) -> str | None:
+    """The package that calls, behind Python's own; None for an import, and for this package's own work."""
+    name = _name(frame)
+    if name.partition(".")[0] in _IMPORTS:
+        return None  # `checkpoints.finished` has the modules
+    while frame is not None and name.partition(".")[0] in _STANDARD:
+        frame = frame.f_back
+        name = _name(frame)
+    root, _, rest = name.partition(".")
+    ours = root in ("elastic", "horovod") and rest.partition(".")[0] not in _READERS
+    return None if ours else root
+
+
+def _name(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def compiled() -> set[str]:
+    """Packages that this process has imported whose compiled code may open files by itself."""
+    found: set[str] = set()
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith((".so", ".pyd")):
+            # Some have extensions with names of their own; the folder tells whose they are.
+            installed = file.replace("dist-packages", "site-packages").rpartition("site-packages/")
+            root = (installed[2] if installed[1] else name.replace(".", "/")).partition("/")[0]
+            if root.partition(".")[0] not in _KNOWN | _STANDARD:
+                found.add(root)
+    return found
+
+
+_observed: ReadPaths | None = None
+
+
+def observe(environ: Mapping[str, str]) -> None:
+    """From now on, for the life of this process, if its job has a checkpoint folder."""
+    global _observed
+    if environ.get(DIR) and _observed is None:
+        _observed = ReadPaths()
+        sys.addaudithook(_observed.hook)
+
+
+def observed() -> ReadPaths | None:
+    """None where this process was not observed from its start."""
+    return _observed
