@@ -139,7 +139,10 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             raise
         except BaseException as error:  # KeyboardInterrupt too, and what a script has derived
             if isinstance(error, StateMismatch) and not rt.training.in_user_code:
-                raise  # the driver has turned this worker away, or rank 0's state has
+                # The driver has turned this worker away, or rank 0's state has. Then the others wait for it in that
+                # transfer, and its process takes seconds to end.
+                rt.training.turned_away()
+                raise
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
             summary, trace = summary_of(error), traceback.format_exc()

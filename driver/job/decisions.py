@@ -97,7 +97,10 @@ class JobDecisions:
             case WorkerRaised(worker, summary=summary):
                 self._failed[worker] = because(Why.LOST_RAISED, worker=str(worker), summary=summary)
             case WorkerQuit(worker, call=call) if event.code:
-                self._failed[worker] = because(Why.LOST_QUIT, worker=str(worker), call=call)
+                lost = because(Why.LOST_QUIT, worker=str(worker), call=call)
+                if not call:
+                    lost = because(Why.LOST_REJECTED, worker=str(worker))
+                self._failed[worker] = lost
         unseen = self._unseen(event)
         actions = [self._seen(action, now) for action in answer]
         self.running -= unseen

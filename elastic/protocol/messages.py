@@ -335,8 +335,8 @@ class Raised(Message):
 
 
 class Quit(Message):
-    """User code called ``sys.exit`` under ``elastic.run``: the process is about to exit with this code (0 to 255).
-    ``call``: ``sys.exit(3)``.
+    """The process is about to exit with this code (0 to 255): user code called ``sys.exit`` under ``elastic.run``, or
+    its state does not match. ``call``: ``sys.exit(3)``, empty where user code called nothing.
     """
 
     generation: int

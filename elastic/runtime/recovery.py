@@ -392,14 +392,20 @@ class Recovery:
         )
         return [Send(self._last_word), Cut(generation, summary)]
 
-    def quit(self, code: int) -> list[Action]:
-        """User code called ``sys.exit``: the process will exit with this code, in its own time."""
+    def quit(self, code: int, call: str | None = None) -> list[Action]:
+        """The process will exit with this code, in its own time. ``call``: of user code; None: ``sys.exit``."""
         if self.phase is Phase.OVER:
             return []
         generation = self.generation
         self.phase = Phase.OVER
         self.reason = f"sys.exit was called under elastic.run: exit code {code}"
-        self._last_word = messages.Quit(generation, code, f"sys.exit({code})")
+        if call is None:
+            call = f"sys.exit({code})"
+        elif not call:
+            self.reason = (
+                f"this process exits with code {code}: its state differs from that of its world"
+            )
+        self._last_word = messages.Quit(generation, code, call)
         return [Send(self._last_word), Cut(generation, self.reason)]
 
 

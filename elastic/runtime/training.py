@@ -130,6 +130,11 @@ class Training:
         self._session.update(lambda recovery: recovery.quit((code or 0) & 0xFF))
         return True
 
+    def turned_away(self) -> None:
+        """Tells the driver that this process is about to exit, because its state does not match that of its world."""
+        if self._session.recovers:
+            self._session.update(lambda recovery: recovery.quit(1, ""))
+
     def gave_up(self, reason: str) -> None:
         """User code gave this world up (it raised HorovodInternalError): regroup with everybody."""
         self._session.mark_broken(self._session.recovery.generation, reason)

@@ -241,7 +241,8 @@ class PageModel:
             case events.WorkerRaised(worker, summary=summary):
                 grid.move(worker, "lost", now, f"its script raised {summary}"[:LINE])
             case events.WorkerQuit(worker, call=call) if event.code:
-                grid.move(worker, "lost", now, f"its script called {call or 'sys.exit'}")
+                what = f"its script called {call}" if call else "its state differs from the world's"
+                grid.move(worker, "lost", now, what)
             case events.WorkerFrozen(worker, how):
                 grid.change(worker, frozen=how or "it is not able to run")
             case events.WorkerThawed(worker):

@@ -354,6 +354,12 @@ def test_sys_exit_in_user_code_is_told_before_the_interpreter_ends():
     assert r.quit(3) == [] and r.wait_for_world(STORE, "d") == []
 
 
+def test_worker_whose_state_does_not_match_tells_the_driver_before_its_process_ends():
+    r = training()
+    assert [each.message for each in r.quit(1, "") if isinstance(each, Send)] == [Quit(2, 1)]
+    assert r.phase is Phase.OVER
+
+
 # ---- a connection that is lost and replaced -----------------------------------------------------
 
 
