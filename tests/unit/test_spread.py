@@ -13,7 +13,6 @@ import pytest
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
-from harness.golden import recorded
 from harness.spread import longest_first, pytest_xdist_make_scheduler, together
 
 HARNESS = Path(__file__).parents[1]
@@ -113,9 +112,9 @@ def test_a_run_ends_with_all_other_tests_run(tmp_path: Path):
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 failed, 7 passed" in done.stdout, done.stdout
-    recorded("messages", done.stdout)
+    assert done.stdout.count("replacing crashed worker") == 2
     for died in ("test_two.py::test_first", "test_three.py::test_last"):
-        recorded("messages", done.stdout, died)
+        assert f"crashed while running '{died}'" in done.stdout
 
 
 def test_modules_that_share_a_cluster_run_one_after_another_in_one_process():

@@ -232,9 +232,9 @@ async def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
         assert await etcd.get_prefix(stage.root) == Listing(
             {b: Item(b"4", first, second or 0, 0)}, second or 0
         )
-        with raises(Rejected):
+        with pytest.raises(Rejected):
             await etcd.transact([], [Put(f"{a}{number}", b"") for number in range(129)])
-        with raises(Rejected):
+        with pytest.raises(Rejected):
             await etcd.put(a, bytes(3_000_000))
         with pytest.raises(LeaseGone):
             await etcd.put(a, b"", 12345)

@@ -217,13 +217,13 @@ def test_what_a_host_without_ipv4_chooses(link: Ends):
         assert choose_bind([], own_addresses(), local=HERE, several=True) == HERE
         assert choose_bind([], own_addresses(), local="127.0.0.1", several=True) == HERE
         assert worker_network(HERE, {})["NCCL_SOCKET_FAMILY"] == "AF_INET6"
-        with raises(Invalid):
+        with pytest.raises(Invalid, match=r"eth9 .*\beth1\b"):
             choose_bind(["eth9"], own_addresses(), local=HERE)
         _ip("-n", link.here, f"address delete {HERE}/64 dev eth1")
         try:
-            with raises(Invalid):
+            with pytest.raises(Invalid, match=r"fe80::\S+ of eth1 .*--network-interface"):
                 choose_bind(["eth1"], own_addresses(), local="::1")
-            with raises(Invalid):
+            with pytest.raises(Invalid, match=r"fe80::\S+ .*--network-interface"):
                 asyncio.run(listen_address([], ["fe80::1%eth1"]))
             with raises(Invalid):
                 asyncio.run(listen_address([], [THERE]))

@@ -935,7 +935,7 @@ def test_a_parameter_that_grows_in_place(threads, who):
                     parameter.data = torch.cat([parameter.data, parameter.data])
             optimizer.zero_grad()
             if step == 1 and len(who) == 1:
-                with raises(StateMismatch):
+                with pytest.raises(StateMismatch, match=r"0\.weight float32 \[.*\brank 1"):
                     train_once(model, optimizer, scale=1.0 + rank)
                 return None
             train_once(model, optimizer, scale=1.0 + rank)
@@ -947,7 +947,7 @@ def test_a_parameter_that_grows_in_place(threads, who):
 def test_the_first_option_that_differs_is_named_with_both_values(threads):
     def train(rank):
         _, optimizer = small(3, 2, compression=Compression.fp16 if rank else Compression.none)
-        with raises(StateMismatch):
+        with pytest.raises(StateMismatch, match=r"compression\b.*\bfp16\b.*\brank 1"):
             optimizer.step()
 
     threads(3, train)
@@ -961,7 +961,7 @@ def test_newcomers_that_differ_end_alone(threads):
         own: Any = lifecycle.current()
         own.world = messages.World(1, own.place, messages.Address("", 0), 2, None, "")
         optimizer = sgd(model, op=Op.SUM if rank == 2 else Op.AVERAGE)
-        with raises(StateMismatch if rank == 2 else PeerLost):
+        with pytest.raises(StateMismatch if rank == 2 else PeerLost, match=r"\bSUM\b.*\brank 2"):
             optimizer.step()
 
     threads(3, train)

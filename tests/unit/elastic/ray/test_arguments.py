@@ -60,7 +60,7 @@ def test_what_can_not_be_meant(arguments_):
         Limits(elastic_timeout=0),
         Limits(placement_timeout=float("nan")),
         Limits(reset_limit=-1),
-        Limits(cooldown_range=5),
+        Limits(cooldown_range=5),  # type: ignore[arg-type]
         Limits(cooldown_range=(5, 1)),
         Limits(checkpoint_dir="/a", checkpoint_keep=0),
         Limits(restarts=-1),

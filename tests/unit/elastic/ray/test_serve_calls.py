@@ -14,7 +14,6 @@ import pytest
 from elastic.errors import CollectiveFailed
 from elastic.ray import calls
 from elastic.ray.serve_calls import LENGTH, serve
-from harness.golden import raises, recorded
 
 called_off = threading.Event()
 
@@ -140,7 +139,7 @@ def test_functions_with_arguments(worker):
 
 
 def test_the_instance_is_kept_between_calls(worker):
-    recorded("messages", worker.value(calls.EXECUTE, lambda: "nothing yet"))
+    assert worker.value(calls.EXECUTE, lambda: "nothing yet") == "nothing yet"
     assert worker.value(calls.MAKE, Counter, (5,), {"by": 2}) is None
     assert worker.value(calls.EXECUTE, lambda counter: counter.step()) == 7
     assert worker.value(calls.EXECUTE, lambda counter: counter.step()) == 9
@@ -152,16 +151,16 @@ def test_an_exception_comes_back_as_it_is_with_the_workers_traceback(worker):
     def fails():
         raise KeyError("no such sample")
 
-    with raises(KeyError) as caught:
+    with pytest.raises(KeyError) as caught:
         worker.value(calls.RUN, fails, (), {})
     shown = "".join(traceback.format_exception(caught.value))
-    recorded("messages", shown)
+    assert "rank 3:" in shown and "in fails" in shown
     assert worker.value(calls.RUN, int, (), {}) == 0
 
 
 @pytest.mark.parametrize("code", [0, 7, "a word"])
 def test_sys_exit_is_an_error_of_the_call_and_ends_nobody(worker, code):
-    with raises(calls.RaisedOnWorker):
+    with pytest.raises(calls.RaisedOnWorker, match=r"rank 3 ended with SystemExit"):
         worker.value(calls.RUN, sys.exit, (code,), {})
     assert worker.value(calls.RUN, int, (), {}) == 0
 
@@ -173,7 +172,7 @@ def test_what_does_not_pickle_is_an_error_of_the_call(worker):
     def odd():
         raise Odd(1, 2)
 
-    with raises(calls.RaisedOnWorker):
+    with pytest.raises(calls.RaisedOnWorker, match="Odd: odd"):
         worker.value(calls.RUN, odd, (), {})
     assert worker.value(calls.RUN, int, (), {}) == 0
 
@@ -181,7 +180,7 @@ def test_what_does_not_pickle_is_an_error_of_the_call(worker):
 def test_a_word_that_can_not_be_opened_is_an_error_of_the_call(worker):
     with pytest.raises(pickle.UnpicklingError):
         calls.opened(worker.ask(b"no pickle"))
-    with raises(ValueError):
+    with pytest.raises(ValueError, match="another release"):
         worker.value("sing")
     assert worker.value(calls.RUN, int, (), {}) == 0
 
@@ -197,7 +196,7 @@ def test_regroup_acts_during_a_call_and_is_answered_after_it(worker, world):
     worker.say(calls.REGROUP)
     assert calls.opened(worker.hear()) is True
     assert calls.opened(worker.hear()) is None
-    recorded("messages", world.told)
+    assert world.told == ["call off", "regroup"]
 
 
 def test_it_ends_when_it_is_told_to(worker, world):
@@ -210,7 +209,7 @@ def test_it_ends_when_nobody_is_there_any_more(worker, world):
     worker.close()
     worker.thread.join(30)
     assert not worker.thread.is_alive()
-    recorded("messages", world.told)  # what blocks in a collective has to come back
+    assert world.told == ["call off"]  # what blocks in a collective has to come back
 
 
 def test_a_failure_is_seen_without_opening_the_value():
