@@ -160,8 +160,8 @@ def page(
         "- *Committed steps lost*: commits that a worker held and that training returned to before; counted in the",
         "  workers' records and in the journal.",
         "- *Adopted after*: time from the death of the driver until the next one had a report of every worker.",
-        "- *Invariants*: those of `chaos/invariants/invariants.py` for the journal, no lost commit, and equal parameters",
-        "  at every commit reported by at least two workers.",
+        "- *Invariants*: those of `chaos/invariants/invariants.py` for the journal, no lost commit, and equal",
+        "  parameters at every commit reported by at least two workers.",
         "",
     ]
     if troubles:
