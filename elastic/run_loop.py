@@ -169,7 +169,7 @@ def _train(
 ) -> Value:
     if rt.elastic:
         sharding_guard.begin()
-        state.capture()
+        state.capture_shards()
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
     departure = Departure(rt.session, waits=rt.elastic or rt.commits.durable is not None)
@@ -305,7 +305,9 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
         with timeline.during("state", COPY):
-            rt.commits.adopt(state.bring(reset))
+            copied = state.bring_shards(reset)
+        memory_ahead.leave()
+        rt.commits.adopt(copied)
         return
     reset()
     if world.holders == 0:

@@ -110,7 +110,8 @@ class JobIO:
         """What is not said yet of workers' exceptions. ``last``: no worker is left; one that was killed before it could
         send its exception had announced it.
         """
-        unsent = [text for who, text in self.raised.items() if who not in self.output.sent]
+        # Who says why the job can't go on has no traceback.
+        unsent = [text for who, text in self.raised.items() if text and who not in self.output.sent]
         if last and unsent and not self.output.tracebacks.shown:
             self.console("error", unsent[0].rstrip())
         for text in self.output.tracebacks.rest():

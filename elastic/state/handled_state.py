@@ -268,7 +268,7 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.adopt(saved)
 
     def _restore_shards(self, sharded: ShardedCommits) -> None:
-        """In an elastic job only gives the pass up: the ranks of the next world choose a commit in `bring`."""
+        """In an elastic job only gives the pass up: the ranks of the next world choose a commit in `bring_shards`."""
         sharded.abandon_pass()
         rt = lifecycle.active()
         bank = sharded.base()
@@ -279,7 +279,7 @@ class HandledState(_OfThisProcess, ObjectState):
     def is_sharded(self) -> bool:
         return self._sharded is not None
 
-    def capture(self) -> None:
+    def capture_shards(self) -> None:
         sharded = self._sharded
         if sharded is not None:
             sharded.forget()
@@ -287,7 +287,7 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
-    def bring(self, reset: Callable[[], None]) -> int:
+    def bring_shards(self, reset: Callable[[], None]) -> int:
         rt, sharded = lifecycle.current(), self._sharded
         assert sharded is not None
         choice = sharded.meet(rt)

@@ -140,10 +140,10 @@ class State:
         """Whether each rank holds a part of it, so that all commit, and go back to a commit, together."""
         return False
 
-    def capture(self) -> None:
-        """A training begins with the state as it is. Called where no other worker trains yet."""
+    def capture_shards(self) -> None:
+        """Of a sharded state: a training begins with it as it is, in the world of ``init()``."""
 
-    def bring(self, reset: Callable[[], None]) -> int:
+    def bring_shards(self, reset: Callable[[], None]) -> int:
         """Of a sharded state, in a new world: all go back to one commit, divided among its ranks. Commits it there.
 
         ``reset`` is called once this worker's own values are those of the commit. Returns bytes received from others.

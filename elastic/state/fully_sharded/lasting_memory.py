@@ -21,20 +21,20 @@ _WHOLE = 0x7E1A5710C0331701  # first of them, then generation, number, shard; 0:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ArenaOffer:
     """Of a process to those of its host."""
 
     owner: Identity
     memory: Shareable
 
 
-def offer() -> Offer | None:
+def offer() -> ArenaOffer | None:
     """This process's. None: the system refuses, or ELASTIC_NATIVE is 0."""
     mine = arena.mine()
     if mine is None:
         return None
     try:
-        return Offer(peer_memory.myself(), Shareable(mine.fd, mine.inode, mine.bytes))
+        return ArenaOffer(peer_memory.myself(), Shareable(mine.fd, mine.inode, mine.bytes))
     except peer_memory.Unreachable:
         return None
 
@@ -69,7 +69,7 @@ def is_whole(buffer: torch.Tensor, commit: CommitId, shard: int) -> bool:
 class PeerArena:
     """The arena of another process of this host, mapped until nobody refers to it. Raises Unreachable."""
 
-    def __init__(self, offered: Offer) -> None:
+    def __init__(self, offered: ArenaOffer) -> None:
         mapping = peer_memory.open_peer(offered.owner, offered.memory, keep=True)
         self.bytes = mapping.bytes
         self._address = mapping.address

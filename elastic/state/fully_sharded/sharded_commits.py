@@ -35,7 +35,7 @@ from elastic.sharding.moves import Move, order_of_shards, plan_moves, rounds, tr
 from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.rows import ShardLayout, owners, rows_of
 from elastic.state.fully_sharded import fsdp2, lasting_memory, objects
-from elastic.state.fully_sharded.lasting_memory import Offer, PeerArena
+from elastic.state.fully_sharded.lasting_memory import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.live_shards import (
     FullyShardedHandler,
     LiveShard,
@@ -406,7 +406,7 @@ class ShardedCommits:
         return fsdp2.mesh_of(models[0].model)
 
 
-def _map_arenas(offers: Sequence[Offer | None], me: int) -> dict[int, PeerArena]:
+def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerArena]:
     """Those of the other ranks on this machine that can be mapped."""
     mine, found = offers[me], {}
     for rank, each in enumerate(offers):

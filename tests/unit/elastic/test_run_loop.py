@@ -65,6 +65,7 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
     rt.session.recovery.newcomer = False
     rt.worlds.next.return_value = world
     state.layout.return_value = ""
+    state.is_sharded.return_value = False
     state.calls_back.return_value = calls_back
     rt.commits.adopt.side_effect = lambda copied: state.mock_calls.append(call.adopted())
     with (
