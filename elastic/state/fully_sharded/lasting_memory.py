@@ -20,6 +20,11 @@ HEADER = 64  # bytes: 8 int64
 _WHOLE = 0x7E1A5710C0331701  # first of them, then generation, number, shard; 0: not whole
 
 
+# By bank. A process that leaves, or whose script raises, drops its state before it ends, and an arena gives memory back
+# that nobody refers to, while others of the host still need it.
+_kept: dict[int, torch.Tensor] = {}
+
+
 @dataclass(frozen=True)
 class ArenaOffer:
     """Of a process to those of its host."""
@@ -39,11 +44,17 @@ def offer() -> ArenaOffer | None:
         return None
 
 
-def allocate(size: int) -> torch.Tensor:
-    """uint8 [size], in the arena if there is one."""
+def allocate(size: int, bank: int) -> torch.Tensor:
+    """uint8 [size], in the arena if there is one: there it stays until this bank allocates again, or the process ends.
+    ``bank``: a number that no other bank of this process has.
+    """
+    _kept.pop(bank, None)
     mine = arena.mine()
     found = None if mine is None else mine.tensor(size, torch.uint8)
-    return torch.zeros(size, dtype=torch.uint8, device="cpu") if found is None else found
+    if found is None:
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
+    _kept[bank] = found
+    return found
 
 
 def offset_of(buffer: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from elastic.state.fully_sharded import lasting_memory
 from elastic.state.fully_sharded.lasting_memory import PeerArena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.snapshots.snapshot import Snapshot
+
+
+_numbers = itertools.count()
 
 
 def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
@@ -31,6 +35,7 @@ class ShardBank:
     """Buffers are made once, and again only where sizes change. ``values``: what the state keeps besides."""
 
     def __init__(self) -> None:
+        self._number = next(_numbers)
         self.snapshots: dict[str, Snapshot] = {}  # of what is replicated, by part
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
@@ -55,7 +60,7 @@ class ShardBank:
         own, *held = held
         size = lasting_memory.HEADER + self.offsets[own][-1]
         if len(self._own) != size:
-            self._own = lasting_memory.allocate(size)
+            self._own = lasting_memory.allocate(size, self._number)
         lasting_memory.mark(self._own, None, own)
         self._shard = own
         free = [buffer for shard, buffer in self._buffers.items() if shard not in held]

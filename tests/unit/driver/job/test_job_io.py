@@ -15,6 +15,7 @@ import pytest
 from elastic.driver.commandline import cli
 from elastic.driver.job.job_io import STOPPED_S, open_job_io
 from elastic.driver.processes.output import Output
+from elastic.protocol.messages import Worker
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio lets it through before 3.11")
@@ -36,3 +37,17 @@ def test_a_ctrl_c_after_the_end_of_a_job_that_nobody_heard_is_heard_at_the_end(m
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(end())
     assert [call.args[1] for call in close.call_args_list] == [STOPPED_S]
+
+
+def test_a_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
+    job = cli.make_job(cli.read_options(["-np", "1", "true"], {}), {})
+
+    async def said() -> list[str]:
+        with open_job_io(job) as io:
+            io.raised = {Worker("h", 0, 1): "", Worker("h", 1, 1): "trace"}
+            lines: list[str] = []
+            monkeypatch.setattr(io, "console", lambda _, text: lines.append(text))
+            io.say_rest(last=True)
+            return lines
+
+    assert asyncio.run(said()) == ["trace"]
