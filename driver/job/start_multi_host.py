@@ -262,6 +262,8 @@ class _Run:
         if code is None:
             code = loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
+        if code:
+            job.refused()  # as no agent could be started, or by workers, before they wrote a checkpoint
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
     async def _unless_deposed(self, driver: loop.Driver) -> int | None:

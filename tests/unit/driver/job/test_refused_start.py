@@ -80,6 +80,14 @@ async def test_job_that_is_refused_at_its_start_leaves_nothing(folder, refusal):
     assert there(folder) == before
 
 
+async def test_job_on_a_host_that_does_not_exist_leaves_nothing(folder):
+    before = there(folder)
+    job = job_of("--checkpoint-dir", "old", "-H", "no-such-host.invalid:1")
+    assert there(folder) != before
+    assert (await start(job)).code
+    assert there(folder) == before
+
+
 def test_run_with_a_checkpoint_and_journal_of_a_job_that_has_begun_stay(tmp_path):
     storage, journal, traces = Storage(str(tmp_path)), tmp_path / "journal", Traces()
     traces.file(str(journal))
