@@ -26,6 +26,7 @@ from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member, Notice
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
+from elastic.driver.membership.failure_detection.idle_world import IdleWorld
 from elastic.driver.membership.failure_detection.root_cause import (
     Exceptions,
     Mismatches,
@@ -92,6 +93,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         WorkerRecord,
         Suspicions,
         Suspicion,
+        IdleWorld,
         Stragglers,
         Silence,
     ),
@@ -420,7 +422,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "Workforce": {"spare": 0, "asked": None},
     "Notices": {"_earlier": False, "_last_by": None},
     "Slots": {"_closed": {}, "_drained": set()},
-    "Stuck": {"_silence": Silence(Settings.silence_s)},
+    "Stuck": {"_silence": Silence(Settings.silence_s), "_idle": IdleWorld(), "_stalled_at": None},
 }
 
 

@@ -20,6 +20,8 @@ from elastic.driver.membership.failure_detection.gpu_hangs import (
     hang_of_one,
     judge,
 )
+from elastic.driver.membership.failure_detection.idle_world import NAMED as NAMED_LINES
+from elastic.driver.membership.failure_detection.idle_world import IdleWorld
 from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.suspicion import (
@@ -57,6 +59,9 @@ class Stuck(Part):
         self._lines = NAMED  # left until the next look
         self._unnamed = 0  # those for whom none was left
         self._all_inside_said = ""
+        self._idle = IdleWorld()
+        # When members were last known to hold the others up.
+        self._stalled_at: float | None = None
 
     @property
     def stragglers(self) -> frozenset[Worker]:
@@ -132,6 +137,12 @@ class Stuck(Part):
             # The others wait in a collective that is none of its business.
             record.moved_at = max(since, record.moved_at)
             self._got_on(record)
+        if steps := max(event.collectives, event.commits):
+            idle_s = self._idle.completed(steps, event.over_s, self.actions.now)
+            if idle_s is not None:
+                self.actions.log("info", f"training continues after {idle_s:.0f} s without a step")
+        if self._stalled_at is not None and since < self._stalled_at:
+            return  # that explains who waited
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
@@ -156,6 +167,8 @@ class Stuck(Part):
     def deadlines(self) -> Iterator[float | None]:
         yield self._look_at
         yield self._silence.look_at
+        if self.worlds.phase is Phase.TRAINING:
+            yield self._idle.due
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
@@ -165,6 +178,8 @@ class Stuck(Part):
             self._stragglers = Stragglers()
             self._silence.end()
             self._forget()
+            self._idle.begin(self.actions.now)
+        self._watch_idle()
         self._ask_hosts()
         if not self._somebody_may_wait():
             self._forget()
@@ -199,8 +214,26 @@ class Stuck(Part):
 
     def _got_on(self, record: WorkerRecord) -> None:
         if self._suspicions.drop(record.worker):
+            self._stalled_at = self.actions.now
             text = f"{self.worlds.named(record)} got on at the last moment: it is not fenced"
             self.actions.log("info", text)
+
+    def _watch_idle(self) -> None:
+        """Names where the members are if none has completed a step for long, though nobody waits."""
+        if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
+            return
+        now = self.actions.now
+        places = self.worlds.world.places
+        records = [each for each in self.worlds.live() if each.worker in places]
+        busy = self.roster.inside or any(each.phase for each in records)
+        if busy or not self.settings.busy_warning_s or not self.worlds.world.running or not records:
+            self._idle.begin(now)
+        elif not self._idle.asked:
+            self._idle.ask(now)
+            self.actions.add(events.ProbeWorkers([each.worker for each in records[:NAMED_LINES]]))
+        else:
+            lines = [(places[each.worker].rank, each.line) for each in records]
+            self.actions.log("warning", self._idle.sentence(sorted(lines), now))
 
     def _ask_hosts(self) -> None:
         """Hosts of suspects where nobody waits, who would speak: the others wait in vain if no agent answers there."""
@@ -291,6 +324,7 @@ class Stuck(Part):
                     self._look_at = min(self._look_at, due)
             elif suspicion.fence_at is None:
                 to_probe.append(suspicion.worker)
+        self._stalled_at = now
         if to_probe:
             self.actions.add(events.ProbeWorkers(to_probe))
 

@@ -7,9 +7,10 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.driver.events import ProbeWorkers
 from elastic.driver.membership.failure_detection.stragglers import LITTLE, MUCH, Stragglers
 from elastic.protocol.messages import Worker
-from harness.conversation import exited, paced, running, said, worker
+from harness.conversation import exited, has, inside, outside, paced, running, said, worker
 from harness.golden import recorded
 
 
@@ -50,6 +51,19 @@ def test_each_world_is_looked_at_anew_and_reports_of_older_ones_are_dropped():
     assert talk.m.generation == 3 and talk.m.stragglers == frozenset()
     assert talk.tell(paced("h:0", 2, 0.9), paced("h:2", 2, 0.0), paced("h:2", 3, 0.0)) == []
     recorded("log", said(talk.tell(paced("h:0", 3, 0.9))))
+
+
+def test_who_waited_in_a_stall_that_was_named_points_to_no_straggler():
+    talk = running(3)
+    talk.tell(inside("h:0", 2), inside("h:1", 2))
+    assert has(ProbeWorkers, talk.wait(20.0))
+    talk.tell(outside("h:0", 2, entered=8), outside("h:1", 2, entered=8))
+    during = [paced("h:0", 2, 0.6), paced("h:1", 2, 0.6), paced("h:2", 2, 0.01)]
+    talk.tell(*during)
+    assert not talk.m.stragglers
+    talk.wait(60.0)
+    talk.tell(*during)
+    assert talk.m.stragglers == {worker("h:2")}
 
 
 def test_alone_nobody_holds_anybody_up():

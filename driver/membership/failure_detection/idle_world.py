@@ -1,0 +1,60 @@
+"""Decides whether a world makes no progress although no rank waits for another: each may be in an endless loop. Pure.
+
+Members report every half minute how much they have completed, if anything. Where none has for many times the usual
+interval between two steps, that is logged once, with the line of the script at which each is. Nothing else is done
+about it: an evaluation or a download may take as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+LEAST_S = 90.0  # three reports
+TIMES = 20.0  # the usual interval
+LOCATE_S = 2.0  # in which members say at which line they are
+INTERVALS = 9  # reports by which the usual one is known
+NAMED = 8
+
+
+@dataclass
+class IdleWorld:
+    """Of one job. ``due``: when to look again; None: never, as long as nothing is reported."""
+
+    due: float | None = None
+    asked: bool = False  # the members, for their lines
+    told: bool = False
+    _since: float = 0.0
+    _intervals: list[float] = field(default_factory=list)
+
+    def begin(self, now: float) -> None:
+        """Of a world, or of a time in which ranks wait for each other, or mark a long phase."""
+        self._since, self.asked, self.told = now, False, False
+        self.due = now + self._limit_s() if self._intervals else None
+
+    def completed(self, steps: int, over_s: float, now: float) -> float | None:
+        """A member has, within so long until now. After how long without a step, if that was logged."""
+        idle_s = now - over_s - self._since if self.told else None
+        self._intervals = [*self._intervals, over_s / steps][-INTERVALS:]
+        self.begin(now)
+        return idle_s
+
+    def ask(self, now: float) -> None:
+        self.asked, self.due = True, now + LOCATE_S
+
+    def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
+        """For the log, once. ``lines``: of ranks, as ``train.py:12``; empty: not known."""
+        self.told, self.due = True, None
+        places = [f"rank {rank} is at {line or 'an unknown line'}" for rank, line in lines]
+        more = [f"{len(places) - NAMED} more ranks"] if len(places) > NAMED else []
+        usual_s = self._usual_s()
+        return (
+            f"no step completed on any rank for {now - self._since:.0f} s, and no rank waits for another; one usually"
+            f" takes {usual_s:.2g} s: {', '.join([*places[:NAMED], *more])}"
+        )
+
+    def _limit_s(self) -> float:
+        return max(LEAST_S, TIMES * self._usual_s())
+
+    def _usual_s(self) -> float:
+        return sorted(self._intervals)[len(self._intervals) // 2]

@@ -1,0 +1,74 @@
+"""A world in which no rank completes a step, though none waits for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.events import Action, ProbeWorkers, Report, WorkerLocated, WorkerPaced
+from elastic.driver.membership.failure_detection.idle_world import LEAST_S, LOCATE_S, TIMES
+from elastic.driver.membership.snapshot import restored, taken
+from harness.conversation import Talk, exited, has, inside, outside, paced, running, the, worker
+
+REPORTED = [paced("h:0", 2, 0.1), paced("h:1", 2, 0.1)]
+
+
+def trained() -> Talk:
+    talk = running(2, workers_min=1)
+    talk.wait(30.0)
+    talk.tell(*REPORTED)
+    return talk
+
+
+def warnings(actions: list[Action]) -> list[Report]:
+    return [a for a in actions if isinstance(a, Report) and a.level == "warning"]
+
+
+def told(talk: Talk) -> list[Report]:
+    """What is logged once it is known where the ranks are."""
+    asked = talk.wait(LEAST_S)
+    assert the(ProbeWorkers, asked).workers == [worker("h:0"), worker("h:1")]
+    assert not warnings(asked)
+    talk.tell(*(WorkerLocated(worker(f"h:{n}"), 2, f"train.py:{n + 5}") for n in range(2)))
+    return warnings(talk.wait(LOCATE_S))
+
+
+def test_ranks_that_all_stopped_are_named_with_their_lines_once():
+    talk = trained()
+    [line] = told(talk)
+    assert all(f"rank {n}" in line.text and f"train.py:{n + 5}" in line.text for n in range(2))
+    assert not talk.wait(100 * LEAST_S)
+    assert has(Report, talk.tell(REPORTED[0]))
+    assert len(told(talk)) == 1
+
+
+def test_it_is_known_after_a_snapshot():
+    talk = trained()
+    talk.m = restored(taken(talk.m), talk.m.settings)
+    assert len(told(talk)) == 1
+
+
+def test_nothing_is_said_before_the_first_report():
+    assert not running(2).wait(100 * LEAST_S)
+
+
+def test_a_job_of_long_steps_is_waited_for_as_long():
+    talk = running(2, workers_min=1)
+    talk.wait(600.0)
+    talk.tell(WorkerPaced(worker("h:0"), 2, 1, 10.0, 600.0))
+    assert not talk.wait(TIMES * 600.0 - 1.0)
+    assert has(ProbeWorkers, talk.wait(1.0))
+
+
+@pytest.mark.parametrize("case", ["one waits", "long phase"])
+def test_what_others_answer_for_is_not_said_again(case):
+    talk = trained()
+    talk.tell(inside("h:0", 2) if case == "one waits" else outside("h:0", 2, phase="evaluation"))
+    assert not any("no step" in line.text for line in warnings(talk.wait(LEAST_S + LOCATE_S + 1)))
+
+
+def test_the_next_world_has_its_own_time():
+    talk = trained()
+    talk.wait(LEAST_S - 1)
+    talk.tell(exited("h:1"))
+    talk.ready("h:0", commit=(2, 5))
+    assert not has(ProbeWorkers, talk.wait(LEAST_S - 1))
