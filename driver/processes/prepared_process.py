@@ -215,5 +215,6 @@ def main() -> None:
         command, words, environ, where = json.load(file)
     become(command, environ, where, score)
     sitecustomize.leave_path(os.environ)
+    sys.orig_argv = [*command]
     sitecustomize.observe_reads()
     run(words)

@@ -107,7 +107,8 @@ async def test_its_command_line_is_shown_and_its_errors_are_those_of_the_script(
     assert (await host.exit()).code == 0
     ready = await waits(host)
     script.write_text(
-        "import os, sys\nprint(*open('/proc/self/cmdline').read().split('\\0'))\n1 / 0\n"
+        "import sys; print(*open('/proc/self/cmdline').read().split('\\0'))\n"
+        "print('as started', sys.orig_argv[1:])\n1 / 0\n"
     )
     host.launcher.start(B, [sys.executable, str(script), "x"], env)
     assert host.launcher.agent.pid(B) == ready
@@ -116,6 +117,8 @@ async def test_its_command_line_is_shown_and_its_errors_are_those_of_the_script(
     assert ended.output.startswith(f'Traceback (most recent call last):\n  File "{script}", line 3')
     assert ended.output.rstrip().endswith("ZeroDivisionError: division by zero")
     await until(lambda: b"script.py x" in bytes(host.out), "its output")
+    as_started = f"as started {[str(script), 'x']}"
+    await until(lambda: as_started.encode() in bytes(host.out), "its words, as Python has them")
 
 
 @conversation
