@@ -279,7 +279,7 @@ def test_it_is_the_users_class_and_shares_what_schedulers_know(threads):
         optimizer.synchronize()
         with pytest.raises(AssertionError, match="op=Adasum"), optimizer.skip_synchronize():
             pass
-        with raises(Invalid):
+        with pytest.raises(Invalid, match=r"\bonce\b"):
             DistributedOptimizer(optimizer, op=Op.ADASUM)
         return world.activity
 
@@ -326,7 +326,7 @@ def test_passes_are_counted_and_may_be_fewer(threads):
         optimizer.zero_grad()  # a gradient that is thrown away does not count
         for _ in range(2):
             loss_of(model, rank).backward()
-        with raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"(weight|bias)\b.*\bbackward_passes_per_step\b"):
             loss_of(model, rank).backward()
         optimizer.set_backward_passes_per_step(4)
         for _ in range(4):

@@ -21,7 +21,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
-from harness.golden import raises, recorded
+from harness.golden import recorded
 from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd, small, take_steps
 
 WAIT_S = 60.0
@@ -375,7 +375,7 @@ def test_sparse_gradients_without_a_sum_are_refused_on_every_rank(world):
         table: Any = torch.nn.Embedding(10, 2, sparse=True)
         kept = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0), op=Op.MAX)
         if rank == 0:
-            with raises(StateMismatch):
+            with pytest.raises(StateMismatch):
                 join.join()
             return
         attendance.await_joined(1)
