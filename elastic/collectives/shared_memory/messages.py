@@ -38,7 +38,7 @@ class MessageGroup(Protocol):
 
     def named(self, rank: int) -> int: ...
 
-    def fail(self, why: str) -> CollectiveFailed: ...
+    def fail(self, why: str, rank: int | None = None) -> CollectiveFailed: ...
 
     def failure(self) -> CollectiveFailed | TensorMismatch: ...
 
@@ -84,9 +84,10 @@ class SharedMessage:
         limit_s = self._group.timeout_s
         if self.within(limit_s):
             return
-        who = "no rank" if self._peer is None else f"rank {self._group.named(self._peer)}"
-        verb = "sent a message of this tag" if self._peer is None else "did not come"
-        raise self._group.fail(f"{who} of this group {verb} within {limit_s:g} s")
+        named = None if self._peer is None else self._group.named(self._peer)
+        who = "no rank" if named is None else f"rank {named}"
+        verb = "sent a message of this tag" if named is None else "did not come"
+        raise self._group.fail(f"{who} of this group {verb} within {limit_s:g} s", named)
 
 
 def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: bool) -> None:

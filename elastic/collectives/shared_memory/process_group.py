@@ -312,11 +312,11 @@ class SharedCollectives:
         # It may have arrived before that.
         return self.wait_for(message, 0.0) == _DONE or self.drain(0.0)
 
-    def fail(self, why: str) -> CollectiveFailed:
-        """To be raised: from now on the reason for which calls fail here."""
+    def fail(self, why: str, rank: int | None = None) -> CollectiveFailed:
+        """To be raised: from now on the reason for which calls fail here. ``rank``: the one that it is about."""
         self._failed = self._failed or why
         self._native.abort()
-        return CollectiveFailed(self._failed, aborted=self._aborted)
+        return CollectiveFailed(self._failed, aborted=self._aborted, rank=rank)
 
     def abort(self) -> None:
         self._aborted = True

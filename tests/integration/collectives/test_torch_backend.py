@@ -550,7 +550,7 @@ def test_different_collectives_are_named_with_their_ranks_and_lines_on_all_ranks
     for ranks in in_a_world(3):
         ranks.run(enter, str(tmp_path / "store"))
         for said, line in ranks.run(call_another):
-            place = rf"\S* \S+\.py:{line}\b"
+            place = rf" \S+ \S+\.py:{line}\b"
             assert re.search(f"ranks 0, 2: allreduce{place}", said), said
             assert re.search(f"rank 1: barrier{place}", said), said
 
