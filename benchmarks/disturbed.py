@@ -50,7 +50,8 @@ class Strike:
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind.
 
-    It trains an MLP of this width, by ``script``, or ``example`` says which one of `stepped_example` it is.
+    It trains an MLP of this width, by ``script``, in the ``way`` of ddp or fsdp, if one is given; or ``example`` says
+    which one of `stepped_example` it is.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Disturbed:
         workers: int,
         *flags: str,
         width: int = 128,
-        ddp: bool = False,
+        way: str = "",
         example: str = "",
         script: str = "stepper.py",
     ) -> None:
@@ -70,7 +71,7 @@ class Disturbed:
         if example:
             program += [example, *(["1000000"] if example == "gpt" else [])]
         else:
-            program += ["1000000", str(width), *(["ddp"] if ddp else [])]
+            program += ["1000000", str(width), *([way] if way else [])]
         command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
         command += ["--min-np", "1", "--journal", str(self.journal), *flags]
         self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
@@ -107,6 +108,10 @@ class Disturbed:
         if len(digests) != self.workers:
             return f"only {len(digests)} of {self.workers} workers came to their end"
         return "replicas equal" if len(set(digests)) == 1 else "replicas DIFFER"
+
+    def costs(self) -> list[dict[str, Any]]:
+        """Of a fully sharded state's commits, by worker."""
+        return [json.loads(path.read_text()) for path in self.directory.glob("*.costs")]
 
     def records(self) -> list[dict[str, Any]]:
         """The journal so far."""

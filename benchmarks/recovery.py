@@ -99,6 +99,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--reference-kills", type=int, default=8)
     parser.add_argument("--ddp", action="store_true", help="train with DistributedDataParallel")
+    parser.add_argument("--fsdp", action="store_true", help="train with FSDP2 (fully_shard)")
+    parser.add_argument("--width", type=int, default=128, help="of the MLP (%(default)s)")
     parser.add_argument(
         "--example",
         choices=("lightning", "fabric", "transformers", "accelerate", "timm"),
@@ -111,7 +113,9 @@ def main() -> None:
     bare = bare_gloo(options.workers, options.reference_kills, rng)
     times, ranks = [], []
     flags = BACK_SOON if options.example else ()  # it imports for seconds
-    training = {"ddp": options.ddp, "script": options.script, "example": options.example}
+    way = "ddp" if options.ddp else "fsdp" if options.fsdp else ""
+    training = {"way": way, "script": options.script, "example": options.example}
+    training["width"] = options.width
     with Disturbed(options.workers, *flags, **training) as job:
         for _ in range(options.kills):
             strike = job.strike(signal.SIGKILL, rng)
@@ -133,6 +137,8 @@ def main() -> None:
         names = sorted({n for p in phases for n in p["phases_ms"]})
         means = {n: statistics.median([p["phases_ms"].get(n, 0.0) for p in phases]) for n in names}
         console.print("median ms by phase (slowest worker of each):", means)
+    for cost in job.costs():
+        console.print("commits of one worker, median ms and bytes:", cost)
     figures = {
         "hvd_elastic_ms": times,
         "bare_gloo_ms": bare,

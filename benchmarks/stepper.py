@@ -4,12 +4,15 @@ per step. It ends at the step whose number stands in ``DIR/stop``, which all ran
 Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its
 training function is called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
 ``DIR/<pid>.ready`` has the time when it was ready to train.
-At the end it writes a digest of its weights to ``DIR/<pid>.weights``.
+At the end it writes a digest of its weights to ``DIR/<pid>.weights``; with fsdp also what its commits have cost, beside
+a plain copy of its shard, to ``DIR/<pid>.costs``.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -55,24 +58,77 @@ class StepLog:
         os.write(file, line.encode())
 
 
-def main(directory: str, steps: int, width: int, ddp: bool) -> None:
+class Costs:
+    """Milliseconds of the last commits of a sharded state, and of as many plain copies of the shard."""
+
+    def __init__(self, state: Any) -> None:
+        self._commits = state._sharded
+        self._kept: list[Any] = []
+        self._moved: list[int] = []
+
+    def note(self) -> None:
+        self._kept = [*self._kept[-199:], self._commits.spent]
+        if self._moved[-1:] != [self._commits.moved]:
+            self._moved.append(self._commits.moved)
+
+    def of_copies(self) -> float:
+        shards = [each.local for each in self._commits._live().values()]
+        copies = [torch.zeros_like(each) for each in shards]
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            with torch.no_grad():
+                torch._foreach_copy_(copies, shards)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def text(self) -> str:
+        def median(name: str) -> float:
+            return float(statistics.median(getattr(each, name) for each in self._kept))
+
+        found = {name: 1e3 * median(name) for name in ("copy_s", "mirror_s", "seal_s")}
+        found |= {name: median(name) for name in ("nbytes", "sent")}
+        return json.dumps(found | {"plain_s": 1e3 * self.of_copies(), "moved": self._moved})
+
+
+def fully_sharded(width: int) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, 10),
+    )
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def main(directory: str, steps: int, width: int, way: str) -> None:
     torch.set_num_threads(1)
     elastic.init()
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    if ddp:
+    if way == "fsdp":
+        model = fully_sharded(width)
+    options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
+    optimizer: Any = torch.optim.SGD(model.parameters(), **options)
+    if way == "ddp":
         torch.distributed.init_process_group()
         model = torch.nn.parallel.DistributedDataParallel(model)
-    else:
+    elif not way:
         optimizer = elastic.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters()
         )
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     stop = Path(directory, "stop")
     log = StepLog(directory)
+    costs = Costs(state) if way == "fsdp" else None
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
@@ -90,11 +146,15 @@ def main(directory: str, steps: int, width: int, ddp: bool) -> None:
             state.step += 1
             log.made(state.step)
             state.commit()
+            if costs is not None:
+                costs.note()
 
     log.ready()
     train(state)
-    log.ended(model.parameters())
+    log.ended(getattr(each, "full_tensor", lambda e=each: e)() for each in model.parameters())
+    if costs is not None:
+        Path(directory, f"{os.getpid()}.costs").write_text(costs.text())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["ddp"])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))
