@@ -156,6 +156,14 @@ class HandledState(_OfThisProcess, ObjectState):
             return None
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(f"copies is {copies!r}; give a number of further ranks, 1 or more")
+        reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
+        if reduced or self._shards():
+            what = (
+                f"state.{reduced[0].name}, a DistributedOptimizer," if reduced else "elastic.Shards"
+            )
+            raise Invalid(
+                f"{what} reduces gradients that fully_shard has reduced: give fully sharded models to a plain optimizer"
+            )
         if foreign := self._foreign_handlers():
             name, handler = next(iter(foreign.items()))
             raise Invalid(

@@ -44,11 +44,14 @@ class Cause(enum.Enum):
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # it follows from another's loss
+    SHARDS_LOST = (
+        "shards lost"  # it follows from the loss of all that held some shards of its state
+    )
     SPOILT = "spoilt"  # by the gradients of one whose memory was damaged
 
 
 # From the loss of another, where that is known.
-FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SPOILT})
+FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SHARDS_LOST, Cause.SPOILT})
 FENCES = {
     Why.FROZEN: Cause.FROZEN,
     Why.CUT_OFF: Cause.CUT_OFF,
@@ -189,6 +192,8 @@ def _with_causes(head: str) -> str:
 def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
     """User code has raised."""
     cause = Cause.GPU_ERROR if event.hardware else kind_of(event.summary, event.traceback)
+    if event.shards_lost:
+        cause = Cause.SHARDS_LOST
     trace = event.traceback.rstrip()
     return Death(event.worker, at, cause, rank, what=event.summary, trace=trace)
 

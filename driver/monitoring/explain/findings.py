@@ -109,6 +109,7 @@ class Advice(enum.Enum):
     FEWER_NEEDED = "fewer needed"
     RESET_LIMIT = "reset limit"
     CHECKPOINTS = "checkpoints"
+    MORE_COPIES = "more copies"
     COMMIT_MORE_OFTEN = "commit more often"
     PRELOAD = "preload"
     STANDBYS = "standbys"
@@ -137,6 +138,7 @@ ADVICE = {
     Cause.GPU_HANGS: Advice.TEST_GPU,
     Cause.DAMAGED: Advice.TEST_HOST,
     Cause.SPOILT: Advice.TEST_HOSTS,
+    Cause.SHARDS_LOST: Advice.MORE_COPIES,
     Cause.TOO_SLOW: Advice.START_TIMEOUT,
     Cause.DISCONNECTED: Advice.LOOK_AT_NETWORK,
     Cause.HOST_LOST: Advice.LOOK_AT_HOST,

@@ -168,6 +168,8 @@ def _death(facts: Facts) -> str:
             return f"host {facts['host']} was lost, and {who} with it: {what}"
         case Cause.LOST_PEER:
             return f"{who} lost its peers and could not go on: {what}"
+        case Cause.SHARDS_LOST:
+            return f"{who} could not go on: {what}"
         case Cause.SPOILT:
             return (
                 "damaged memory of a worker, nobody knows whose, has made gradients infinite or NaN, and spoilt the"
@@ -536,6 +538,10 @@ _ADVICE = {
     Advice.WHO_KILLED_IT: (
         "Find out who killed {who} on {host} ({seen}): look in dmesg, in the system's log, and in what your batch"
         " system or container runtime says. The kernel did not report that memory ran out."
+    ),
+    Advice.MORE_COPIES: (
+        "Raise copies of elastic.TorchState: as many workers on different hosts as there are copies of each shard can"
+        " be lost at once."
     ),
     Advice.CRASH: (
         "{signal} is a crash in native code: a library that does not fit, or a bug of an extension. Run the"

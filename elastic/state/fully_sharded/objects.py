@@ -9,23 +9,38 @@ import torch
 
 from elastic.collectives.interface import Collectives
 
+_LENGTH = 8  # bytes
+_FIRST = 8192  # bytes of the first exchange
+
 
 def gather(group: Collectives, value: Any) -> list[Any]:
     """Every rank's, in rank order. Raises CollectiveFailed."""
     if group.size == 1:
         return [value]
     content = _bytes(value)
-    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
-    group.allgather(lengths, torch.tensor([len(content)], dtype=torch.int64, device="cpu")).wait()
-    longest = max(int(each) for each in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(content)] = content
-    parts = [torch.empty_like(padded, device="cpu") for _ in range(group.size)]
-    group.allgather(parts, padded).wait()
+    # What is short takes one exchange: while workers recover, each of them is a wait for the slowest.
+    first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
+    first[:_LENGTH].view(torch.int64)[0] = len(content)
+    short = content[: _FIRST - _LENGTH]
+    first[_LENGTH : _LENGTH + len(short)] = short
+    parts = _allgather(group, first)
+    lengths = [int(part[:_LENGTH].view(torch.int64)[0]) for part in parts]
+    if max(lengths) > _FIRST - _LENGTH:
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(content)] = content
+        parts = _allgather(group, padded)
+    else:
+        parts = [part[_LENGTH:] for part in parts]
     return [
-        pickle.loads(part[: int(length)].numpy().tobytes())
+        pickle.loads(part[:length].numpy().tobytes())
         for part, length in zip(parts, lengths, strict=True)
     ]
+
+
+def _allgather(group: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor, device="cpu") for _ in range(group.size)]
+    group.allgather(parts, tensor).wait()
+    return parts
 
 
 def broadcast(group: Collectives, value: Any, root: int) -> Any:

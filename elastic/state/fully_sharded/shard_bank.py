@@ -17,7 +17,6 @@ from elastic.state.fully_sharded.lasting_memory import PeerArena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.snapshots.snapshot import Snapshot
 
-
 _numbers = itertools.count()
 
 

@@ -17,7 +17,7 @@ from elastic.sharding.inventory import (
     newest_whole,
 )
 from elastic.sharding.moves import move_bytes, order_of_shards, plan_moves, rounds, travelling
-from elastic.sharding.placement import copied_to, place_copies
+from elastic.sharding.placement import copied_to, lasting, place_copies
 from elastic.sharding.rows import (
     ALIGNMENT,
     ShardedTensor,
@@ -99,6 +99,24 @@ def test_as_many_ranks_as_there_are_copies_can_be_lost_adjacent_or_not(size, cop
     for lost in itertools.combinations(range(size), min(copies, size - 1)):
         for shard, ranks in enumerate(placed):
             assert {order[shard], *ranks} - {*lost}
+
+
+@given(hosts, st.integers(0, 3))
+def test_copies_of_memory_that_outlives_its_rank_only_go_to_other_hosts(named, copies: int):
+    """Each host is one machine, whose ranks map each other's memory."""
+    reached = [{n for n, each in enumerate(named) if each == host} for host in named]
+    outlives = lasting(named, reached)
+    assert outlives == [named.count(host) > 1 for host in named]
+    placed = place_copies(range(len(named)), named, copies, outlives)
+    for owner, ranks in enumerate(placed):
+        if outlives[owner]:
+            assert len(ranks) == min(copies, len(set(named)) - 1)
+            assert len({named[rank] for rank in (owner, *ranks)}) == len(ranks) + 1
+
+
+def test_memory_that_one_rank_of_the_machine_cannot_map_does_not_count():
+    assert lasting(["m", "m", "m"], [{1, 2}, {0}, {0, 1}]) == [True, True, False]
+    assert lasting([None, "m"], [set(), set()]) == [False, False]
 
 
 # ---- which commit, and what moves ----------------------------------------------------------------

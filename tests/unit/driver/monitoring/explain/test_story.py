@@ -213,6 +213,15 @@ def test_an_end_on_fewer_workers_is_told_with_whose_script_failed(strict):
     assert found.facts["reason" if strict else "short"] == str(reason)
 
 
+def test_a_job_whose_shards_are_lost_is_told_to_have_more_copies():
+    told = Told()
+    lost = because(Why.SHARDS_LOST, text="shard 1 of 4 was on h")
+    raised = WorkerRaised(A, 2, None, "shard 1 of 4 was on h", "", final=True, shards_lost=True)
+    told.at(9.0, raised, EndJob(1, lost))
+    assert [death.cause for death in told.story.losses()] == [Cause.SHARDS_LOST]
+    assert told.found(What.ADVICE)[0].facts["advice"] == Advice.MORE_COPIES.value
+
+
 def test_exits_after_the_end_are_nobodys_loss():
     told = Told()
     told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))

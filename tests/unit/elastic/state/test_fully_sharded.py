@@ -1,0 +1,172 @@
+"""Fully sharded models in a state: banks, headers, going back in one world, and another mesh for the same objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from elastic.errors import Invalid
+from elastic.exact.shards import Shards
+from elastic.sharding.inventory import CommitId
+from elastic.sharding.moves import Move
+from elastic.sharding.rows import Rows
+from elastic.state import TorchState
+from elastic.state.fully_sharded import fsdp2, lasting_memory
+from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
+from elastic.state.fully_sharded.shard_bank import ShardBank
+
+pytestmark = [
+    pytest.mark.slow,  # imports of torch's
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def four():
+    """Four ranks, of which three are made up, and this one is rank 1."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    distributed.destroy_process_group()
+
+
+def network() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def give_gradients(model: Any) -> None:
+    for each in model.parameters():
+        each.grad = fsdp2.as_sharded(torch.randn_like(each._local_tensor), each, None)
+
+
+def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    found = [each._local_tensor.clone() for each in model.parameters()]
+    found += [each.clone() for each in model.buffers()]
+    for parameter in model.parameters():
+        for entry in optimizer.state.get(parameter, {}).values():
+            found.append((entry._local_tensor if fsdp2.is_sharded(entry) else entry).clone())
+    return found
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("commits", [1, 2, 3])
+def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(four, commits: int):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    ids = [id(each) for each in model.parameters()]
+    fresh = bits(model, optimizer)
+    give_gradients(model)
+    optimizer.step()
+    state.step = 1
+    state.restore()  # to the state as it was made, without entries
+    assert state.step == 0
+    assert equal(bits(model, optimizer), fresh)
+    for number in range(commits):
+        give_gradients(model)
+        optimizer.step()
+        model[1].running_mean += 1
+        state.step = number + 1
+        state.commit()
+    kept = bits(model, optimizer)
+    give_gradients(model)
+    optimizer.step()
+    state.step = 99
+    state.restore()
+    assert state.step == commits
+    assert equal(bits(model, optimizer), kept)
+    assert ids == [id(each) for each in model.parameters()]
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_another_mesh_leaves_parameters_the_same_objects_with_the_rows_of_their_shard(four):
+    model = network()
+    before = {name: id(each) for name, each in model.named_parameters()}
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    locals_ = fsdp2.remesh(model, mesh)
+    assert {name: id(each) for name, each in model.named_parameters()} == before
+    for name, each in model.named_parameters():
+        assert each.device_mesh is mesh
+        assert each._local_tensor is locals_[name]
+        rows = len(torch.empty(each.shape[0]).chunk(2)[1:][0]) if each.shape[0] > 1 else 0
+        assert locals_[name].shape == (rows, *each.shape[1:])
+
+
+def test_what_cannot_be_committed_by_shards_is_refused(four):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for more in ({"shards": Shards(4)}, {"copies": -1}, {"copies": "two"}):
+        with pytest.raises(Invalid):
+            TorchState(model=model, optimizer=optimizer, **more)
+    state = TorchState(model=model, optimizer=optimizer)
+    first = next(model.parameters())
+    optimizer.state[first]["statistics"] = torch.zeros(3)  # of whom?
+    with pytest.raises(Invalid):
+        state.commit()
+
+
+def test_copies_is_a_value_of_the_script_where_nothing_is_sharded():
+    state = TorchState(model=nn.Linear(2, 2), copies=5)
+    assert state.copies == 5
+    assert not state.is_sharded()
+
+
+# ---- banks ---------------------------------------------------------------------------------------
+
+
+def shards(rows: int) -> dict[str, LiveShard]:
+    weight, bias = torch.randn(rows, 3), torch.randn(rows, dtype=torch.float64)
+    return {
+        "m/weight": LiveShard(weight, RowSpec((8, 3), torch.float32)),
+        "m/bias": LiveShard(bias, RowSpec((8,), torch.float64)),
+    }
+
+
+def test_a_bank_gives_back_the_rows_that_it_was_given():
+    bank, live = ShardBank(), shards(2)
+    bank.arrange(live, 4, (2, 0))
+    bank.copy(live, CommitId(3, 1))
+    for name, (_, rows) in bank.own_rows().items():
+        assert torch.equal(rows, live[name].local)
+    found = bank.rows(Move(0, 2, Rows(5, 6), 0, 1))
+    assert torch.equal(found.view(torch.float32), live["m/weight"].local[1])
+    assert len(bank.buffer(0)) == bank.layout.nbytes(0)
+
+
+def test_a_header_says_which_commit_is_whole_until_another_one_begins():
+    bank, live = ShardBank(), shards(2)
+    bank.arrange(live, 4, (2,))
+    offset, size = bank.where()
+    memory = bank._own
+    assert size == len(memory)
+    assert not lasting_memory.is_whole(memory, CommitId(3, 1), 2)
+    bank.copy(live, CommitId(3, 1))
+    assert lasting_memory.is_whole(memory, CommitId(3, 1), 2)
+    for other in ((CommitId(3, 2), 2), (CommitId(2, 1), 2), (CommitId(3, 1), 1)):
+        assert not lasting_memory.is_whole(memory, *other)
+    bank.arrange(live, 4, (2,))
+    assert not lasting_memory.is_whole(memory, CommitId(3, 1), 2)
+    assert bank.where() == (offset, size), "the memory is used again"
+
+
+def test_memory_of_a_bank_stays_when_its_state_is_dropped():
+    """Others of the host read it after this process has left."""
+    bank, live = ShardBank(), shards(2)
+    bank.arrange(live, 4, (2,))
+    bank.copy(live, CommitId(3, 1))
+    if bank.where()[0] < 0:
+        pytest.skip("no memory to share on this machine")
+    before = lasting_memory.arena.mine().lent  # type: ignore[union-attr]
+    del bank
+    assert lasting_memory.arena.mine().lent == before  # type: ignore[union-attr]
