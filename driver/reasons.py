@@ -343,15 +343,12 @@ def _first_world(facts: Mapping[str, Any]) -> str:
 def _drains(facts: Mapping[str, Any]) -> str:
     host, workers, least = facts["host"], facts["workers"], facts["least"]
     if not workers:
-        return f"nobody is started on {host} any more; no worker is there"
+        return f"drained {host}: no worker runs there"
     verb = "leaves" if workers == 1 else "leave"
-    if least:
-        when = f"as soon as {counted(least, 'worker')} of other hosts are there (--min-np)"
-    else:
-        when = "at the next commit"
-    return (
-        f"nobody is started on {host} any more, and its {counted(workers, 'worker')} {verb} {when}"
-    )
+    when = "at the next commit"
+    if least:  # those of --min-np
+        when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
+    return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
 def _machine_leaves(facts: Mapping[str, Any]) -> str:

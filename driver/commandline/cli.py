@@ -317,7 +317,7 @@ def _checked_job(
         threads = threads_per_worker(cores, workers)
         env["OMP_NUM_THREADS"] = str(threads)
         told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
-        notes.append(("info", f"each worker gets {told}; set it yourself to change that"))
+        notes.append(("info", f"each worker gets {told} as it is unset"))
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )

@@ -37,9 +37,11 @@ class CheckpointLines:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         ago_s = self._now() - self._made_at
         since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
-        self._log(
-            level, f"{at_step(made.commit, made.step)} is durable{since}: {made.place} ({size})"
-        )
+        said = f"{at_step(made.commit, made.step)} is durable{since}"
+        folder = made.place.rstrip("/").rpartition("/")[2]
+        self._log(level, f"{said}: {folder} ({size})")
+        if level != "debug":
+            self._log("debug", f"{said}: {made.place}")
 
     def failed(self, failed: Failed) -> None:
         level = "warning" if failed.unusual and self._may_say(Failed) else "debug"

@@ -59,6 +59,7 @@ from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.report_values import Report as WorkerReport
 
 AT_ONCE = 1000  # events that are decided and written together
+LINE = 79  # columns of a text, which the log puts 21 others before
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
 LAST_CHECKPOINT_S = 6.0  # at SIGTERM; `docker stop` sends SIGKILL after 10 s
@@ -569,7 +570,7 @@ class Driver:
                 return None if self._exits.shares(about) else (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
-                return ("info", f"an operator's request is {'' if done else 'not '}done: {reason}")
+                return ("info", f"request {'done' if done else 'refused'}: {reason}")
             case events.ReportRecovery():
                 self._log("debug", phases_line(action))
                 return ("info", recovery_line(action, held=self._held))
@@ -671,6 +672,7 @@ class Driver:
         said = (
             f"the job ends with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
         )
+        said = said.replace("; ", ";\n") if len(said) > LINE else said
         if self._decisions.stop_code is not None:
             return ("info", said)
         self._last_line = ("error", said)

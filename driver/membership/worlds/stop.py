@@ -54,8 +54,8 @@ class Stop(Part):
         waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, in_words(event.reason))
-        text = "a last checkpoint is made first; a second request to stop does not wait for it"
-        self.actions.log("info", f"{text} ({event.reason}, {event.checkpoint_s:g} s at most)")
+        within = f"waiting {event.checkpoint_s:g} s at most for a last checkpoint"
+        self.actions.log("info", f"{within}; a second request to stop skips it")
         self._request = event
         self._by = self.actions.now + event.checkpoint_s
         self._least = self._trained_to

@@ -18,7 +18,7 @@ from elastic.driver.reasons import Why, because
 from harness import wording
 from harness.certificates import make_certificates
 from harness.etcd import one_etcd
-from harness.history import RETURN, TRAINING, History, sizes
+from harness.history import RETURN, SCRIPTS, TRAINING, History, sizes
 from harness.job import Job, elasticrun
 
 # From the last newcomer that is ready, or from the request, to the new world. How soon it is on an idle machine,
@@ -118,6 +118,35 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     nothing_lost(training, "localhost:0#1")
     History(training).check_commits_kept()
     assert command("jobs") == wording.NO_JOB_USER_RUNS
+
+
+@pytest.mark.forked
+@pytest.mark.nightly
+def test_the_log_of_a_job_fits_100_columns(job, runtime, tmp_path):
+    """One worker is killed, others are added and removed, and the job is stopped with a last checkpoint."""
+    folder = tmp_path / "checkpoints"
+    training = job(
+        f"-np 2 --min-np 1 -H localhost:4 --job bert --checkpoint-dir {folder}"
+        " --checkpoint-every 10commits",
+        ["python", SCRIPTS / "durable.py"],
+        env={"XDG_RUNTIME_DIR": str(runtime)},
+    )
+    training.until(lambda: len(sizes(training)) == 2, "a world of elastic.run")
+    steered = elastic.Job()
+    training.kill(1)
+    training.wait_for("recovered in")
+    steered.scale(3)
+    training.wait_for_world(3)
+    command("drain", "bert", "localhost")
+    command("drain", "bert", "localhost", "--off")
+    steered.scale(2)
+    training.wait_for_world(2)
+    training.until(lambda: bool(training.events("CheckpointMade")), "a checkpoint")
+    command("stop", "bert")
+    training.wait(60)
+    lines = [line for line in training.lines if line.startswith("elastic |")]
+    assert len(lines) > 15
+    assert [line for line in lines if len(line) > 100] == []
 
 
 @pytest.mark.forked

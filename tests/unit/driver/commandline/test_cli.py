@@ -410,10 +410,7 @@ def test_threads_are_shared_unless_the_user_has_chosen():
     made = job("-np 3", cores=8)
     assert made.settings.env["OMP_NUM_THREADS"] == "2"
     assert made.notes == [
-        (
-            "info",
-            "each worker gets OMP_NUM_THREADS=2 (8 cores, up to 3 workers); set it yourself to change that",
-        )
+        ("info", "each worker gets OMP_NUM_THREADS=2 (8 cores, up to 3 workers) as it is unset")
     ]
     assert job("-np 16", cores=2).settings.env["OMP_NUM_THREADS"] == "1"
     # Grown to its largest, the job still has no more threads than cores.
