@@ -161,6 +161,9 @@ class WorkerSpent(Event):
     times: Times
     doing: Part
     commit: Commit | None = None
+    step: int | None = None
+    steps: int | None = None
+    batch: int | None = None
 
 
 class WorkerFrozen(Event):

@@ -23,6 +23,7 @@ import torch
 from elastic import failpoints
 from elastic.api.broadcasting import allgather_object
 from elastic.checkpoints import durable
+from elastic.data.loader import loaders
 from elastic.errors import (
     CollectiveFailed,
     DeviceLost,
@@ -41,7 +42,7 @@ from elastic.errors import (
     WorldChanging,
     summary_of,
 )
-from elastic.monitoring import timeline
+from elastic.monitoring import step_count, timeline
 from elastic.negotiation import process_sets
 from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.calls import distinct
@@ -113,6 +114,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             with (
                 host_updates.told(state),
                 durable.commits(rt, state),
+                step_count.counting(),
                 observing(rt, state, func) as observer,
             ):
                 return _train(rt, train, state, observer)
@@ -203,6 +205,7 @@ def _train_in_worlds(
             first = False
             departure.watch_children()
             rt.training.begins()
+            step_count.of_batches({each.batch_size for each in [*loaders] if each.in_state})
             if observer is not None:
                 observer.begin()
             value = unwrapped(rt.session, train)

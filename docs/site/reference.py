@@ -23,7 +23,7 @@ from elastic.driver.commandline.kubernetes import kubernetes_cli
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
 from elastic.driver.commandline.steering import job_commands
 from elastic.driver.monitoring.metrics import Figures, families
-from elastic.protocol.messages import Commit
+from elastic.protocol.messages import Commit, Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
 from python_names import GROUPS, PRELUDE
@@ -129,6 +129,9 @@ def metrics() -> str:
 def _metric_rows() -> Iterator[str]:
     figures = Figures()
     figures.durable, figures.commit = 1, Commit(1, 1)  # there are some that begin with the first
+    figures.step = 1
+    for at in (0.0, 5.0):
+        figures.step_rate.told(Worker("h", 0), int(at), 1, at)
     for family in families(figures):
         labels = ", ".join(getattr(family, "_labelnames", ()))
         yield f"| `{family.name}` | {family.type} | {labels} | {_cell(family.documentation)} |"

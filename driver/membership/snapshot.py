@@ -413,7 +413,7 @@ ADDED: dict[str, dict[str, Any]] = {
         "shards_lost": False,
     },
     "WorkerQuit": {"call": ""},
-    "WorkerSpent": {"commit": None},
+    "WorkerSpent": {"commit": None, "step": None, "steps": None, "batch": None},
     "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},
     "HostReported": {"notice": None},
     "WorkerExited": {"out_of_memory": False},

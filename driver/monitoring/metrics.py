@@ -29,6 +29,7 @@ from elastic.driver import events
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.http_requests import is_ours
+from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Why
@@ -93,6 +94,9 @@ class Figures:
         self.over = False
         self.spent = TimeSpent()
         self.rate = CommitRate(self.spent.stalls)
+        self.step_rate = StepRate(self.spent.stalls)
+        self.step: int | None = None  # the state's own, at the newest commit
+        self._first: Worker | None = None  # rank 0
         self._expected_to_go: set[Worker] = set()
         self.waited_for = StragglerWaits()
         self._judge = Stragglers()
@@ -101,6 +105,7 @@ class Figures:
     def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
         """The world that the driver before this one has left."""
         self.generation, self.size = generation, len(members)
+        self._first = members[0][0] if members else None
         self._judge = Stragglers(size=self.size)
         self.stages.update((worker, "training") for worker, _ in members)
         self.spent.stalls.adopt(members, generation)
@@ -131,8 +136,13 @@ class Figures:
                 self._committed(commit)
             case events.WorkerReturned(worker):
                 self._move(worker, "returned")
-            case events.WorkerDigested(commit=commit) | events.WorkerSpent(commit=commit):
+            case events.WorkerDigested(commit=commit):
                 self._committed(commit)
+            case events.WorkerSpent(worker, commit=commit):
+                self._committed(commit)
+                if worker == self._first:
+                    self.step_rate.told(worker, event.steps, event.batch, self._now)
+                    self.step = event.step
             case events.WorkerPaced():
                 self._paced(event)
             case events.CheckpointMade(commit):
@@ -157,6 +167,7 @@ class Figures:
                 self.stages[worker] = "starting"
             case events.PublishWorld(generation, members):
                 self.generation, self.size = generation, len(members)
+                self._first = members[0].worker
                 self._judge, self.stragglers = Stragglers(size=len(members)), frozenset()
                 self.waited_for.new_world()
                 for rank in [rank for rank in self.reported if rank >= self.size]:
@@ -291,6 +302,22 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         figures.spent.stretches().items(),
     )
     yield from _stalls(figures.spent)
+    at = figures.spent.now
+    for name, text, value in (
+        (
+            "steps_per_second",
+            "Of an optimizer; 0 while none can be made.",
+            figures.step_rate.steps(at),
+        ),
+        (
+            "samples_per_second",
+            "Of all workers, where a loader in the state tells the batch size.",
+            figures.step_rate.samples(at, figures.size),
+        ),
+        ("step", "The state's own at the newest commit, where it has one.", figures.step),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
     yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
     yield CounterMetricFamily(
         "elastic_durable_commits", "Commits that became durable.", value=figures.durable

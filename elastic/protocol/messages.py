@@ -296,6 +296,9 @@ class TimeSpent(Message):
     times: Times
     doing: Part  # now
     commit: Commit | None = None  # the newest, of those that all agree on
+    step: int | None = None  # the state's own at the newest commit, where it has one
+    steps: int | None = None  # of an optimizer, since the training began; None: none was seen
+    batch: int | None = None  # samples of such a step on this worker, where that is known
 
 
 class Digested(Message):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from elastic.errors import DriverLost
-from elastic.monitoring import user_line
+from elastic.monitoring import step_count, user_line
 from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
@@ -130,7 +130,8 @@ class LinkThread:
         recovery = self._session.recovery
         holds = recovery.phase in (Phase.TRAINING, Phase.RETURNED)
         commit = recovery.agreed() if holds else None
-        return messages.TimeSpent(recovery.generation, times, part, commit)
+        far = step_count.state_step, step_count.steps, step_count.batch
+        return messages.TimeSpent(recovery.generation, times, part, commit, *far)
 
     def receive(self, message: Message) -> None:
         """Whatever the driver says."""

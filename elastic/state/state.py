@@ -19,7 +19,7 @@ from elastic.api.broadcasting import broadcast_object
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
-from elastic.monitoring import timeline
+from elastic.monitoring import step_count, timeline
 from elastic.negotiation import submission
 from elastic.runtime import lifecycle
 from elastic.state import exchange
@@ -72,6 +72,7 @@ class State:
         try:
             self._save_whole()
             rt.commits.committed()
+            step_count.committed(getattr(self, "step", None))
             rt.commits.make_durable(self)
             self.report_commit()
         except BaseException:

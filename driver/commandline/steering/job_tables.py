@@ -124,8 +124,15 @@ def _progress(state: State) -> list[str]:
     if values["commit"] is not None:
         commit = values["commit"]
         ago = span(now - commit["at"])  # workers tell of the newest every few seconds
-        said.append(f"{commit['total']} commits, {_commit(commit)} by the last word {ago} ago")
-    if values["rate"] is not None:
+        step = "" if commit.get("step") is None else f"step {commit['step']}, "
+        said.append(
+            f"{step}{commit['total']} commits, {_commit(commit)} by the last word {ago} ago"
+        )
+    if values.get("steps") is not None:
+        samples = values.get("samples")
+        of = "" if samples is None else f" ({samples:.4g} samples/s)"
+        said.append(f"{values['steps']:.4g} steps/s{of}")
+    elif values["rate"] is not None:
         said.append(f"{values['rate']:g} commits/s")
     durable = values["durable"]
     if durable is not None:

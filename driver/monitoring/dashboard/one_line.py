@@ -29,9 +29,13 @@ def one_line(state: PageState) -> str:
     commit = state.values["commit"]
     if step is not None:
         far.append(f"step {step:.0f}" + (f" of {steps:.0f}" if steps is not None else ""))
+    elif commit is not None and commit.get("step") is not None:
+        far.append(f"step {commit['step']}")
     elif commit is not None:
         far.append(counted(commit["total"], "commit"))
-    if state.values["rate"] is not None:
+    if state.values["steps"] is not None:
+        far.append(f"{state.values['steps']:.4g} steps/s")
+    elif state.values["rate"] is not None:
         far.append(f"{state.values['rate']:g} commits/s")
     stall = state.values["stall"]
     left_s = None if steps is None or stall is not None else _left_s(state, steps)

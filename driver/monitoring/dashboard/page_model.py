@@ -28,6 +28,7 @@ from elastic.driver import events
 from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
+from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import brief
 from elastic.driver.sinks import Usage
@@ -64,6 +65,8 @@ class PageModel:
                 "commit": None,
                 "durable": None,
                 "rate": None,
+                "steps": None,
+                "samples": None,
                 "stall": None,
                 "goodput": None,
                 "held_up": [],
@@ -75,6 +78,8 @@ class PageModel:
         self._grid = WorkerGrid(self.state)
         self._looked_at = -math.inf  # at all workers
         self._rate = CommitRate(self.spent.stalls)
+        self._step_rate = StepRate(self.spent.stalls)
+        self._rank0: Worker | None = None
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # of those, by an operator
@@ -113,6 +118,7 @@ class PageModel:
         for worker, (pid, _) in workers.items():
             self._grid.start(worker, now, "joining").pid = pid
         self._grid.published(members, now)
+        self._rank0 = members[0] if members else None
         self._job(phase="training", generation=generation, size=len(members))
         self.state.add("world", [now, len(members)])
 
@@ -233,8 +239,11 @@ class PageModel:
                 grid.change(worker, inside=None)
                 if worker not in grid.members:
                     grid.move(worker, "joining", now)
-            case events.WorkerDigested(commit=commit) | events.WorkerSpent(commit=commit):
+            case events.WorkerDigested(commit=commit):
                 self._committed(commit)
+            case events.WorkerSpent(worker, commit=commit):
+                self._committed(commit)
+                self._far(event)
             case events.WorkerReturned(worker):
                 grid.move(worker, "done", now)
                 self._job(phase="ending")
@@ -321,6 +330,7 @@ class PageModel:
 
     def _published(self, generation: int, members: list[Worker]) -> None:
         self._grid.published(members, self.now)
+        self._rank0 = members[0]
         if len(members) != self.state.values["job"]["size"]:
             self.state.add("world", [self.now, len(members)])
         self._job(phase="training", generation=generation, size=len(members))
@@ -367,6 +377,7 @@ class PageModel:
         new, self._stalls_told = stalls.count - self._stalls_told, stalls.count
         for each in [*stalls.past][-new:] if new else ():
             self.state.add("stalls", each.facts())
+        self._show_steps(now)
         rate = self._rate.value(now)
         rate = None if rate is None else round(rate, 3)
         if rate != values["rate"]:
@@ -399,6 +410,28 @@ class PageModel:
                 self.state.add("speed", [since, 0.0])  # until then there were none
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
+
+    def _far(self, event: events.WorkerSpent) -> None:
+        """What the first member tells of its steps."""
+        if event.worker != self._rank0:
+            return
+        self._step_rate.told(event.worker, event.steps, event.batch, self.now)
+        self._show_steps(self.now)
+        known = self.state.values["commit"]
+        if known is not None and event.commit is not None and event.step is not None:
+            numbers = known["generation"], known["number"]
+            if numbers == (event.commit.generation, event.commit.number):
+                self.state.set("commit", {**known, "step": event.step})
+
+    def _show_steps(self, now: float) -> None:
+        size = self.state.values["job"]["size"]
+        for name, value in (
+            ("steps", self._step_rate.steps(now)),
+            ("samples", self._step_rate.samples(now, size)),
+        ):
+            shown = None if value is None else round(value, 3)
+            if shown != self.state.values[name]:
+                self.state.set(name, shown)
 
     def _note_commit(self, name: str, commit: Commit, total: int) -> None:
         numbers = {"generation": commit.generation, "number": commit.number}

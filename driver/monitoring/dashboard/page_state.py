@@ -10,8 +10,11 @@ A state is a dict of three kinds of sections, and a patch changes one into the n
 The whole state is the patch that leads to it from nothing (`full`). The sections:
 
     set   job         name, command, phase, generation, size, least, most, began, ended: null or [exit code, why]
-          commit      generation, number, at, total: the newest that is known, and how many there were
+          commit      generation, number, at, total: the newest that is known, and how many there were; step: the
+                      state's own then, where it has one
           durable     the same of the newest checkpoint that is whole; total counts them
+          steps       optimizer steps per second now, likewise; null: not known, or none was seen
+          samples     samples per second of all workers; null: no loader tells how many a step has
           rate        commits per second now, which fall to 0 while none can come; null: not known
           stall       null, or the one that lasts: since, seconds, culprits: [{rank, worker, line, frozen}], more:
                       culprits that are not listed, others: ranks that wait, where and line: of the first of these

@@ -187,6 +187,19 @@ def test_commits_are_counted_while_the_world_stays_the_same_and_after_it():
     assert {"elastic_commits_total 160.0", "elastic_commit_number 10.0"} <= lines(figures)
 
 
+def test_steps_and_samples_are_those_of_rank_0_without_a_line_in_the_script():
+    figures = training(A, B)
+    for worker, steps, at in ((A, 100, 110.0), (B, 7, 111.0), (A, 150, 115.0)):
+        commit = Commit(1, steps // 10)
+        told = WorkerSpent(worker, 1, Times(), "training", commit, step=steps, steps=steps, batch=8)
+        figures.note(told, [], at)
+    assert {
+        "elastic_steps_per_second 10.0",
+        "elastic_samples_per_second 160.0",
+        "elastic_step 150.0",
+    } <= lines(figures)
+
+
 def test_the_world_and_stalls_of_the_driver_before_this_one():
     figures = Figures()
     figures.adopt([(A, 0), (B, 1)], 4)

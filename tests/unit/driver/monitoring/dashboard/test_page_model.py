@@ -147,6 +147,21 @@ def test_a_slot_that_is_not_listed_goes_with_its_worker():
     assert states(page) == {"h:0": "lost"} and page.state.tables["hosts"]["h"]["state"] == "lost"
 
 
+def test_the_states_step_stands_beside_the_commit_and_steps_have_a_rate():
+    page = training(A, B)
+    for steps, at in ((100, 20.0), (150, 25.0)):
+        told = events.WorkerSpent(
+            A, 1, Times(), "training", Commit(1, steps), step=steps, steps=steps, batch=8
+        )
+        page.note(told, [], at)
+        page.note(events.WorkerSpent(B, 1, Times(), "training", steps=3, batch=8), [], at)
+    values = page.state.values
+    assert values["commit"]["number"] == 150 and values["commit"]["step"] == 150
+    assert (values["steps"], values["samples"]) == (10.0, 160.0)
+    page.note(events.WorkerPaced(A, 1, 10, 1.0, 30.0, 30, Commit(1, 160)), [], 26.0)
+    assert "step" not in page.state.values["commit"]  # that of an older one
+
+
 def test_commits_and_their_speed():
     page = training(A, B)
     spent = Times(training=5.0)

@@ -1,0 +1,52 @@
+"""Steps and samples per second, as rank 0 tells them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.monitoring.stalls import Stalls
+from elastic.driver.monitoring.step_rate import StepRate
+from elastic.protocol.messages import Worker
+
+A, B = Worker("h", 0), Worker("h", 1)
+
+
+@pytest.fixture
+def rate() -> StepRate:
+    return StepRate(Stalls())
+
+
+def test_steps_and_samples_are_divided_by_the_time_between_two_reports(rate):
+    rate.told(A, 100, 32, 10.0)
+    assert rate.steps(10.0) is None
+    rate.told(A, 150, 32, 15.0)
+    assert rate.steps(15.0) == 10.0
+    assert rate.samples(15.0, 4) == 10.0 * 32 * 4
+
+
+def test_samples_are_not_known_without_a_batch_size(rate):
+    rate.told(A, 100, None, 10.0)
+    rate.told(A, 150, None, 15.0)
+    assert rate.steps(15.0) == 10.0 and rate.samples(15.0, 4) is None
+
+
+def test_another_worker_and_one_that_began_again_are_measured_anew(rate):
+    for worker, steps in ((A, 100), (B, 900), (B, 3)):
+        rate.told(worker, steps, None, 10.0)
+        assert rate.steps(10.0) is None
+    rate.told(B, 13, None, 15.0)
+    assert rate.steps(15.0) == 2.0
+
+
+def test_a_worker_without_an_optimizer_of_torch_tells_nothing(rate):
+    rate.told(A, None, None, 10.0)
+    rate.told(A, None, None, 15.0)
+    assert rate.steps(15.0) is None
+
+
+def test_the_rate_falls_to_0_while_no_step_is_told(rate):
+    rate.told(A, 100, None, 10.0)
+    rate.told(A, 150, None, 15.0)
+    rate.told(A, 150, None, 20.0)
+    assert rate.steps(20.0) == 10.0
+    assert rate.steps(60.0) == 0.0

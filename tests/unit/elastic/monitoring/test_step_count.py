@@ -1,0 +1,58 @@
+"""Optimizer steps of a training are counted without a line in the script."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.monitoring import step_count
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch):
+    for name in ("steps", "batch", "state_step"):
+        monkeypatch.setattr(step_count, name, None)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+def count() -> int | None:
+    return step_count.steps
+
+
+def test_steps_are_counted_while_a_function_trains():
+    first = optimizer()
+    first.step()
+    assert count() is None
+    with step_count.counting():
+        first.step()
+        first.step()
+    first.step()
+    assert count() == 2
+
+
+def test_a_step_of_two_optimizers_is_one():
+    first, second = optimizer(), optimizer()
+    with step_count.counting():
+        for _ in range(3):
+            first.step()
+            second.step()
+    assert count() == 3
+
+
+def test_the_states_step_is_a_whole_number():
+    for step, known in ((7, 7), (True, None), (None, None), ("7", None)):
+        step_count.committed(step)
+        assert step_count.state_step == known
+
+
+def test_the_batch_size_is_known_where_all_loaders_have_the_same():
+    cases: list[tuple[set[int | None], int | None]]
+    cases = [({32}, 32), ({32, 64}, None), (set(), None), ({None}, None)]
+    for sizes, known in cases:
+        step_count.of_batches(sizes)
+        assert step_count.batch == known
