@@ -183,6 +183,9 @@ def _tiles(job: PageJob) -> Iterable[str]:
         own.append((f"{reported.again:,}", "steps done again"))
     joined = max(0, story.started - story.largest)
     own.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
+    mean = story.step_rate.mean()
+    if mean is not None:
+        own.append((f"{mean:.3g}", "steps per second"))
     facts = time_facts(story)
     if facts["job"]["stalled"]:
         own.append((f"{facts['job']['stalled']:.1f} s", "stalled"))

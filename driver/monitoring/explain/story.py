@@ -22,6 +22,7 @@ from elastic.driver.monitoring.explain.causes import (
     of_raised,
 )
 from elastic.driver.monitoring.explain.reported_series import Series
+from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Commit, Worker
@@ -84,6 +85,7 @@ class Story:
 
     def __init__(self) -> None:
         self.spent = TimeSpent()
+        self.step_rate = StepRate(self.spent.stalls)
         self.began: float | None = None
         self.last = 0.0
         self.incidents: list[Incident] = []
@@ -204,8 +206,12 @@ class Story:
                 self._running = self._running or running
             case events.WorkerPaced(commit=commit):
                 self._knows(commit)
-            case events.WorkerDigested(commit=commit) | events.WorkerSpent(commit=commit):
+            case events.WorkerDigested(commit=commit):
                 self._knows(commit)
+            case events.WorkerSpent(worker, commit=commit):
+                self._knows(commit)
+                if self.members.get(worker) == 0:
+                    self.step_rate.told(worker, event.steps, event.batch, now)
             case events.WorkerRaised(commit=commit):
                 self._knows(commit)
                 self._lost(of_raised(event, now, self._ranks.get(event.worker)), now)

@@ -50,3 +50,10 @@ def test_the_rate_falls_to_0_while_no_step_is_told(rate):
     rate.told(A, 150, None, 20.0)
     assert rate.steps(20.0) == 10.0
     assert rate.steps(60.0) == 0.0
+
+
+def test_the_mean_is_over_all_reports_of_one_worker_each(rate):
+    assert rate.mean() is None
+    for worker, steps, at in ((A, 100, 10.0), (A, 150, 15.0), (B, 3, 20.0), (B, 13, 30.0)):
+        rate.told(worker, steps, None, at)
+    assert rate.mean() == 60 / 15

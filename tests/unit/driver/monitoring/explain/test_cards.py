@@ -7,12 +7,14 @@ import re
 
 import pytest
 
+from elastic.driver import events
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.sentences import number
 from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.protocol.messages import Times, Worker
 
 
 def cards(reported: ReportedSeries) -> list[tuple[str, str]]:
@@ -67,3 +69,13 @@ def test_a_metric_named_as_a_card_of_the_job_is_told_apart():
 )
 def test_a_number_has_four_digits_and_an_exponent_only_when_it_is_long_without(value, shown):
     assert number(value) == shown
+
+
+def test_steps_per_second_have_a_card_without_a_line_in_the_script():
+    story = Story()
+    story.adopt([(Worker("h", 0), 0)], 2, 0.0)
+    for steps, at in ((100, 10.0), (150, 15.0)):
+        told = events.WorkerSpent(Worker("h", 0), 2, Times(), "training", steps=steps)
+        story.note(told, [], at)
+    text = page(PageJob(story, WorkerRows(), findings(story, JournalState(None))))
+    assert "<b>10</b><span>steps per second</span>" in text
