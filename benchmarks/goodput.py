@@ -8,6 +8,8 @@ left after so many seconds is killed.
 Goodput is the time in which steps were made for the first time, over the time in which a slot was there: a gap between
 two steps counts up to five times the usual one, what is above it was lost. Moments without any slot are counted apart:
 how long after a slot was back came the next step, from the newest checkpoint.
+
+Slots filled is the share of the time of all slots in which a worker of the world was in them: what joining takes.
 """
 
 from __future__ import annotations
@@ -100,6 +102,21 @@ def trained_s(times: Sequence[float], begin: float, end: float) -> float:
     )
 
 
+def filled(slots: Sequence[tuple[float, int]], worlds: Sequence[tuple[float, int]]) -> float:
+    """The share of the time of all slots in which the world had a worker in them. Both: from when on how many, up to
+    the last time of ``slots``.
+    """
+    there = used = 0.0
+    times = sorted({at for at, _ in slots} | {at for at, _ in worlds if at < slots[-1][0]})
+    for begin, end in itertools.pairwise([at for at in times if at >= slots[0][0]]):
+        have, members = (
+            next((n for at, n in reversed(each) if at <= begin), 0) for each in (slots, worlds)
+        )
+        there += have * (end - begin)
+        used += min(have, members) * (end - begin)
+    return used / there
+
+
 class Machines:
     """The slots of a job under test: which there are, and the processes in them."""
 
@@ -186,6 +203,12 @@ def main() -> None:
         over = time.monotonic()
         steps = [(step.at, step.step) for step in job.steps() if step.at <= over]
         killed = len(job.actions("BreakWorld"))
+        worlds = [
+            (record["at"], len(action["members"]))
+            for record in job.records()
+            for action in record.get("actions") or []
+            if action["type"] == "PublishWorld"
+        ]
         machines.kill(0)
     times = first_times(steps)
     there = trained = 0.0
@@ -203,12 +226,16 @@ def main() -> None:
     goodput = trained / there
     table = shown.table(
         f"{len(moments)} changes in {told[-1][0] - told[0][0]:.0f} s, {options.slots} slots",
-        *("worlds broke", "steps", "goodput", "all gone", "a slot is back -> next step, s"),
+        *("worlds broke", "steps", "goodput", "slots filled"),
+        *("all gone", "a slot is back -> next step, s"),
     )
     waits = ", ".join(f"{each:.1f}" for each in back_s)
-    table.add_row(str(killed), str(len(times)), f"{goodput:.4f}", str(len(back_s)), waits)
+    share = filled([*told, (over, 0)], worlds)
+    figures = (str(killed), str(len(times)), f"{goodput:.4f}", f"{share:.3f}")
+    table.add_row(*figures, str(len(back_s)), waits)
     shown.console().print(table)
-    shown.write_json(options.json, {"goodput": goodput, "back_s": back_s, "worlds_broke": killed})
+    found = {"goodput": goodput, "filled": share, "back_s": back_s, "worlds_broke": killed}
+    shown.write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,15 @@ def test_in_a_drawn_trace_all_slots_go_as_often_as_asked():
     assert goodput.drawn(3, 300.0, 4, 2) == goodput.drawn(3, 300.0, 4, 2)
 
 
+def test_slots_are_filled_while_the_world_has_a_worker_in_them():
+    import goodput
+
+    slots = [(0.0, 4), (10.0, 2), (20.0, 0)]
+    assert goodput.filled(slots, [(-5.0, 4)]) == 1.0
+    worlds = [(-5.0, 4), (2.0, 3), (6.0, 4), (15.0, 1)]
+    assert goodput.filled(slots, worlds) == pytest.approx((40 - 4 + 20 - 5) / 60)
+
+
 def test_what_is_trained_is_what_was_done_for_the_first_time():
     import goodput
 

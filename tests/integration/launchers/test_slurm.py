@@ -181,8 +181,15 @@ def test_a_job_that_makes_room_goes_on_after_the_other(cluster, tmp_path):
     goes_on_and_ends(cluster, job, tmp_path)
 
 
-def test_a_job_that_is_cancelled_has_its_last_commit_and_is_not_queued_again(cluster, tmp_path):
-    job = cluster.submit(recipe(tmp_path, "20:00"))
+@pytest.mark.parametrize("fixed", [False, True], ids=["elastic", "fixed"])
+def test_a_job_that_is_cancelled_has_its_last_commit_and_is_not_queued_again(
+    cluster, tmp_path, monkeypatch, fixed
+):
+    """Its loader workers get the signal too."""
+    script, elastic = recipe(tmp_path, "20:00"), " --min-np 1"
+    assert script.count(elastic) == 1
+    monkeypatch.setitem(cluster.environ, "LOADERS", "1")
+    job = cluster.submit(script.replace(elastic, "") if fixed else script)
     cluster.until(job, "rank 0 begins at 0")
     cluster.run("scancel", job)
     cluster.until(job, DURABLE)
