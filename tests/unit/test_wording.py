@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,18 @@ from harness.prose import NUMBER, text_of
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = {
-    name: text for name, text in vars(wording).items() if name.isupper() and isinstance(text, str)
+    name: text
+    for name, text in vars(wording).items()
+    if name.isupper() and isinstance(text, str) and name.split("_")[0] not in wording.DERIVED
 }
+
+
+def strings_of(tree: ast.Module) -> Iterator[ast.expr]:
+    """Without docstrings."""
+    notes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and node not in notes:
+            yield node
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +35,7 @@ def sentences() -> str:
         NUMBER.sub(" ", text_of(node).replace("{}", " "))
         for room in ("driver", "elastic", "chaos", "horovod", "charts", "tests/harness/fake_cuda")
         for path in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+        for node in strings_of(ast.parse(path.read_text()))
     ]
     pages = [path.read_text() for path in (ROOT / "driver").rglob("*.js")]
     templates = [path.read_text() for path in (ROOT / "charts").rglob("*.*")]

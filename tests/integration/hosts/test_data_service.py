@@ -59,7 +59,7 @@ def test_training_gets_its_samples_from_another_host_and_hears_that_it_is_gone(n
     horovodrun(a, "--network-interface", "eth0", sys.executable, *service, file)
     training = horovodrun(b, sys.executable, str(SCRIPTS / "data_service.py"), file)
     training.wait_for(rf"grpc://{re.escape(b.address)}:\d+", START_S)
-    training.wait_for(wording.EACH_SAMPLE_ONCE_TRUE, START_S)
+    training.wait_for("each sample once: True", START_S)
     for pid in a.pids():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

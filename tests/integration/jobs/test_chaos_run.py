@@ -149,7 +149,7 @@ def test_ctrl_c_ends_job_and_faults_and_still_reports(chaos):
     """As a terminal does it: the whole foreground process group gets the signal."""
     plan = '[[fault]]\nafter_commits = 3\nkind = "freeze"\nfor_s = 1.5\nvictim = "rank 1"\n'
     run = chaos(plan, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
-    run.wait_for(wording.FREEZE)
+    run.wait_for("freeze for 1.5 s: ")
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait(30) == 130, run.output
     run.wait_for(wording.FREEZE_OVER)
