@@ -148,7 +148,7 @@ def test_without_rights_it_finds_its_workers_by_their_service(
 ) -> None:
     release.install(2, rbac={"create": False})
     release.until(2)
-    assert wording.GIVE_LIST_WATCH_PODS in release.said()
+    assert wording.ASKING_NAME_SERVER in release.said()
     release.end()
 
 

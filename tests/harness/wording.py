@@ -19,12 +19,14 @@ def _begins(kind: str) -> str:
 
 # The beginnings of lines that are put together of parts.
 DERIVED = {"RECOVERED", "CHANGED"}
+RECOVERED = _begins("recovery")
 AGENT_ENDS_SIGTERM = "the agent ends: SIGTERM"
 ALL_HOLD = "all hold"
 ALL_START_FROM_BEGINNING = "all start from the beginning"
 ANSWERS_AFTER_SECONDS_START = "answers by .* after 0 seconds: start python"
 ANSWERS_AGAIN = "answers again"
 ANSWERS_AGAIN_ABOUT_PODS = "answers again about pods"
+ASKING_NAME_SERVER = "asking the name server instead"
 BECAME_INFINITE_OR_NAN = "became infinite or NaN"
 BEGINS_AT_STEP = r"begins at step (\d+)"
 BEGIN_ANEW_FRESH = "begin anew with --fresh"
@@ -44,11 +46,8 @@ COMMIT_DURABLE_2 = r"commit \S+ is durable"
 COMPUTE_JOB_GONE = "compute job is gone.*%s"
 CUT_RANK_CONNECTIONS_CLOSED = "cut: .*, rank 1 of 3 .* [1-9][0-9]* connections closed"
 DID_NOT_COME_AFTER = "it did not come to this: 900.0 s after training began: kill"
-DISPATCHERS_GIVE_OR_MORE = "dispatchers is 0; give 1 or more"
 DISPATCHER_CANT_BE_REACHED = "dispatcher 0 can't be reached.* --network-int"
-DRIVER_DOES_NOT_LEAD = (
-    "this driver does not lead job test any more: it ends, and leaves its workers"
-)
+DRIVER_DOES_NOT_LEAD = "this driver does not lead .*it ends, and leaves its workers"
 DRIVER_PROCESS_NUMBER_WRITES = "the driver with process number %s writes the journal"
 EACH_BIT_UNDISTURBED_RUN = "each bit is that of the undisturbed run"
 ELASTICRUN_NP_PYTHON_SCRIPT = "elasticrun -np 2 python script.py"
@@ -67,14 +66,13 @@ FENCING_LOCALHOST_UNDER_COMMIT = (
 )
 FIND_AGAIN = "to find again"
 FORKED_FROM_WORKER = "forked from a worker"
-FREEZE_OVER = "freeze of .* is over"
+FREEZE_OVER = "freeze .* is over"
 FREE_NODE = "is free on 1 node"
 FROZEN_NOBODY_ELSE_TRAINS = "is frozen .*nobody else trains, so it is left alone"
 FUNCTION_CANT_BE_PICKLED = "the function can't be pickled"
 GENERATION_WORKERS_ENTERING_ELASTIC = (
     r"generation \d+ has 2 workers: entering elastic.run|b:0#1 joined"
 )
-GIVE_LIST_WATCH_PODS = "give it list and watch of pods; asking the name server instead"
 GIVE_RELEASE_SHORTER = "; give (the release|a shorter)"
 GIVE_WHOLE_DATASET = "give the whole dataset"
 GOES_AWAY = "goes away"
@@ -96,7 +94,7 @@ JOB_ENDED_WELL = "The job ended well"
 JOB_ENDS_EXIT_CODE = "the job ends with exit code 1: .* raised the same exception"
 JOB_ENDS_EXIT_CODE_2 = "the job ends with exit code 1: .*; --reset-limit 1 is reached"
 JOB_ENDS_EXIT_CODE_3 = "the job ends with exit code .*localhost:1#1.*signal 9 SIGKILL"
-JOB_JOB_ALREADY_GIVE = "has a job job already; give another --name"
+JOB_JOB_ALREADY_GIVE = "already; give another --name"
 KEEPS_OTHERS_WAITING = "keeps the others waiting"
 KEEPS_OTHERS_WAITING_EVALUATION = (
     "keeps the others waiting .*in 'evaluation', which its code marks as long"
@@ -119,7 +117,6 @@ LOCALHOST_ENDED_SIGNAL_SIGKILL = "localhost:2#2 ended with signal 9 SIGKILL"
 LOCALHOST_GOES_AWAY_AWS = r"localhost goes away in \d+ s \(AWS will terminate this spot instance\)"
 LOCALHOST_LEFT_EXIT_CODE = "localhost:0#1 has left with exit code 0"
 LOCALHOST_LEFT_EXIT_CODE_2 = "localhost:1#1 has left with exit code 0: SIGTERM"
-LOCALHOST_LOCALHOST_EXIT_CODE = r"localhost:1#1 on localhost\).*exit code 7"
 LOCALHOST_SIGNAL_SIGKILL_ELASTIC = (
     "localhost:1#1.*signal 9 SIGKILL.*@elastic.run to survive lost workers"
 )
@@ -152,7 +149,7 @@ NOT_MADE_DURABLE = "not made durable"
 NOT_MADE_UP = "is not made up"
 NOT_MEMORY_OFFERED = "is not the memory that it offered"
 NO_CONFIG_TF_DATA = r"no config of a tf\.data service"
-NO_DETACHED_JOB_NAME = "no detached job 'a name that nobody has'"
+NO_DETACHED_JOB_NAME = "no detached job"
 NO_DRIVER_SERVE = "no driver to serve"
 NO_FILE_GIVE_ANOTHER = r"is no file that.*\(.*\); give another"
 NO_JOB_NOBODY_HELM = "has no job nobody; `helm list"
@@ -174,7 +171,7 @@ PROCESS_SET_REGISTERED_RANKS = (
     r"process set 3 was registered with ranks \[1\] here; in the world .* its ranks are \[1, 3\]"
 )
 RAISED_SAME_EXCEPTION = "raised the same exception"
-RANK_LOCALHOST_LOCALHOST_EXIT = r"rank 1 \(localhost:1#1 on localhost\).*exit code 0"
+RANK_LOCALHOST_LOCALHOST_EXIT = r"rank 1 \(localhost:1#1 .*exit code 0"
 RANK_LOCALHOST_LOCALHOST_KEEPS = (
     r"rank \d \(localhost:1#1 on localhost\) keeps the others waiting in '.*idle"
 )
@@ -185,7 +182,6 @@ RANK_MEMORY_PROCESS_SHARE = (
 RANK_NO_DISPATCHER = "rank %s has no dispatcher"
 RANK_NO_MEMORY_SHARE = "rank 1: no memory to share can be mapped"
 RANK_READY_DEVICE = "rank 1 of 2 is ready on device 2"
-RECOVERED = _begins("recovery")
 RECOVERED_WORKERS = f"{RECOVERED} .* 2 workers"
 RECOVERED_WORKERS_2 = f"{RECOVERED} .* 3 workers"
 RECOVERED_WORKERS_GENERATION = f"{RECOVERED} .* 3 workers, generation 3"

@@ -135,4 +135,4 @@ def test_programs_without_init_may_be_anything(job, flags):
 def test_a_program_without_init_that_fails_fails_a_static_job(job):
     running = job("-np 2", ["sh", "-c", 'test "$HOROVOD_RANK" = 0 && exec sleep 60; exit 7'])
     assert running.wait(20) == 7
-    running.wait_for(wording.LOCALHOST_LOCALHOST_EXIT_CODE)
+    running.wait_for("localhost:1#1 .*exit code 7")
