@@ -49,6 +49,7 @@ VOLATILE: list[tuple[str, str]] = [
     (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
     (r"\b(process (?:number )?)\d{2,}", r"\1PID"),
+    (r"\b(descriptor|byte) \d+\b", r"\1 N"),
     (r"(?<=[:-])[0-9a-f]{8}\b", "ID"),
     (r"(?<=\+)\d+\.\d{3}\b", "SECONDS"),
     (r"\b0x[0-9a-f]{6,}\b", "ADDRESS"),
@@ -207,7 +208,12 @@ def raises(
 def _raises(kind: Kinds, *facts: object) -> Iterator[pytest.ExceptionInfo[Any]]:
     with pytest.raises(kind) as caught:
         yield caught
-    recorded("errors", f"{type(caught.value).__name__}: {caught.value}", *facts)
+    recorded("errors", f"{named(type(caught.value))}: {caught.value}", *facts)
+
+
+def named(kind: type[BaseException]) -> str:
+    """Where a test of this process has imported `horovod`, interruptions are raised as subclasses of Horovod's."""
+    return next(each.__name__ for each in kind.__mro__ if "horovod_errors" not in each.__module__)
 
 
 @contextlib.contextmanager
