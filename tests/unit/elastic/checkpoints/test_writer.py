@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -242,10 +244,9 @@ def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, br
     wait_until(lambda: "can't be written" in capsys.readouterr().err, "a word about it")
     broken.clear()
     ranks.has(5)
-    recorded("messages", "".join(ranks.failed))
+    assert os.strerror(errno.ENOSPC) not in "".join(ranks.failed)
     said = capsys.readouterr().err
-    assert said.count("can't be written") < 3
-    recorded("log", said)
+    assert "can be written to" in said and said.count("can't be written") < 3
     assert ranks.loaded().step == 5
 
 
