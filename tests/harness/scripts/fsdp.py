@@ -39,7 +39,7 @@ class Network(nn.Module):
         self.third = nn.Linear(67, 1)
         self.register_buffer("steps", torch.zeros(()))
         if feature == "tied":
-            self.again.weight = self.second.weight  # type: ignore[assignment]
+            self.again.weight = self.second.weight
         if feature == "frozen":
             self.first.weight.requires_grad_(False)
         if feature == "checkpointing":
@@ -75,7 +75,8 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
 
     def shard(self) -> None:
-        model, feature, options = self.model, self.feature, {}
+        model, feature = self.model, self.feature
+        options: dict[str, Any] = {}
         if feature == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         elif feature in ("keep_gathered", "evaluate"):

@@ -19,14 +19,16 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
 BACK = "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50"
-APART = {"ELASTIC_NATIVE": "0"}  # no memory of a worker outlives it, as on different hosts
+APART: dict[str, Any] = {
+    "ELASTIC_NATIVE": "0"
+}  # no memory of a worker outlives it, as on different hosts
 PLACES = (
     "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
 )  # fmt: skip
 
 
 def trained(
-    job: Any, rules: str, flags: str = GONE, steps: int = STEPS, **env: str
+    job: Any, rules: str, flags: str = GONE, steps: int = STEPS, **env: Any
 ) -> list[dict[str, Any]]:
     """What every worker found at the end."""
     training = job(

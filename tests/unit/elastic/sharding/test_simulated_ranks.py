@@ -115,6 +115,7 @@ class Simulation:
 
     def run(self) -> None:
         scripts = {rank: self._train(rank, False) for rank in self.world.ranks}
+        broken: set[SimulatedRank] = set()  # wait for another world
         for _ in range(TICKS):
             rank = self.random.choice([*scripts])
             may = self.sealed >= 0 and self.lost < self.allowed and len(scripts) > 1
@@ -122,16 +123,19 @@ class Simulation:
                 rank.alive = False
                 self.lost += 1
                 del scripts[rank]
+                broken.discard(rank)
                 continue
             try:
                 next(scripts[rank])
             except PeerGone:
                 scripts[rank] = self._waits()
-            if all(each.gi_code.co_name == "_waits" for each in scripts.values()):
+                broken.add(rank)
+            if {*scripts} == broken:
                 joined = self.random.randint(0, self.most - len(scripts))
                 survivors = [each for each in self.world.ranks if each.alive]
                 self.world = self._world([*survivors, *(self._rank() for _ in range(joined))])
                 scripts = {rank: self._train(rank, True) for rank in self.world.ranks}
+                broken.clear()
 
     def _waits(self) -> Script:
         while True:
@@ -170,9 +174,8 @@ class Simulation:
         yield
         if self.decisions.seal_first:
             yield from self._seal(rank, world, number)
-        key = ("mirror", number)
-        yield from world.call(key, rank, (shard, dict(own)))
-        parts = dict(world.told(key))
+        yield from world.call(("mirror", number), rank, (shard, dict(own)))
+        parts = dict(world.told(("mirror", number)))
         for other in kept:
             rank.memory[bank][other] = parts[other]
         if not self.decisions.seal_first:
