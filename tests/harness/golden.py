@@ -45,6 +45,7 @@ VOLATILE: list[tuple[str, str]] = [
     (re.escape(str(ROOT)), "ROOT"),
     # Of a frame in our own code: neither its line nor its source, nor what Pythons mark in it.
     (r'(File "ROOT/[^"]+", line )\d+(, in [^\n]+)(?:\n    [^\n]*)*', r"\1N\2"),
+    (r"\b(\w+\.py:)\d+(?= )", r"\1N"),  # of a record of logging
     (r"\b(elastic-[a-z]+-)\d{8}-\d{6}-[0-9a-f]{6}\b", r"\1RANDOM"),
     (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
