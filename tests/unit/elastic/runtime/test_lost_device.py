@@ -21,7 +21,7 @@ from elastic.runtime import lifecycle
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.worker import Runtime
 from elastic.state import ObjectState
-from harness.golden import raises, recorded
+from harness.golden import raises
 
 
 @pytest.fixture
@@ -155,4 +155,4 @@ def test_the_process_ends_at_once_and_has_said_why(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"os._exit\(1\)"):
         train(ObjectState(step=0))
     assert said == [("DeviceLost: its GPU did not come back within 10 s", True)]
-    recorded("output", capsys.readouterr().err)
+    assert "DeviceLost" in capsys.readouterr().err
