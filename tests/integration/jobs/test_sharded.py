@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import elastic
 from elastic.driver.reasons import Why
 from harness.history import SCRIPTS
 
@@ -25,6 +26,13 @@ APART: dict[str, Any] = {
 PLACES = (
     "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
 )  # fmt: skip
+
+
+def at_once(folder: Path, rule: str) -> str:
+    """A rule that strikes several workers: from a file, which makes them wait for each other."""
+    file = folder / "rules"
+    file.write_text(rule)
+    return f"@{file}"
 
 
 def trained(
@@ -63,11 +71,12 @@ def test_kills_of_rank_0_and_others_and_joins(job: Any):
     assert found[0]["sizes"][20] == 4
 
 
-def test_shards_that_no_worker_holds_end_the_job(job: Any):
+def test_shards_that_no_worker_holds_end_the_job(job: Any, tmp_path: Path):
+    rule = at_once(tmp_path, "backward kill slot=1,2 step=5 victims=2")
     training = job(
         f"-np 4 --min-np 2 {GONE}",
         ["python", SCRIPTS / "fsdp.py"],
-        env=APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": "backward kill slot=1,2 step=5"},
+        env=APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": rule},
     )
     assert training.wait(120) != 0
     (end,) = training.actions("EndJob")
@@ -93,8 +102,9 @@ def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", ["backward", "shard-copy", "shard-seal"])
-def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str):
-    found = trained(job, f"{place} kill slot=0,1,2 step=5", f"{GONE} --min-np 1")
+def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str, tmp_path: Path):
+    rule = at_once(tmp_path, f"{place} kill slot=0,1,2 step=5 victims=3")
+    found = trained(job, rule, f"{GONE} --min-np 1")
     check(found)
     assert len(found) == 1
 
@@ -115,9 +125,29 @@ def test_a_second_kill_while_the_others_recover(job: Any, place: str):
 
 
 @pytest.mark.nightly
+def test_workers_that_leave_together_take_no_shard_along(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # in which no other job is found
+    training = job(
+        "-np 4 --min-np 1",
+        ["python", SCRIPTS / "fsdp.py"],
+        env={"STEPS": "300", "XDG_RUNTIME_DIR": str(tmp_path)},
+    )
+    training.until(lambda: len(training.worlds()) >= 2, "a world of elastic.run", 90)
+    elastic.Job().scale(2)
+    training.wait_for_world(2, 60)
+    training.succeed(250)
+    found = [json.loads(file.read_text()) for file in training.folder.glob("out/*.json")]
+    check(found, 300)
+    assert len(found) == 2
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("slots", ["0,1", "1,2", "1,3"])
-def test_two_copies_survive_the_loss_of_any_two_at_once(job: Any, slots: str):
-    found = trained(job, f"backward kill slot={slots} step=5", COPIES="2", **APART)
+def test_two_copies_survive_the_loss_of_any_two_at_once(job: Any, slots: str, tmp_path: Path):
+    rule = at_once(tmp_path, f"backward kill slot={slots} step=5 victims=2")
+    found = trained(job, rule, COPIES="2", **APART)
     check(found)
     assert len(found) == 2
 
