@@ -1,6 +1,7 @@
 """Trains a model sharded by ``fully_shard``, and may have to die at a failpoint; its own: forward, backward, optimizer.
 
 STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for 4 workers.
+SLOW  seconds of pause after each step.
 At the end every worker writes ``out/WORKER.json``.
 """
 
@@ -181,6 +182,9 @@ def main() -> None:
             state.sizes[state.step] = size
             state.step += 1
             state.commit()
+            if state.step == 10:
+                print("at step 10", flush=True)
+            time.sleep(float(os.environ.get("SLOW", "0")))
 
     train(state)
     same = ids == training.objects() or feature == "evaluate"  # which has gathered parameters now
@@ -191,7 +195,7 @@ def main() -> None:
         "counted": float(model.steps),
         "digest": float(sum(gathered(each).sum() for each in model.parameters())),
     }
-    worker = f"{os.environ['LOCAL_RANK']}.{os.getpid()}"
+    worker = f"{os.uname().nodename}.{os.environ['LOCAL_RANK']}.{os.getpid()}"
     Path("out").mkdir(exist_ok=True)
     Path("out", f"{worker}.json").write_text(json.dumps(found))
 

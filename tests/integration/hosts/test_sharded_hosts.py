@@ -1,0 +1,63 @@
+"""Fully sharded models on several hosts, each a network namespace, of which some lose their power at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.chaos.hosts.cluster import DRIVER, ENDPOINT, HOSTS, Bench
+from elastic.chaos.hosts.namespaces import check_possible
+from elastic.chaos.hosts.programs import Program
+from elastic.errors import Invalid
+from harness.history import SCRIPTS
+
+sys.path.append(str(SCRIPTS))
+fsdp = pytest.importorskip("fsdp")
+STEPS = 120
+
+
+def impossible() -> str:
+    try:
+        check_possible()
+    except Invalid as error:
+        return str(error)
+    return ""
+
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.nightly,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(why := impossible()), reason=why),
+]
+
+
+@pytest.mark.parametrize(("copies", "lost"), [(1, HOSTS[1:2]), (2, HOSTS[1:3])])
+def test_as_many_hosts_as_there_are_copies_can_be_lost_at_once(
+    tmp_path: Path, copies: int, lost: tuple[str, ...]
+):
+    """Each has two workers, which map each other's memory."""
+    with Bench(tmp_path) as bench:
+        bench.start_etcd()
+        joined = ["--etcd", ENDPOINT, "--job", "sharded", "--secret-file", str(bench.secret)]
+        for host in HOSTS:
+            words = ["elasticrun", "agent", *joined, "--host", host, "--slots", "2"]
+            Program(bench.network.hosts[host], f"agent-{host}", words, tmp_path)
+        words = ["elasticrun", "-np", "8", "--min-np", "2", "--max-np", "8", *joined]
+        words += ["env", f"STEPS={STEPS}", f"COPIES={copies}", "SLOW=0.1"]
+        words += [sys.executable, str(SCRIPTS / "fsdp.py")]
+        driver = Program(bench.network.hosts[DRIVER], "driver", words, tmp_path)
+        driver.wait_for("started in", 150)
+        driver.wait_for("at step 10", 60)
+        for host in lost:
+            bench.network.kill_host(host)
+        assert driver.wait(150) == 0
+    found = [json.loads(file.read_text()) for file in tmp_path.glob("**/out/*.json")]
+    assert len(found) == 8 - 2 * len(lost)
+    for each in found:
+        assert each["same"]
+        assert each["losses"] == pytest.approx(fsdp.alone(STEPS, "plain"), rel=1e-5)
+        assert each["sizes"][-1] == len(found)
