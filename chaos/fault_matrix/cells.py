@@ -1,6 +1,6 @@
-"""What can befall whom, and when: the three axes of the fault matrix, and which of its cells can't be. Pure.
+"""The three axes of the fault matrix, victims, faults and phases, and the cells that are not possible. Pure.
 
-The rest of what is decided about a cell is in `expectations`; `job` carries it out.
+All other decisions about a cell are in `expectations`; `job` carries them out.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ RANK_0, MIDDLE, LAST = "rank 0", "middle", "last"
 JOINER, TWO, ALL_BUT_ONE = "joiner", "two at once", "all but one"
 AGENT, DRIVER = "agent", "driver"
 VICTIMS = {
-    RANK_0: "the member with rank 0, which sends the state to newcomers",
+    RANK_0: "the member with rank 0, which sends the state to joining workers",
     MIDDLE: "the member with rank 2 of 4",
     LAST: "the member with rank 3 of 4",
     JOINER: "a worker that has just been started in a free slot",
-    TWO: "ranks 0 and 2 in the same moment",
-    ALL_BUT_ONE: "ranks 0, 1 and 2 in the same moment",
+    TWO: "ranks 0 and 2 at the same moment",
+    ALL_BUT_ONE: "ranks 0, 1 and 2 at the same moment",
     AGENT: "the agent of the host",
     DRIVER: "the process elasticrun",
 }
@@ -28,14 +28,14 @@ SLOW, DISK, MEMORY = "10 x slow", "disk full", "out of memory"
 FAULTS = {
     KILL: "the process is killed; the kernel's out-of-memory killer does the same",
     TERM: "a request to leave",
-    STOP: "the process is stopped, and continued after 1.5 s where nobody fences it",
-    SEGV: "it reads address 0",
-    EXIT: "it ends at once with exit code 7",
+    STOP: "the process is stopped, and continued after 1.5 s unless it is fenced",
+    SEGV: "the process reads address 0",
+    EXIT: "the process exits at once with code 7",
     RAISE: "RuntimeError",
     GIL: "a call into C that sleeps and keeps the GIL: no thread of the process runs any Python",
-    SHUT: "all its connections to other workers are shut down; ELASTIC_NATIVE=0, so that it reduces by these",
-    DROP: "nftables drops every packet to and from all its sockets, from now on",
-    SLOW: "this one time the phase takes 0.4 s, ten times as long as a step",
+    SHUT: "all its connections to other workers are shut down; ELASTIC_NATIVE=0, so that reductions use them",
+    DROP: "nftables drops every packet to and from all its sockets, permanently",
+    SLOW: "the phase takes 0.4 s once, ten times as long as a step",
     DISK: "a write fails with ENOSPC",
     MEMORY: "an allocation fails because of RLIMIT_AS",
 }
@@ -69,24 +69,24 @@ PHASES = {  # and the failpoint that hits each
     PREPARED: "before-init",
 }
 MEANINGS = {
-    BEFORE_INIT: "the script has begun, and has not called init()",
-    RENDEZVOUS: "it has said that it is ready, and waits for the next world",
+    BEFORE_INIT: "the script has started, and has not called init()",
+    RENDEZVOUS: "the worker has reported ready, and waits for the next world",
     FORWARD: "in the forward pass",
     BUCKET: "in the second gradient bucket of a backward pass",
     STEP: "gradients are averaged, parameters not changed yet",
-    BEFORE_COMMIT: "the step is done and not committed",
+    BEFORE_COMMIT: "the step is complete and not committed",
     SNAPSHOT: "half of a commit is saved",
-    COPY: "a newcomer has got the header of the state, and not its tensors",
+    COPY: "a joining worker has received the header of the state, and not its tensors",
     RESET: "in a reset callback, after the world has changed",
     EVALUATION: "in a forward pass without gradients",
-    SHUTDOWN: "training is over, the process is not",
-    WRITING: "its thread in the background has written half of its share of a durable commit",
-    SHARES: "the same thread of rank 0: all shares and the index are there, the manifest is not",
-    MANIFEST: "the manifest is there, and nobody has been told",
-    RESUME: "all members were killed; rank 0 of the new ones begins to read the newest checkpoint",
-    CHANGE: "rank 1 (or 3) leaves as at a notice; at the check where all hold or stop",
-    STANDBY: "a standby takes the place of rank 3, and has got the header of the state, not its tensors",
-    PREPARED: "a process that was prepared has become a worker, in which the script has begun",
+    SHUTDOWN: "training has ended, the process has not",
+    WRITING: "the background thread has written half of its share of a durable commit",
+    SHARES: "the same thread of rank 0: all shares and the index are written, the manifest is not",
+    MANIFEST: "the manifest is written, and no process has been notified",
+    RESUME: "all members were killed; rank 0 of the new workers starts to read the newest checkpoint",
+    CHANGE: "rank 1 (or 3) leaves as on a preemption notice; at the check where all hold or stop",
+    STANDBY: "a standby takes the place of rank 3, and has received the header of the state, not its tensors",
+    PREPARED: "a prepared process has become a worker, in which the script has started",
 }
 IN_BACKGROUND = (WRITING, SHARES, MANIFEST)  # not in the thread that trains
 
@@ -109,7 +109,7 @@ def all_cells() -> Iterator[Cell]:
 
 
 def impossible(cell: Cell) -> str:
-    """Why there can't be such a cell; empty if there can."""
+    """Return why a cell is not possible; empty if it is."""
     victim, fault, phase = cell.victim, cell.fault, cell.phase
     if victim == AGENT:
         return "the agent of this machine is part of the driver's process: see driver"
@@ -118,25 +118,25 @@ def impossible(cell: Cell) -> str:
     if phase == COPY and victim in (MIDDLE, LAST, ALL_BUT_ONE):
         return "only rank 0, which sends, and the joiner take part in the copy"
     if phase == RESET and victim == JOINER:
-        return "a joiner's world has not changed: its callbacks are not called"
+        return "the world of a joiner has not changed: its callbacks are not called"
     if phase == BEFORE_INIT and fault in (SHUT, DROP):
         return "before init() a worker has no connection"
     if fault == SHUT and phase in (RENDEZVOUS, RESET):
-        return "the old world's connections are cut already, and the new world's not made yet"
+        return "the old world's connections are closed already, and the new world's not made yet"
     return _impossible_phase(victim, fault, phase)
 
 
 def _impossible_phase(victim: str, fault: str, phase: str) -> str:
     if phase in (SHARES, MANIFEST) and victim != RANK_0:
-        return "only rank 0 writes what makes shares a checkpoint"
+        return "only rank 0 writes the index and the manifest"
     if phase == RESUME and victim != RANK_0:
         return "only rank 0 reads, and sends to the others: see state copy"
     if phase == CHANGE and victim == JOINER:
-        return "who joins has no check to hold at"
+        return "a joiner has no check to hold at"
     if phase == CHANGE and fault == SHUT:
         return "the world ends at this check: its connections are not used again"
     if phase in (STANDBY, PREPARED) and victim != JOINER:
-        return "it is a joiner"
+        return "only a joiner has this phase"
     if phase == PREPARED and fault in (SHUT, DROP):
         return "before init() a worker has no connection"
     return ""
@@ -144,9 +144,9 @@ def _impossible_phase(victim: str, fault: str, phase: str) -> str:
 
 def _impossible_for_driver(fault: str) -> str:
     if fault in (EXIT, RAISE, GIL):
-        return "no user code runs in the driver: see SIGKILL for its sudden end, SIGSTOP for its silence"
+        return "no user code runs in the driver: see SIGKILL for a crash, SIGSTOP for a hang"
     if fault == MEMORY:
         return "the driver holds no tensors; the kernel's out-of-memory killer is SIGKILL"
     if fault in (SHUT, DROP):
-        return "the driver talks to the workers of its own machine, in which no network can fail; a worker's side may"
+        return "the driver's connections stay on its own machine, where no network can fail; a worker's side may"
     return ""

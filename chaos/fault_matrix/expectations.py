@@ -46,15 +46,15 @@ class End(enum.Enum):
 
 
 ENDS = {
-    End.GOES_ON: "nobody is lost, and everybody trains on in the same world",
-    End.REGROUPS: "nobody is lost; all go back to the last commit and train on",
-    End.RECOVERS: "the victims are lost; the others go on from the last commit, and new workers take the free places",
-    End.LEAVES: "the victims leave at a commit with exit code 0; nothing is trained again",
+    End.GOES_ON: "no worker is lost, and all keep training in the same world",
+    End.REGROUPS: "no worker is lost; all restore the last commit and keep training",
+    End.RECOVERS: "the victims are lost; the others resume from the last commit, and new workers take the free places",
+    End.LEAVES: "the victims leave at a commit with exit code 0; no step is repeated",
     End.JOB_ENDS: "the job ends with exit code 1 and the traceback",
-    End.STOPS: "the driver tells its workers to end, and ends",
+    End.STOPS: "the driver stops its workers, and exits",
     End.ALL_GONE: f"no process of the job is left within {GONE_S:g} s",
-    End.SUCCEEDS: "training was over, and the job succeeds",
-    End.FAILS: "training was over, nobody else is disturbed, and the job's exit code is 1",
+    End.SUCCEEDS: "training had ended, and the job succeeds",
+    End.FAILS: "training had ended, no other worker is affected, and the job's exit code is 1",
 }
 LONGEST = 10  # cells of one job in which any order will do
 LAST_OF_ITS_JOB = (End.JOB_ENDS, End.STOPS, End.ALL_GONE, End.SUCCEEDS, End.FAILS)
