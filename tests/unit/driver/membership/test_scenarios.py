@@ -20,16 +20,16 @@ INDEX = ROOT / "docs" / "scenarios.md"
 INTRODUCTION = """\
 # Scenarios
 
-Who said what to whom when a worker died, joined, froze or got stuck: each a short story in plain text with the full
-answer of the code. Lines that begin with `>` happen; what is indented is what the driver, or the worker, does about it,
-with the seconds since the story began. `h:2` is the first worker on slot 2 of host h, `h:2#2` the second one there.
+Messages between driver and workers when a worker dies, joins, freezes or gets stuck: each case in plain text, with the
+full output of the code. Lines that begin with `>` are events; indented lines are the actions of the driver, or of the
+worker, with the seconds since the start. `h:2` is the first worker on slot 2 of host h, `h:2#2` the second one there.
 
-They are tests too: `pytest tests/unit/driver/membership/test_scenarios.py` plays each one and compares, and
-`--rewrite-scenarios` writes them, and this page, as the code does it now. Read the diff.
+The scenarios are tests too: `pytest tests/unit/driver/membership/test_scenarios.py` runs each one and compares, and
+`--rewrite-scenarios` updates them, and this page, to the present code. Review the diff.
 
 ```
  started ─► init() ─► ready ─► generation 1 ─► elastic.run ─► generation 2: training ─────────────► returned
-                        ▲                                        │ somebody is lost    │ somebody joins or leaves
+                        ▲                                        │ a worker is lost    │ a worker joins or leaves
                         │                                        ▼                     ▼
                         └─────────── from the last commit ── generation is over    all stop at one check
 ```
