@@ -40,7 +40,6 @@ RUN = {
         "elasticrun -np 4 --min-np 2 python train.py",
         "elasticrun -np 4 train.py",
         "elasticrun --min-np 2 --host-discovery-script ./hosts.sh python train.py",
-        "elasticrun --help",
         "python -m elastic.chaos run --mean-time-between-faults 20 -- elasticrun -np 4 --min-np 1 python train.py",
     },
     "docs/index.md": {"elasticrun -np 4 --min-np 2 --report report.html python train.py"},
