@@ -122,6 +122,12 @@ def mesh_of(model: nn.Module) -> Any:
     return next(iter(_groups(model))).mesh_info.mesh
 
 
+def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
+    """Whether its mesh is of all ranks of a world of this size in their order, and this rank has that shard."""
+    mesh = mesh_of(model)
+    return mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard
+
+
 def make_mesh(like: Any, order: Sequence[int]) -> Any:
     """A mesh of the present world, named as another one. Collective. ``order``: the rank of each shard."""
     from torch import distributed

@@ -325,7 +325,8 @@ class ShardedCommits:
         device = CPU
         for part in self._parts():
             if isinstance(part, FullyShardedHandler):
-                if not stays:
+                # A world that broke before it trained may have left another mesh here, and not on all ranks.
+                if not (stays and fsdp2.is_over_all(part.model, size, shard)):
                     mesh = self._new_mesh(part, order)
                     fsdp2.remesh(part.model, mesh)
                 live = part.live_shards()

@@ -104,6 +104,16 @@ def test_another_mesh_leaves_parameters_the_same_objects_with_the_rows_of_their_
         assert locals_[name].shape == (rows, *each.shape[1:])
 
 
+def test_a_mesh_that_a_broken_world_has_left_is_not_that_of_all_ranks(four):
+    model = network()
+    assert fsdp2.is_over_all(model, 4, 1)
+    assert not fsdp2.is_over_all(model, 4, 2)
+    assert not fsdp2.is_over_all(model, 3, 1)
+    mesh = distributed.device_mesh.DeviceMesh("cpu", torch.tensor([2, 1, 3, 0]))
+    fsdp2.remesh(model, mesh)
+    assert not fsdp2.is_over_all(model, 4, 1), "in another order"
+
+
 def test_what_cannot_be_committed_by_shards_is_refused(four):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
