@@ -125,7 +125,7 @@ def mesh_of(model: nn.Module) -> Any:
 def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
     """Whether its mesh is of all ranks of a world of this size in their order, and this rank has that shard."""
     mesh = mesh_of(model)
-    return mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard
+    return bool(mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard)
 
 
 def make_mesh(like: Any, order: Sequence[int]) -> Any:
