@@ -190,9 +190,9 @@ def test_a_schedule_of_the_script_is_told_of_once_after_a_loss(job: Any, library
     assert len(re.findall(r"StaleValueWarning:", of_a_schedule(job, whose).output)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("library", "whose"),
-    [("torch", "joins"), pytest.param("lightning", "joins-lightning", marks=pytest.mark.nightly)],
+    ("library", "whose"), [("torch", "joins"), ("lightning", "joins-lightning")]
 )
 def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
     job: Any, tmp_path: Path, library: str, whose: str
