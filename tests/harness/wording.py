@@ -92,7 +92,7 @@ JOB_ENDED_EXIT_CODE_2 = "the job ended with exit code 2, before anything could b
 JOB_ENDED_EXIT_CODE_3 = "the job ended with exit code 1"
 JOB_ENDED_WELL = "The job ended well"
 JOB_ENDS_EXIT_CODE = "the job ends with exit code 1: .* raised the same exception"
-JOB_ENDS_EXIT_CODE_2 = "the job ends with exit code 1: .*; --reset-limit 1 is reached"
+JOB_ENDS_EXIT_CODE_2 = "--reset-limit 1 is reached"
 JOB_ENDS_EXIT_CODE_3 = "the job ends with exit code .*localhost:1#1.*signal 9 SIGKILL"
 JOB_JOB_ALREADY_GIVE = "already; give another --name"
 KEEPS_OTHERS_WAITING = "keeps the others waiting"
@@ -175,7 +175,6 @@ RANK_LOCALHOST_LOCALHOST_EXIT = r"rank 1 \(localhost:1#1 .*exit code 0"
 RANK_LOCALHOST_LOCALHOST_KEEPS = (
     r"rank \d \(localhost:1#1 on localhost\) keeps the others waiting in '.*idle"
 )
-RANK_LONGER_THAN_TENSOR = "rank 0 .* longer than the tensor that receives it"
 RANK_MEMORY_PROCESS_SHARE = (
     r"rank 1: memory (of process \d+|to share) can't be mapped: .*`ulimit -v`"
 )

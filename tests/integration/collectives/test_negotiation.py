@@ -174,7 +174,11 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
     found = ranks.run(left_without_a_word)
     assert found[0] == 1
     assert found[1] == -1
-    assert found[2] in (0, 1)  # rank 0 has given the world up by then
+    assert found[2] in (
+        0,
+        1,
+        None,
+    )  # None: rank 0 has given the world up by then, and its connection
 
 
 def started_server(size: int) -> tuple[ControllerServer, Any, queue.SimpleQueue[Any]]:
