@@ -173,6 +173,8 @@ class HandledState(_OfThisProcess, ObjectState):
             )
         for model in models:
             sharding.follow(model.model)
+        for each in optimizers:
+            sharding.follow_optimizer(each.value)
         return ShardedCommits(lambda: [*models, *optimizers], copies)
 
     def _tell_shards(self) -> None:

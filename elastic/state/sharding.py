@@ -24,6 +24,7 @@ _ADVICE_SHARDED = (
 )
 # torch's states of modules whose parameters a `TorchState` gives to each world.
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()
+_followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _WHY = {
     Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
     Fixed.PARAMETERS: "has DTensor parameters: each rank has a part of them, and a lost rank's would be lost",
@@ -82,6 +83,25 @@ def follow(model: torch.nn.Module) -> None:
     _followed.update(fsdp2.sharded_states(model))
 
 
+def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """A state gives this optimizer's entries to each world."""
+    _followed_optimizers.add(optimizer)
+
+
+def is_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a state has this optimizer, whose parameters are sharded."""
+    return optimizer in _followed_optimizers
+
+
+def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
+    """The error for an optimizer in no state that trains a model in one."""
+    return NotElastic(
+        f"{type(optimizer).__name__} trains a fully sharded model that is in the state, and is not in the state itself:"
+        " its entries would keep the mesh of this world; add it, as in TorchState(model=model, optimizer=optimizer)",
+        Fixed.OPTIMIZER,
+    )
+
+
 def all_followed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all DTensors that an optimizer trains are parameters that a state follows."""
     ours = {
@@ -129,6 +149,16 @@ def check_value(name: str, value: Any) -> None:
         kind = of_parameters([value])
     if kind is not None:
         raise refuse(f"state.{name}", kind)
+
+
+def check_within(what: str, tensors: Iterable[Any]) -> None:
+    """Raises NotElastic for a value of a state that holds a DTensor somewhere within."""
+    if of_parameters(each for each in tensors if isinstance(each, torch.Tensor)) is not None:
+        raise NotElastic(
+            f"{what} holds a DTensor, of which each rank has a part, while values of a state are the same on all ranks;"
+            " keep tensor.full_tensor() there",
+            Fixed.PARAMETERS,
+        )
 
 
 def _classes(module: str, *names: str) -> tuple[type, ...]:

@@ -45,6 +45,8 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
         what = "an optimizer of this script"
     elif kind is Fixed.PARAMETERS:
         if sharding.all_followed(optimizer) and _spans(optimizer, size):
+            if not sharding.is_followed(optimizer):
+                raise sharding.refuse_unfollowed(optimizer)
             return
         if sharding.any_fully_sharded():
             kind = Fixed.MODULE

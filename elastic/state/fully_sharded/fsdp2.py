@@ -145,7 +145,11 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
 def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
     """Shards the parameters over another mesh, in place. Returns the new local tensors, which have no values yet."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    # Meshes of the same ranks are equal, also where this process had another rank: DTensor would give results of
+    # operators the mesh of an earlier world, and with it this rank's place there.
+    _clear_sharding_prop_cache()
     info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
     names = {id(param): name for name, param in sharded_params(model).items()}
     found = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from elastic import pickling
 from elastic.errors import Invalid
+from elastic.state import sharding
 
 ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # their copies are themselves
 
@@ -31,13 +33,17 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
     """A deep copy of ``value`` that shares nothing with it but ``referred``. Raises Invalid naming ``what``."""
     if type(value) in ATOMS:
         return value
+    memo: dict[int, Any] = {id(each): each for each in referred}
+    given = len(memo)
     try:
-        return _copied(value, {id(each): each for each in referred})
+        made = _copied(value, memo)
     except Exception as error:
         raise Invalid(
             f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error});"
             " keep it out of the state, or keep what it is made from there"
         ) from error
+    sharding.check_within(what, itertools.islice(memo.values(), given, None))
+    return made
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

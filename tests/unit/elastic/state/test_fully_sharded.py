@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 from elastic.collectives.shared_memory import arena
-from elastic.errors import Invalid
+from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.sharding.inventory import CommitId
 from elastic.sharding.moves import Move
@@ -59,6 +59,30 @@ def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_a_dtensor_within_a_value_of_a_state_is_refused_when_it_is_made_and_at_a_commit(four):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    rows: Any = model[0].weight.detach()
+    with pytest.raises(NotElastic):
+        TorchState(model=model, optimizer=optimizer, best={"weights": [rows]})
+    state = TorchState(model=model, optimizer=optimizer, best={})
+    state.best["weights"] = rows
+    with pytest.raises(NotElastic) as refused:
+        state.commit()
+    assert refused.value.kind is Fixed.PARAMETERS
+    state.best["weights"] = rows.to_local()
+    state.commit()
+
+
+def test_results_of_operators_have_the_mesh_of_the_present_world_and_no_equal_one(four):
+    model = network()
+    model[0].weight.detach()
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (4,))
+    assert mesh == fsdp2.mesh_of(model)
+    fsdp2.remesh(model, mesh)
+    assert model[0].weight.detach().device_mesh is mesh
 
 
 @pytest.mark.parametrize("commits", [1, 2, 3])

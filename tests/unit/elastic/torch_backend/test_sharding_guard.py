@@ -129,6 +129,9 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
     assert state.is_sharded()
     sharding_guard.begin()
     sharding_guard.check(optimizer, 2, 4)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(sgd(model), 2, 4)  # which is in no state, though its model is
+    assert refused.value.kind is Fixed.OPTIMIZER
     with pytest.raises(NotElastic):
         sharding_guard.check(sgd(tensor_parallel(four)), 3, 3)
 
