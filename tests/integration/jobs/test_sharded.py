@@ -71,6 +71,7 @@ def test_kills_of_rank_0_and_others_and_joins(job: Any):
     assert found[0]["sizes"][20] == 4
 
 
+@pytest.mark.nightly
 def test_shards_that_no_worker_holds_end_the_job(job: Any, tmp_path: Path):
     rule = at_once(tmp_path, "backward kill slot=1,2 step=5 victims=2")
     training = job(

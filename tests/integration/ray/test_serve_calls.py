@@ -11,7 +11,6 @@ import pytest
 
 from elastic.ray import calls
 from elastic.ray.serve_calls import LENGTH
-from harness import wording
 
 pytestmark = pytest.mark.forked
 SERVE = ["python", "-m", "elastic.ray.serve_calls"]
@@ -131,7 +130,7 @@ def test_one_world_for_many_calls(job, workers):
     for failing in (1, 0):
         workers.say(calls.call(calls.RUN, raise_on, (failing,), {}))
         first = failure_in(workers.hear(failing))
-        assert first.summary == (wording.KEYERROR_RANK_LOST_DATA_2 % failing)
+        assert first.summary == f"KeyError: 'rank {failing} has lost its data'"
         workers.say(calls.REGROUP)
         others = [rank for rank in range(3) if rank != failing]
         failures = [failure_in(workers.hear(rank)) for rank in others]
