@@ -176,17 +176,20 @@ def _train(
     others = gradient_layout.outside_state(state.handled())
     departure = Departure(rt.session, waits=rt.elastic or rt.commits.durable is not None)
     first = True
-    while True:
-        try:
-            return _train_in_worlds(rt, train, state, others, departure, observer, first=first)
-        except (ElasticError, HorovodInternalError):
-            raise
-        except Exception as error:
-            if not departure.excuses_error():
+    try:
+        while True:
+            try:
+                return _train_in_worlds(rt, train, state, others, departure, observer, first=first)
+            except (ElasticError, HorovodInternalError):
                 raise
-            rt.training.gave_up(summary_of(error))
-            _return_to_commit(rt, state)
-            first = False
+            except Exception as error:
+                if not departure.excuses_error():
+                    raise
+                rt.training.gave_up(summary_of(error))
+                _return_to_commit(rt, state)
+                first = False
+    finally:
+        departure.watch_children()
 
 
 def _train_in_worlds(
@@ -214,6 +217,7 @@ def _train_in_worlds(
             rt.training.returned()
             return value
         except WorldChanging:
+            departure.ignore_children()
             rt.training.interrupted(planned=True)
             # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
             # nothing.
@@ -224,6 +228,7 @@ def _train_in_worlds(
         except (TensorMismatch, Unsupported, CollectiveFailed):
             raise  # the second only where a world of a fixed size has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
+            departure.ignore_children()
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
                 # Raised by user code, at a place that the driver knows nothing of: as any failure.

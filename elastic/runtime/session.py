@@ -100,11 +100,7 @@ class Session:
         waits = f"{self.env.worker} waits for the driver {what}"
         with self.changed:
             while self.recovery.phase is phase:
-                try:
-                    self.changed.wait(1.0)
-                except RuntimeError as error:
-                    if not _is_of_a_loader(error):
-                        raise
+                self.changed.wait(1.0)
                 now = time.monotonic()
                 if self.recovery.stands_by:
                     began = said_at = now
@@ -253,14 +249,3 @@ class Session:
         self.account.begin("idle", time.monotonic())
         with self.lock:
             self.recovery.pause()
-
-
-def _is_of_a_loader(error: RuntimeError) -> bool:
-    """Whether torch's handler of SIGCHLD raised it. A DataLoader has it raise in the training thread, wherever that is,
-    when a loader worker dies: also between two worlds, where no loader is used any more.
-    """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = None if trace is None else trace.tb_frame.f_globals.get("__name__")
-    return name == "torch.utils.data._utils.signal_handling"

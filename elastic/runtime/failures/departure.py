@@ -36,17 +36,22 @@ class Departure:
     def excuses_error(self) -> bool:
         """User code has raised: whether another world may follow, in which this worker takes part.
 
-        Once for a request to leave; the next error is raised. If so, no handler of SIGCHLD runs until
-        `watch_children`: torch's raises once for each loader worker that has died.
+        Once for a request to leave; the next error is raised. If so, children stay ignored until `watch_children`.
+        """
+        self.ignore_children()
+        if not self._ends_soon() or not self._excused():
+            self.watch_children()
+            return False
+        return True
+
+    def ignore_children(self) -> None:
+        """User code has ended: no handler of SIGCHLD runs until `watch_children`. torch's raises once for each loader
+        worker that has died, wherever the training thread is.
         """
         try:
             self._ignore_children()
         except Exception:  # the handler's, for another one
             self._ignore_children()
-        if not self._ends_soon() or not self._excused():
-            self.watch_children()
-            return False
-        return True
 
     def watch_children(self) -> None:
         """User code runs from here on."""

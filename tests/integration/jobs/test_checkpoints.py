@@ -104,13 +104,7 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
     a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder)
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param("-np 2 --min-np 2", id="elastic"),
-        pytest.param("-np 2", id="fixed", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("size", ["-np 2 --min-np 2", "-np 2"], ids=["elastic", "fixed"])
 def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path, size):
     """As from Slurm and systemd. Loader workers get it first, and user code raises because of them. A wrapper that is
     signalled too passes it on to the driver, which gets it twice.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Any
 from unittest.mock import MagicMock, call, create_autospec, patch
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from elastic import run_loop
 from elastic.checkpoints import durable
-from elastic.errors import PeerLost, StateMismatch
+from elastic.errors import PeerLost, StateMismatch, WorldChanging
 from elastic.negotiation import process_sets
 from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
@@ -51,6 +53,37 @@ def test_an_error_of_the_script_stays_what_it_is(session):
 
 def test_a_result_comes_back(session):
     assert unwrapped(session, lambda: 3) == 3
+
+
+@pytest.mark.parametrize("error", [PeerLost("lost h:0#1"), WorldChanging("h:2#1 joined")])
+def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs_again(error):
+    """torch's raises in this thread once a loader worker has died."""
+
+    def raises_(*_: object) -> None:
+        raise RuntimeError("a loader worker died")
+
+    def enters(*_: object, first: bool) -> None:
+        if not first:
+            signal.raise_signal(signal.SIGCHLD)
+
+    rt = MagicMock(spec=Runtime)
+    rt.alone, rt.elastic, rt.session = False, False, MagicMock()
+    rt.training, rt.commits, rt.place = MagicMock(), MagicMock(), MagicMock()
+    values: list[Any] = [error, 3]
+    before = signal.signal(signal.SIGCHLD, raises_)
+    try:
+        with (
+            patch.object(run_loop, "_enter_world", side_effect=enters),
+            patch.object(run_loop, "unwrapped", side_effect=values),
+            patch.object(durable, "finish"),
+            patch.object(durable, "returned"),
+        ):
+            state = create_autospec(State, instance=True)
+            state.handled.return_value = {}
+            assert run_loop._train(rt, MagicMock(), state, None) == 3
+        assert signal.getsignal(signal.SIGCHLD) is raises_
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize("calls_back", [True, False])

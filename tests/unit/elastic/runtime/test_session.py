@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
-from torch.utils.data._utils import signal_handling
 
 from elastic.errors import CollectiveFailed, DriverLost, PeerLost
 from elastic.rendezvous import environment
@@ -64,29 +62,6 @@ def test_who_stands_by_waits_as_long_as_it_takes_and_says_nothing_of_it(waiting,
     session.wait_while(Phase.WAITING, "to form a world")
     assert session.recovery.phase is Phase.TRAINING
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("of_a_loader", [True, False])
-def test_only_what_a_loaders_handler_raises_while_a_world_forms_is_dropped(
-    waiting, monkeypatch, of_a_loader
-):
-    session = waiting(looks=1)
-    wait = session.changed.wait
-    names = {"__name__": signal_handling.__name__ if of_a_loader else "script"}
-    exec("def handler(): raise RuntimeError('a loader worker was killed')", names)
-    handler: Any = names["handler"]
-
-    def interrupted(timeout: float) -> None:
-        monkeypatch.setattr(session.changed, "wait", wait)
-        handler()
-
-    monkeypatch.setattr(session.changed, "wait", interrupted)
-    if of_a_loader:
-        session.wait_while(Phase.WAITING, "to form a world")
-        assert session.recovery.phase is Phase.TRAINING
-    else:
-        with pytest.raises(RuntimeError):
-            session.wait_while(Phase.WAITING, "to form a world")
 
 
 def test_a_step_of_a_second_training_that_was_cut_short_is_not_committed():

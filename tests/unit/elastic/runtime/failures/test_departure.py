@@ -99,6 +99,15 @@ def test_handler_of_sigchld_is_silent_from_an_excused_error_until_user_code_runs
         signal.raise_signal(signal.SIGCHLD)
 
 
+def test_handler_of_sigchld_is_silent_between_two_worlds(session, handler):
+    leaving = Departure(session)
+    for _ in range(2):  # also where it is silent already
+        leaving.ignore_children()
+        signal.raise_signal(signal.SIGCHLD)
+    leaving.watch_children()
+    assert signal.getsignal(signal.SIGCHLD) is handler
+
+
 def test_handler_of_sigchld_is_back_where_an_error_is_not_excused(session, handler):
     assert not Departure(session).excuses_error()
     assert signal.getsignal(signal.SIGCHLD) is handler
