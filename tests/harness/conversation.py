@@ -39,6 +39,7 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.driver.membership.membership import Membership
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Worker
 
@@ -291,6 +292,13 @@ def the(kind: type[Kind], actions: list[Action]) -> Kind:
 
 def has(kind: type[Action], actions: list[Action]) -> bool:
     return any(isinstance(action, kind) for action in actions)
+
+
+def all_lost(exits: dict[str, str], wrote: str = "") -> Reason:
+    """Why a job ends whose members of generation 2 are all gone. ``exits``: how each worker's process ended."""
+    causes = [because(Why.LOST_EXITED, worker=each, exit=how) for each, how in exits.items()]
+    several = because(Why.SEVERAL, causes=causes, more=0)
+    return because(Why.ALL_LOST, members=len(exits), generation=2, cause=several, wrote=wrote)
 
 
 def names(actions: list[Action], kind: type[Action] = StartWorker) -> list[str]:

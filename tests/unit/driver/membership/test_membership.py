@@ -24,6 +24,7 @@ from elastic.driver.reasons import Why, because, in_words
 from elastic.protocol.messages import Commit, Place
 from harness.conversation import (
     Talk,
+    all_lost,
     connected,
     disconnected,
     exited,
@@ -223,34 +224,7 @@ def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_sc
     assert not has(EndJob, talk.tell(exited("h:1", -9)))
     talk = running(2)
     end = the(EndJob, talk.tell(exited("h:0", 1), exited("h:1", 1)))
-    assert end.reason == because(
-        Why.ALL_LOST,
-        members=2,
-        generation=2,
-        cause=because(
-            Why.SEVERAL,
-            causes=[
-                because(Why.LOST_EXITED, worker="h:0#1", exit="exit code 1"),
-                because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 1"),
-            ],
-            more=0,
-        ),
-        wrote="",
-    )
-    assert end.reason == because(
-        Why.ALL_LOST,
-        members=2,
-        generation=2,
-        cause=because(
-            Why.SEVERAL,
-            causes=[
-                because(Why.LOST_EXITED, worker="h:0#1", exit="exit code 1"),
-                because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 1"),
-            ],
-            more=0,
-        ),
-        wrote="",
-    )
+    assert end.reason == all_lost({"h:0#1": "exit code 1", "h:1#1": "exit code 1"})
 
 
 def test_ready_before_connected_is_a_bug_and_tells_the_story():
@@ -488,34 +462,8 @@ def test_when_all_that_have_learned_are_lost_the_job_ends():
     talk.tell(exited("h:0"), exited("h:1"))
     end = the(EndJob, talk.tell(exited("h:2", -11, "core\ndumped")))
     assert end.code == 1
-    assert end.reason == because(
-        Why.ALL_LOST,
-        members=3,
-        generation=2,
-        cause=because(
-            Why.SEVERAL,
-            causes=[
-                because(Why.LOST_EXITED, worker="h:0#1", exit="signal 9 SIGKILL"),
-                because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
-                because(Why.LOST_EXITED, worker="h:2#1", exit="signal 11 SIGSEGV"),
-            ],
-            more=0,
-        ),
-        wrote="core\ndumped",
-    )
-    assert end.reason == because(
-        Why.ALL_LOST,
-        members=3,
-        generation=2,
-        cause=because(
-            Why.SEVERAL,
-            causes=[
-                because(Why.LOST_EXITED, worker="h:0#1", exit="signal 9 SIGKILL"),
-                because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
-                because(Why.LOST_EXITED, worker="h:2#1", exit="signal 11 SIGSEGV"),
-            ],
-            more=0,
-        ),
+    assert end.reason == all_lost(
+        {"h:0#1": "signal 9 SIGKILL", "h:1#1": "signal 9 SIGKILL", "h:2#1": "signal 11 SIGSEGV"},
         wrote="core\ndumped",
     )
 
