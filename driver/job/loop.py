@@ -200,6 +200,7 @@ class Driver:
         # What it is written with, while that is awaited.
         self._settling: asyncio.Future[None] | None = None
         self._signalled: int | None = None  # the exit code of the last signal
+        self._signalled_at: dict[signal.Signals, float] = {}
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world
         self._exits = ExitLines(log)
@@ -374,23 +375,11 @@ class Driver:
         loop = self._loop
         assert loop is not None
 
-        heard_at: dict[int, float] = {}
-
         def heard(number: int, _: object) -> None:
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            code = STOP_CODES[signal.Signals(number)]
-            last, heard_at[number] = heard_at.get(number), self._now()
-            if (
-                number == signal.SIGTERM
-                and last is not None
-                and heard_at[number] - last < REPEATED_S
-            ):
-                return
-            if number != signal.SIGINT and self._leaves is not None:
-                loop.call_soon_threadsafe(self._leaves)
-                return
-            self._signalled = code
-            loop.call_soon_threadsafe(self._stop, f"{name} at the driver", code)
+            # The next signal may call this before it returns, so it compares nothing: the loop does.
+            if number == signal.SIGINT or self._leaves is None:
+                self._signalled = STOP_CODES[signal.Signals(number)]
+            loop.call_soon_threadsafe(self._hear_signal, signal.Signals(number), self._now())
 
         before = {number: signal.getsignal(number) for number in STOP_CODES}
         if before[signal.SIGHUP] == signal.SIG_IGN:
@@ -404,6 +393,16 @@ class Driver:
                 # None: it was not set from Python, and cannot be restored from there.
                 if handler is not None:
                     signal.signal(number, handler)
+
+    def _hear_signal(self, number: signal.Signals, at: float) -> None:
+        last, self._signalled_at[number] = self._signalled_at.get(number), at
+        if number == signal.SIGTERM and last is not None and at - last < REPEATED_S:
+            return
+        if number != signal.SIGINT and self._leaves is not None:
+            self._leaves()
+            return
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        self._stop(f"{name} at the driver", STOP_CODES[number])
 
     def _post(self, event: events.Event) -> None:
         self._mailbox.put_nowait((self._now(), event))

@@ -507,6 +507,33 @@ async def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
     assert signal.getsignal(number) is before
 
 
+async def test_sigterm_twice_within_one_call_of_the_handler_is_one_request(tmp_path, monkeypatch):
+    told: list[events.Event] = []
+
+    @story(noted=lambda event, actions, at: told.append(event))
+    async def talk(s):
+        await s.train(A, B)
+        loop, handler = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
+        now = loop.time
+
+        def interrupted() -> float:
+            monkeypatch.setattr(loop, "time", now)
+            signal.raise_signal(signal.SIGTERM)
+            return now()
+
+        monkeypatch.setattr(loop, "time", interrupted)
+        handler(signal.SIGTERM, None)
+        await s.settle()
+        assert [
+            event.checkpoint_s > 0 for event in told if isinstance(event, events.StopRequested)
+        ] == [True]
+        await s.exit(A)
+        await s.exit(B)
+        assert await s.code() == 143
+
+    await talk(tmp_path)
+
+
 async def test_sigterm_may_be_for_the_driver_alone(tmp_path):
     told: list[str] = []
 
