@@ -108,6 +108,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         if rt.training.over:
             return _train_again(rt, train, state)
         rt.training.enter()
+        departure = Departure(rt.session)
         if failpoints.in_use():
             bit_flips.offer(state)
         try:
@@ -117,7 +118,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
                 step_count.counting(),
                 observing(rt, state, func) as observer,
             ):
-                return _train(rt, train, state, observer)
+                return _train(rt, train, state, departure, observer)
         except LeaveRequested as end:
             if rt.session.unheard:
                 print(f"elastic: {end}", file=sys.stderr)
@@ -152,6 +153,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
             raise
         finally:
+            departure.watch_children()  # not before the error is reported
             rt.training.leave()
 
     return wrapper
@@ -167,29 +169,34 @@ def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
 
 
 def _train(
-    rt: Runtime, train: Callable[[], Value], state: State, observer: ScriptObserver | None
+    rt: Runtime,
+    train: Callable[[], Value],
+    state: State,
+    departure: Departure,
+    observer: ScriptObserver | None,
 ) -> Value:
     if rt.elastic:
         sharding_guard.begin()
         state.capture_shards()
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
     others = gradient_layout.outside_state(state.handled())
-    departure = Departure(rt.session, waits=rt.elastic or rt.commits.durable is not None)
+    departure.waits = rt.elastic or rt.commits.durable is not None
     first = True
-    try:
-        while True:
-            try:
-                return _train_in_worlds(rt, train, state, others, departure, observer, first=first)
-            except (ElasticError, HorovodInternalError):
+    while True:
+        try:
+            return _train_in_worlds(rt, train, state, others, departure, observer, first=first)
+        except CollectiveFailed as failed:
+            if failed.differs is not None or not departure.excuses_loss():
                 raise
-            except Exception as error:
-                if not departure.excuses_error():
-                    raise
-                rt.training.gave_up(summary_of(error))
-                _return_to_commit(rt, state)
-                first = False
-    finally:
-        departure.watch_children()
+            rt.training.gave_up(summary_of(failed))
+        except (ElasticError, HorovodInternalError):
+            raise
+        except Exception as error:
+            if not departure.excuses_error():
+                raise
+            rt.training.gave_up(summary_of(error))
+        _return_to_commit(rt, state)
+        first = False
 
 
 def _train_in_worlds(

@@ -12,9 +12,10 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from elastic.runtime.recovery import excuse_error
+from elastic.runtime.recovery import Phase, excuse_error
 from elastic.runtime.session import Session
 
 # Signals that are sent to all processes of a job reach them within milliseconds, in any order.
@@ -29,20 +30,30 @@ class Departure:
 
     def __init__(self, session: Session, *, waits: bool = True) -> None:
         self._session = session
-        self._waits = waits
+        self.waits = waits
         self._before: Any = None  # the handler of SIGCHLD while that is ignored
         self._reaped = 0  # when user code began; see `_reaped`
 
     def excuses_error(self) -> bool:
         """User code has raised: whether another world may follow, in which this worker takes part.
 
-        Once for a request to leave; the next error is raised. If so, children stay ignored until `watch_children`.
+        Once for a request to leave; the next error is raised. Children stay ignored until `watch_children`.
         """
         self.ignore_children()
-        if not self._ends_soon() or not self._excused():
-            self.watch_children()
-            return False
-        return True
+        return self._ends_soon() and self._excused()
+
+    def excuses_loss(self) -> bool:
+        """A collective has failed in a job of a fixed size: whether another world follows, for the last checkpoint.
+
+        The peer that is gone may know of the job's end already. Children stay ignored until `watch_children`.
+        """
+        self.ignore_children()
+        session = self._session
+        if session.env.elastic or session.alone:
+            return False  # a loss is not a CollectiveFailed there
+        if self.waits:
+            self._wait_until(lambda: session.recovers)
+        return session.recovers
 
     def ignore_children(self) -> None:
         """User code has ended: no handler of SIGCHLD runs until `watch_children`. torch's raises once for each loader
@@ -81,17 +92,25 @@ class Departure:
         if (
             session.alone
             or session.recovery.ending.near
-            or not self._waits
+            or not self.waits
             or not self._had_children()
         ):
             return not session.alone and session.recovery.ending.near
-        deadline = time.monotonic() + GRACE_S
+        self._wait_until(lambda: session.recovery.ending.near)
+        return session.recovery.ending.near
+
+    def _wait_until(self, known: Callable[[], bool]) -> None:
+        """For `GRACE_S` at most."""
+        deadline, session = time.monotonic() + GRACE_S, self._session
         with session.changed:
-            while not session.recovery.ending.near and (left := deadline - time.monotonic()) > 0:
+            while (
+                not known()
+                and session.recovery.phase is not Phase.OVER
+                and (left := deadline - time.monotonic()) > 0
+            ):
                 # In slices: a signal that another thread has received does not end this wait, and its handler runs
                 # in this thread.
                 session.changed.wait(min(left, LOOK_S))
-        return session.recovery.ending.near
 
 
 def _reaped() -> int:

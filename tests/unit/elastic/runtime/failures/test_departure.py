@@ -108,8 +108,11 @@ def test_handler_of_sigchld_is_silent_between_two_worlds(session, handler):
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
-def test_handler_of_sigchld_is_back_where_an_error_is_not_excused(session, handler):
-    assert not Departure(session).excuses_error()
+def test_handler_of_sigchld_is_silent_while_an_error_is_reported(session, handler):
+    leaving = Departure(session)
+    assert not leaving.excuses_error()
+    signal.raise_signal(signal.SIGCHLD)
+    leaving.watch_children()
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
@@ -118,15 +121,7 @@ def test_sigterm_a_moment_after_a_child_has_died_is_waited_for(session, monkeypa
     leaving = Departure(session)
     leaving.watch_children()
     subprocess.run([sys.executable, "-c", ""], check=True)
-    looks: list[float] = []
-
-    def look(timeout: float) -> bool:
-        looks.append(timeout)
-        if len(looks) == 3:
-            session.recovery.ask_to_leave("SIGTERM")
-        return False
-
-    monkeypatch.setattr(session.changed, "wait", look)
+    looks = later(monkeypatch, session, lambda: session.recovery.ask_to_leave("SIGTERM"))
     assert leaving.excuses_error()
     assert max(looks) <= departure.LOOK_S, "a signal that another thread received ends no wait"
 
@@ -139,3 +134,48 @@ def test_error_of_a_worker_without_children_is_raised_at_once(session, monkeypat
     assert not leaving.excuses_error()
     assert session.recovery.phase is Phase.TRAINING
     assert session.recovery.newest == Commit(2, 0)
+
+
+@pytest.fixture
+def fixed():
+    """Of a job of a fixed size."""
+    link = create_autospec(Link, instance=True)
+    found = Session(dataclasses.replace(environment.read({}), elastic=False), link)
+    training(found.recovery)
+    return found
+
+
+def later(monkeypatch, session, happens):
+    """At the third look; returns the lengths of the waits."""
+    looks: list[float] = []
+
+    def look(timeout: float) -> bool:
+        looks.append(timeout)
+        if len(looks) == 3:
+            happens()
+        return False
+
+    monkeypatch.setattr(session.changed, "wait", look)
+    return looks
+
+
+def test_failed_collective_is_excused_where_a_last_checkpoint_is_wanted_a_moment_later(
+    fixed, monkeypatch
+):
+    later(monkeypatch, fixed, lambda: fixed.recovery.receive(CheckpointSoon(2)))
+    assert Departure(fixed, waits=True).excuses_loss()
+
+
+def test_failed_collective_is_not_excused_once_the_job_is_over(fixed, monkeypatch):
+    later(monkeypatch, fixed, lambda: fixed.recovery.driver_lost("gone"))
+    assert not Departure(fixed, waits=True).excuses_loss()
+
+
+def test_failed_collective_is_raised_at_once_without_checkpoints(fixed, monkeypatch):
+    monkeypatch.setattr(fixed.changed, "wait", lambda timeout: pytest.fail("it waits"))
+    assert not Departure(fixed, waits=False).excuses_loss()
+
+
+def test_failed_collective_of_an_elastic_job_is_raised_at_once(session, monkeypatch):
+    monkeypatch.setattr(session.changed, "wait", lambda timeout: pytest.fail("it waits"))
+    assert not Departure(session).excuses_loss()
