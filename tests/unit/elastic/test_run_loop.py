@@ -15,6 +15,7 @@ from elastic.errors import PeerLost, StateMismatch, WorldChanging
 from elastic.negotiation import process_sets
 from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
+from elastic.runtime.failures.departure import Departure
 from elastic.runtime.session import Session
 from elastic.runtime.worker import Runtime
 from elastic.state.state import State
@@ -80,7 +81,7 @@ def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs
         ):
             state = create_autospec(State, instance=True)
             state.handled.return_value = {}
-            assert run_loop._train(rt, MagicMock(), state, None) == 3
+            assert run_loop._train(rt, MagicMock(), state, Departure(rt.session), None) == 3
         assert signal.getsignal(signal.SIGCHLD) is raises_
     finally:
         signal.signal(signal.SIGCHLD, before)
