@@ -16,6 +16,7 @@ from harness.history import SCRIPTS
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
 
+pytestmark = pytest.mark.forked("torch.distributed.fsdp")
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
