@@ -9,7 +9,7 @@ from torch import distributed
 from elastic.errors import Invalid
 from elastic.rendezvous.launcher_env import ByStore, Started
 from elastic.runtime import lifecycle
-from elastic.torch_backend import builtin_comm_hooks, group_names, shared_buckets
+from elastic.torch_backend import comm_hooks, group_names, shared_buckets
 from elastic.torch_backend.following_group import NAME
 from elastic.torch_backend.process_group import ElasticProcessGroup
 
@@ -28,7 +28,7 @@ def create(options: Any, _: Any) -> ElasticProcessGroup:
     if members is None:
         lifecycle.init_through(_started(options))
         _check(options.group_rank, options.group_size)
-    builtin_comm_hooks.replace()
+    comm_hooks.replace()
     shared_buckets.replace()
     group_names.replace()
     return ElasticProcessGroup(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +37,18 @@ _NAMED = 8  # ranks in one sentence
 
 
 _TorchWork: Any = distributed.Work
+# Of the thread that asks for a future: whether it waits for the work.
+_at_once: ContextVar[bool] = ContextVar("_at_once", default=False)
+
+
+@contextmanager
+def complete_at_once() -> Iterator[None]:
+    """Futures that this thread asks for meanwhile are complete: what is attached to them runs here, at once."""
+    before = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(before)
 
 
 class WorkOwner(Protocol):
@@ -128,6 +142,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self.wait()
 
     def get_future(self) -> ElasticFuture:
+        if _at_once.get():
+            self.wait()
         with self._lock:
             if self._future is None:
                 self._future = ElasticFuture(self)

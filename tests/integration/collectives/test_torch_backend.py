@@ -583,6 +583,49 @@ def miss_a_monitored_barrier(rank: int, size: int) -> str:
     return ""
 
 
+def test_collectives_in_callbacks_of_a_hook_have_one_order_however_slow_a_rank_is(ranks: Ranks):
+    found = ranks.run(gradients_of_a_hook_that_reduces_twice)
+    for ours, wanted in found:
+        assert all(map(torch.equal, ours, wanted))
+
+
+def gradients_of_a_hook_that_reduces_twice(rank: int, size: int) -> Any:
+    """As PowerSGD's: buckets of one size, and a collective in the callback of another."""
+
+    def hook(_, bucket):
+        first = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+        def again(future: torch.futures.Future[Any]) -> torch.Tensor:
+            twice = future.value()[0].clone()
+            return distributed.all_reduce(twice, async_op=True).get_future().wait()[0]
+
+        return first.then(again)
+
+    def slow(gradient: torch.Tensor) -> None:
+        if rank == 0:
+            time.sleep(0.1)  # the others have begun all that they can
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(4))).double()
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-3)
+    ddp.register_comm_hook(None, hook)
+    x = torch.full((1, 32), rank + 1.0, dtype=torch.float64)
+    for _ in range(2):  # buckets are built anew after the first
+        model.zero_grad()
+        hidden = x
+        for layer in model:
+            hidden = layer(hidden)
+        alone = torch.autograd.grad(hidden.sum(), list(model.parameters()))
+        for each in alone:
+            distributed.all_reduce(each)
+        handle = model[1].register_forward_hook(
+            lambda *given: given[-1].register_hook(slow) and None
+        )
+        ddp(x).sum().backward()
+        handle.remove()
+    return [each.grad for each in model.parameters()], [each * size for each in alone]
+
+
 def test_the_hook_of_c_plus_plus_averages(ranks: Ranks):
     found = ranks.run(average_with_a_hook)
     assert found == [sum(range(1, ranks.size + 1)) / ranks.size] * ranks.size

@@ -1,0 +1,63 @@
+"""DDP's communication hooks over our process groups. Acts.
+
+The fp16 hook of C++ (``_register_builtin_comm_hook(FP16_COMPRESS)``) takes results that only torch's own process groups
+can make: a future of Python has an object of Python. Its equivalent in Python computes the same.
+
+A hook of Python may call further collectives in the callbacks of its futures, as PowerSGD's does. All ranks have to
+call them in the same order, and with NCCL they do: its futures are complete once the call returns, so that a callback
+runs where it is attached. The futures of such a hook are completed there too, at the price of the overlap with the
+backward pass; otherwise the order would depend on which collective ends first on which rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.torch_backend import works
+from elastic.torch_backend.following_group import FollowingGroup
+
+_torch: Any = distributed  # its stubs lack what is used here
+_ddp: Any = DistributedDataParallel
+_builtin: Any = DistributedDataParallel._register_builtin_comm_hook
+_register: Any = DistributedDataParallel.register_comm_hook
+# One collective each, and no other in a callback.
+_SINGLE = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+
+
+def replace() -> None:
+    """From now on, for models over process groups of ours. Idempotent."""
+    _ddp._register_builtin_comm_hook = _register_builtin
+    _ddp.register_comm_hook = _register_hook
+
+
+def _register_builtin(model: DistributedDataParallel, kind: Any) -> None:
+    ours = isinstance(model.process_group, FollowingGroup)
+    if not ours or kind != _torch.BuiltinCommHookType.FP16_COMPRESS:
+        _builtin(model, kind)
+        return
+    model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
+
+
+@functools.wraps(_register)
+def _register_hook(model: DistributedDataParallel, state: Any, hook: Any) -> None:
+    if isinstance(model.process_group, FollowingGroup) and callable(hook) and hook not in _SINGLE:
+        hook = _in_order(hook)
+    _register(model, state, hook)
+
+
+def _in_order(hook: Any) -> Any:
+    @functools.wraps(hook)
+    def ordered(state: Any, bucket: Any) -> Any:
+        with works.complete_at_once():
+            return hook(state, bucket)
+
+    return ordered
