@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nobody imports most of what is installed: what is imported is compiled then, and kept.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help install needs golden check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install needs golden journals check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, the quick ones of the unit and simulation tests: a minute on 2 cores"
 	@echo "make golden    write the texts that tests compare with anew, into tests/golden: read the diff"
+	@echo "make journals  record journals of real jobs anew, for tests that replay them: five minutes"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
 	@echo "make wheel     build a wheel into dist/, with the C++ library where there is a compiler"
@@ -143,6 +144,11 @@ mxnet: $(MXNET)/.installed
 	$(ENDS) 1200 $(MXNET)/bin/python -m pytest --nightly tests/frameworks/test_mxnet_door.py
 
 # Marked nightly: the rest of what make test runs a part of.
+journals: $(READY)
+	rm -rf out/journals && mkdir -p out/journals
+	RECORD_JOURNALS=$(abspath out/journals) $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) tests/integration/jobs tests/integration/hosts
+	cd tests && ../$(BIN)/python -m harness.kept_journals ../out/journals
+
 nightly: $(READY) $(FRAMEWORKS) sanitize
 	@tests/needs.sh slurmctld:slurm-wlm munged:munge
 	$(ENDS) 21600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly

@@ -165,10 +165,9 @@ class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: Why
     facts: dict[str, Fact] = {}
-    said: str = ""  # the sentence, where an older version of this program kept only that
 
     def __str__(self) -> str:
-        return self.said or "".join(_parts(self))
+        return "".join(_parts(self))
 
 
 def because(kind: Why, **facts: Fact) -> Reason:
@@ -185,8 +184,6 @@ def brief(reason: Reason | None) -> str:
     """The first words of a reason that was given before: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
     if reason is None:
         return ""
-    if reason.said:
-        return str(reason.facts["brief"])
     return _parts(reason)[0]
 
 

@@ -216,3 +216,5 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
     assert not left, f"these processes outlived their job: {left}"
     for each in started:
         each.check_invariants()
+        if recorded := os.environ.get("RECORD_JOURNALS"):
+            each.record(Path(recorded), f"{request.node.name}-{each.folder.name}")

@@ -21,7 +21,7 @@ from typing import Any, Union
 
 import msgspec
 
-from elastic.driver import events, old_reasons
+from elastic.driver import events
 from elastic.driver.events import Action, Event
 from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
@@ -29,8 +29,6 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-# Until 1, reasons were sentences; see `old_reasons`. One journal may have both.
-READABLE = (1, FORMAT)
 ABANDONED = 0  # in the place of the format: its driver could not go on writing it
 BEGINNING = b'{"journal":'  # of a header, and thus of a journal
 SNAPSHOT = b'{"snapshot":'  # of a line with one
@@ -52,7 +50,7 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a job is. The fields with defaults are missing in journals that older versions wrote."""
+    """What a job is: the first line of its journal."""
 
     journal: int
     date: str
@@ -70,7 +68,7 @@ class Header(msgspec.Struct, frozen=True):
                 "its driver could not write it to its end, as on a full disk, so that no other can go"
                 " on from it; end what is left of the job, and begin anew with --fresh"
             )
-        if self.journal not in READABLE:
+        if self.journal != FORMAT:
             raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")
         try:
             return Settings(**self.settings)
@@ -171,40 +169,43 @@ def decoded(line: bytes) -> Line:
         return TroubleLine(parts.trouble, parts.at)
     if len(bytes(parts.snapshot)):
         return Snapshot(parts.snapshot, parts.at, parts.writer)
-    actions = [_actions.decode(old_reasons.renewed(bytes(each))) for each in parts.actions]
+    actions = [_actions.decode(each) for each in parts.actions]
     return Entry(parts.at, _events.decode(parts.event), actions, parts.error, parts.digest)
 
 
-def same(one: Action | None, other: Action | None) -> bool:
-    """Compared as JSON: recorded numbers and sequences have been through it."""
-    return one == other or _encoder.encode(one) == _encoder.encode(other)
+def same(recorded: Action | None, now: Action | None) -> bool:
+    """Whether two drivers, maybe of different versions, decided the same.
 
-
-def same_as_then(recorded: Action | None, now: Action | None) -> bool:
-    """The same, where an older version may have recorded it: then it is compared in its words."""
-    if same(recorded, now):
-        return True
+    Sentences are not decisions: the wording of log lines is ignored, and reasons are compared by their kinds.
+    """
     if recorded is None or now is None:
-        return False
-    then = old_reasons.as_then(recorded), old_reasons.as_then(now)
-    of_then = old_reasons.is_of_then(recorded) or isinstance(recorded, events.Report)
-    return of_then and _encoder.encode(then[0]) == _encoder.encode(then[1])
+        return recorded is now
+    return _encoder.encode(_decision(recorded)) == _encoder.encode(_decision(now))
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """Tells whether two drivers have decided the same, where actions are left out."""
-    return zlib.crc32(_encoder.encode(actions)) if actions else 0
+    """A checksum of decisions, to compare drivers by when actions are left out."""
+    return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 
 
-def is_digest(digest: int, actions: Sequence[Action]) -> bool:
-    """Whether it is that of these actions, as this version or an older one has written it."""
-    if digest in (
-        digest_of(actions),
-        zlib.crc32(_encoder.encode([*map(old_reasons.dotted, actions)])),
-    ):
-        return True
-    then = [old_reasons.as_then(action) for action in actions]
-    return digest == zlib.crc32(_encoder.encode(then))
+def _decision(action: Action) -> dict[str, Any]:
+    """An action without its wording."""
+    fields: dict[str, Any] = msgspec.to_builtins(action)
+    if isinstance(action, events.Report):
+        return {"type": fields["type"], "level": action.level}
+    reason: Reason | None = getattr(action, "reason", None)
+    return fields if reason is None else fields | {"reason": _kinds(reason)}
+
+
+def _kinds(fact: object) -> Any:
+    """The kind of a reason, and of the reasons among its facts."""
+    match fact:
+        case Reason(kind, facts):
+            causes = {name: found for name, each in facts.items() if (found := _kinds(each))}
+            return [kind.value, causes] if causes else kind.value
+        case [*_]:
+            return [*filter(None, map(_kinds, fact))]
+    return None
 
 
 # ---- told ----------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from elastic.driver.journal.entries import (
     decoded,
     decoded_header,
     describe,
-    is_digest,
-    same_as_then,
+    digest_of,
+    same,
     tell,
     tell_writer,
 )
@@ -268,7 +268,7 @@ def _replayed(
             )
         if entry.digest is None:
             _compare(number, entry, actions)
-        elif not is_digest(entry.digest, actions):
+        elif entry.digest != digest_of(actions):
             told = describe(actions)
             raise ReplayDiffers(f"line {number}, {describe(entry.event)}: leads now to {told}")
         yield entry.event, actions
@@ -278,7 +278,7 @@ def _compare(number: int, entry: Entry, actions: Sequence[Action]) -> None:
     for index in range(max(len(actions), len(entry.actions))):
         recorded = entry.actions[index] if index < len(entry.actions) else None
         now = actions[index] if index < len(actions) else None
-        if not same_as_then(recorded, now):
+        if not same(recorded, now):
             raise ReplayDiffers(
                 f"line {number}, {describe(entry.event)}: action {index + 1} was recorded as"
                 f" {describe(recorded)}, but is now {describe(now)}"

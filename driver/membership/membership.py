@@ -46,13 +46,9 @@ class Membership:
     """One job's membership. Feed it events with their time, perform the actions it returns, in order."""
 
     def __init__(self, settings: Settings) -> None:
-        self.compose(Worlds(settings), deque(maxlen=30))
-
-    def compose(self, worlds: Worlds, story: deque[events.Event]) -> None:
-        """Of parts that share these worlds; the story is of the latest events."""
-        self.settings = worlds.settings
-        self.story = story
-        self.worlds = worlds
+        self.settings = settings
+        self.story: deque[events.Event] = deque(maxlen=30)  # the latest events
+        self.worlds = Worlds(settings)
         self.failures = Failures(self.worlds)
         self.reconnections = Reconnections(self.worlds)
         self.frozen = Frozen(self.worlds)

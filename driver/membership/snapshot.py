@@ -11,7 +11,6 @@ names of extra environment, never its values.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import enum
 import gc
@@ -22,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member, Notice
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
@@ -54,7 +52,7 @@ from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.calls import Called
@@ -113,24 +111,6 @@ _NAMED: dict[str, type] = {
     cls.__name__: cls
     for cls in (*OBJECTS, *CONTAINERS, *ENUMS, *STRUCTS, tuple, frozenset, Settings)
 }
-# What snapshots call a class, or a field of any, that had another name when the first of them were taken.
-OLD_NAMES = {
-    "WorkerRecord": "Standing",
-    "WorkerStage": "Stage",
-    "ActionList": "Orders",
-    "actions": "orders",
-    "_actions": "_orders",
-    "decided": "actions",
-    "RootCauseSearch": "Inquest",
-    "root_cause_search": "inquest",
-    "root_cause": "culprit",
-    "reporters": "witnesses",
-    "GiveUpRules": "Patience",
-    "give_up": "patience",
-    "had_loss": "somebody_lost",
-}
-_NEW_NAMES = {old: new for new, old in OLD_NAMES.items()}
-
 _PLAIN = frozenset({str, int, bool, type(None)})
 _METHOD = "method"
 
@@ -165,7 +145,6 @@ def restored(data: bytes, settings: Settings) -> Membership:
     try:
         with _nothing_collected():
             snapshot = _decode(data)
-            snapshot.kinds = _as_read(snapshot.kinds)
             _have_the_same_fields(snapshot.kinds, settings)
             found = _Making(snapshot, settings).root
     except Invalid:
@@ -174,17 +153,7 @@ def restored(data: bytes, settings: Settings) -> Membership:
         raise Invalid(f"this is not a snapshot of a job: {error!r}") from error
     if not isinstance(found, Membership):
         raise Invalid(f"this is not a snapshot of a job, but of {type(found).__name__}")
-    if "worlds" not in vars(found):
-        _compose(found)
-    if vars(found)["stop"] is None:  # of an older version
-        found.stop = Stop(found.worlds)
-    if all(name != Reason.__name__ for name, *_ in snapshot.kinds):
-        _read_sentences(found)
     return found
-
-
-def _as_read(kinds: list[list[str]]) -> list[list[str]]:
-    return [[_NEW_NAMES.get(name, name) for name in kind] for kind in kinds]
 
 
 @contextlib.contextmanager
@@ -226,7 +195,7 @@ class _Taking:
         while self._unfilled:
             row, value = self._unfilled.popleft()
             self._fill(row, value)
-        kinds = [[OLD_NAMES.get(name, name) for name in kind] for kind in self._kinds]
+        kinds = [[*kind] for kind in self._kinds]
         self.snapshot = _Snapshot(kinds, self._objects, root)
 
     def _part(self, value: Any) -> Part:
@@ -374,8 +343,6 @@ class _Making:
     def _fill(made: Any, kind: type, names: list[str], values: list[Any]) -> None:
         if names:
             vars(made).update(zip(names, values, strict=False))
-            for name, value in ADDED.get(kind.__name__, {}).items():
-                vars(made).setdefault(name, copy.deepcopy(value))
             for name in names:
                 if (kind, name) in PASSING:
                     setattr(made, name, PASSING[kind, name]())
@@ -391,113 +358,19 @@ class _Making:
             made.update(values)
 
 
-# Fields that older snapshots lack, and what they mean without them.
-ADDED: dict[str, dict[str, Any]] = {
-    "GiveUpRules": {"_restarts": 0, "script_failures": ScriptFailures()},
-    "Membership": {"stop": None},
-    "Worlds": {
-        **{"stopping": False, "all_go": False},
-        **{"signs": SignsOfLife(), "mismatches": Mismatches()},
-    },
-    "PublishWorld": {"checkpoint": False},
-    "TellWorld": {"checkpoint": False},
-    "StopRequested": {"checkpoint_s": 0.0},
-    "Gathering": {"anew": False, "whole": False},
-    "WorkerFailed": {"differs": False, "calls": ()},
-    "WorkerStranded": {"differs": False, "calls": ()},
-    "WorkerRaised": {
-        "final": False,
-        "beginning": False,
-        "code": 1,
-        "calls": (),
-        "shards_lost": False,
-    },
-    "WorkerQuit": {"call": ""},
-    "WorkerSpent": {"commit": None, "step": None, "steps": None, "batch": None},
-    "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},
-    "HostReported": {"notice": None},
-    "WorkerExited": {"out_of_memory": False},
-    "WorkerProgressed": {"line": ""},
-    "WorkerRecord": {"noticed": False, "stands_by": False, "line": ""},
-    "Workforce": {"spare": 0, "asked": None},
-    "Notices": {"_earlier": False, "_last_by": None},
-    "Slots": {"_closed": {}, "_drained": set()},
-    "Stuck": {"_silence": Silence(Settings.silence_s), "_idle": IdleWorld(), "_stalled_at": None},
-}
-
-
-# Where the parts of a membership were not objects yet, their fields were its own, under these names.
-_FLAT: dict[str, dict[str, str]] = {
-    "worlds": {
-        **{"settings": "settings", "phase": "phase"},
-        "_inquest": "root_cause_search",
-        "_patience": "give_up",
-        **{f"_{name}": name for name in ("actions", "staff", "world", "published")},
-        **{f"_{name}": name for name in ("verdict", "gathering", "change", "change_reason")},
-        **{f"_{name}": name for name in ("exceptions", "trained", "completed")},
-        **{f"_{name}": name for name in ("look_again_at", "ending_by")},
-        **{name: name for name in ("_wished", "_cause_at")},
-    },
-    "frozen": {name: name for name in ("_alone_said", "_hosts_awaited")},
-    "stuck": {
-        **{name: name for name in ("_suspicions", "_stragglers", "_probe_s", "_look_at")},
-        **{name: name for name in ("_repeated_at", "_watched", "_where", "_lines")},
-        **{name: name for name in ("_unnamed", "_all_inside_said")},
-    },
-}
-_WAS_FLAT = {"story", *(name for fields in _FLAT.values() for name in fields)}
-
-
-def _compose(membership: Membership) -> None:
-    """From the fields of an older version, all in one object."""
-    flat = dict(vars(membership))
-    vars(membership).clear()
-    worlds = Worlds.__new__(Worlds)
-    vars(worlds).update({new: flat[old] for old, new in _FLAT["worlds"].items()})
-    vars(worlds).update(ADDED["Worlds"])
-    membership.compose(worlds, flat["story"])
-    for part in ("frozen", "stuck"):
-        vars(getattr(membership, part)).update({new: flat[old] for old, new in _FLAT[part].items()})
-
-
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
     """Another version of this program may know of more, or of less. Raises Invalid."""
     ours = _Taking(Membership(settings)).snapshot.kinds
-    expected = {name: set(names) for name, *names in _as_read(ours)}
+    expected = {name: set(names) for name, *names in ours}
     for cls in (*OBJECTS, *STRUCTS):
         if dataclasses.is_dataclass(cls):
             expected[cls.__name__] = {field.name for field in dataclasses.fields(cls)}
         elif issubclass(cls, msgspec.Struct):
             expected[cls.__name__] = set(cls.__struct_fields__)
     for name, *names in kinds:
-        if name == Membership.__name__ and "worlds" not in names:
-            expected[name] = _WAS_FLAT
-        odd = (expected.get(name, set()) ^ set(names)) - ADDED.get(name, {}).keys()
+        odd = expected.get(name, set()) ^ set(names)
         if odd:
             raise Invalid(
                 f"the snapshot was taken by another version of this program: {name} differs in"
                 f" {', '.join(sorted(odd))}; resume with the version that wrote it"
             )
-
-
-def _read_sentences(membership: Membership) -> None:
-    """Where reasons were sentences yet: an older version has taken the snapshot."""
-    worlds, awaited = membership.worlds, vars(membership.frozen)["_hosts_awaited"]
-    for each in (*membership.roster.values(), worlds.root_cause_search):
-        for name in ("leaving", "exit_why", "killed_for", "verdict"):
-            if isinstance(text := getattr(each, name, None), str):
-                setattr(each, name, old_reasons.read(text) if text else None)
-    for name in ("published", "verdict"):
-        if (action := getattr(worlds, name)) is not None:
-            reason = old_reasons.read(action.reason)
-            setattr(worlds, name, msgspec.structs.replace(action, reason=reason))
-    state: dict[str, Any] = vars(worlds)
-    gathering, world = state["gathering"], state["world"]
-    gathering.reason = old_reasons.read_several(gathering.reason, vars(gathering)["_more"])
-    gathering.said = old_reasons.read_ready(gathering.said)
-    world.reason = old_reasons.read(world.reason) if world.reason else because(Why.FIRST_START)
-    wish = state["change_reason"]
-    state["change_reason"] = old_reasons.read(wish) if wish else because(Why.NOT_WANTED)
-    state["_wished"] = None  # found again when it is asked for
-    for host, (by, text) in awaited.items():
-        awaited[host] = by, old_reasons.read(text)

@@ -13,7 +13,6 @@ import signal
 from dataclasses import dataclass, field
 
 from elastic import errors
-from elastic.driver import old_reasons
 from elastic.driver.events import WorkerExited, WorkerRaised
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Worker
@@ -205,7 +204,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
         return None
     if code == -signal.SIGKILL:
         output = ""  # it could not say why
-    if event.out_of_memory or (code == -signal.SIGKILL and old_reasons.out_of_memory(event.reason)):
+    if event.out_of_memory:
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)
     if event.reason and not connected and code >= 0:

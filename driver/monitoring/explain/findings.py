@@ -286,7 +286,7 @@ def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
     if cause is None or reason.kind in _SAID_BY_THE_CAUSE:
         return
     names = _BRIEFLY.get(reason.kind)
-    if names is None or reason.said:
+    if names is None:
         yield JobFinding(What.THEN, {"kind": "other", "text": one_line(reason)})
         return
     facts = {name: reason.facts.get(name) for name in names}

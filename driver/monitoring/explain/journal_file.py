@@ -182,7 +182,7 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
         raise Invalid(
             f"{str(path)!r} is not a journal of elasticrun: {error}; give the file of --journal"
         ) from error
-    if header.journal not in (*entries.READABLE, entries.ABANDONED):
+    if header.journal not in (entries.FORMAT, entries.ABANDONED):
         raise Invalid(
             f"{str(path)!r} has format {header.journal}, which this version does not know; explain it with the version"
             " that wrote it"

@@ -130,7 +130,7 @@ def test_replay_names_the_first_difference(tmp_path):
     class Changed(Script):
         def handle(self, event, now):
             if isinstance(event, WorkerExited):
-                return [BreakWorld(4, [A], in_words("another reason"))]
+                return [BreakWorld(5, [A], in_words("another reason"))]
             return super().handle(event, now)
 
     with raises(ReplayDiffers):

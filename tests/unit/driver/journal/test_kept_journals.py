@@ -1,83 +1,117 @@
-"""Journals that earlier versions wrote lead to the same decisions still: a job goes on with the driver that follows.
-
-`data/format-1` has them as they were written, never anew: whole jobs, and in one file each many short ones, of the
-tests of membership and of simulations, with every sentence that the driver of then could say. `snapshots` begin in the
-middle of a job, and `digests` leave the actions out, as etcd and Ray have them.
-"""
+"""Journals of real jobs lead to the same decisions, whole, without their actions, and from the middle on."""
 
 from __future__ import annotations
 
-import gzip
-from pathlib import Path
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from elastic.chaos.invariants.invariants import check_journal
-from elastic.driver.journal.entries import (
-    BEGINNING,
-    SNAPSHOT,
-    Entry,
-    decoded,
-    decoded_header,
-    digest_of,
-    encoded,
-)
-from elastic.driver.journal.journal import read, replay
+from elastic.driver.events import Action, Event, Report
+from elastic.driver.journal.entries import Entry, Line, decoded_header
+from elastic.driver.journal.journal import ReplayDiffers, read, replay
 from elastic.driver.journal.resume import past_of
+from harness.kept_journals import (
+    KEPT,
+    as_bytes,
+    from_the_middle,
+    lines_of,
+    unpacked,
+    without_actions,
+    written,
+)
 
-FOLDER = Path(__file__).with_name("data") / "format-1"
-FILES = sorted(FOLDER.iterdir())
-JOBS = sorted(FOLDER.glob("*.jsonl"))
-
-
-def journals_in(path: Path) -> list[bytes]:
-    """One after the other, each begins with its header."""
-    data = path.read_bytes()
-    if path.suffix == ".gz":
-        data = gzip.decompress(data)
-    return [BEGINNING + rest for rest in data.split(BEGINNING)[1:]]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.partition(".")[0])
-def test_it_replays_to_the_same_actions(path, tmp_path):
-    found = journals_in(path)
-    for text in found:
-        journal = tmp_path / "journal.jsonl"
-        journal.write_bytes(text)
-        assert len(replay(journal)) == len(read(journal)[1])
+JOURNALS = sorted(KEPT.glob("*.xz"))
+each_journal = pytest.mark.parametrize(
+    "kept", JOURNALS, ids=lambda kept: kept.name.partition(".")[0]
+)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.partition(".")[0])
-def test_another_driver_goes_on_from_it(path):
-    for text in journals_in(path):
-        header, *lines = text.split(b"\n")[:-1]
-        if b'"error":' not in lines[-1]:
-            past = past_of(decoded_header(header), lines)
-            assert past.replayed == sum(not line.startswith(SNAPSHOT) for line in lines)
+def goes_on(header: bytes, lines: Sequence[Line]) -> int:
+    """Events that the driver which resumes the job replays."""
+    return past_of(decoded_header(header), as_bytes(lines)).replayed
 
 
-@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_the_invariants_hold_in_it(path):
-    assert check_journal(path, ended=False).worlds > 0
+@each_journal
+def test_journal_replays_to_the_same_actions_and_keeps_the_invariants(kept, tmp_path):
+    journal = unpacked(kept, tmp_path)
+    assert len(replay(journal)) == len(read(journal)[1]) > 0
+    check_journal(journal, ended=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["conversations", "digests", "snapshots"])
-def test_one_journal_may_have_lines_of_both(name, tmp_path):
-    """A newer driver has gone on with the job in the middle, and yet another goes on after it."""
-    [path] = FOLDER.glob(f"{name}.*")
-    for text in journals_in(path)[::3]:
-        header, *lines = text.split(b"\n")[:-1]
-        half = (len(lines) + 1) // 2
-        past = past_of(decoded_header(header), lines[:half])
-        later = [line for line in map(decoded, lines[half:]) if isinstance(line, Entry)]
-        for entry in later:
-            entry.actions = past.membership.handle(entry.event, entry.at)
-            entry.digest = digest_of(entry.actions) if name == "digests" else None
-            if name == "digests":
-                entry.actions = []
-        whole = [*lines[:half], *(encoded(entry).rstrip(b"\n") for entry in later)]
-        assert past_of(decoded_header(header), whole).replayed == past.replayed + len(later)
-        journal = tmp_path / "journal.jsonl"
-        journal.write_bytes(b"\n".join([header, *whole, b""]))
-        assert len(replay(journal)) == past.replayed + len(later)
+@each_journal
+def test_another_driver_resumes_from_it(kept, tmp_path):
+    header, lines = lines_of(unpacked(kept, tmp_path))
+    assert goes_on(header, lines) == sum(isinstance(line, Entry) for line in lines)
+
+
+@each_journal
+def test_another_driver_resumes_from_digests_of_the_actions(kept, tmp_path):
+    header, lines = lines_of(unpacked(kept, tmp_path))
+    archived = without_actions(lines)
+    assert goes_on(header, archived) == sum(isinstance(line, Entry) for line in archived)
+
+
+@each_journal
+def test_another_driver_resumes_from_a_snapshot_in_the_middle(kept, tmp_path):
+    header, lines = lines_of(unpacked(kept, tmp_path))
+    later = from_the_middle(header, lines)
+    assert len(replay(written(tmp_path / "middle", header, later))) == len(later) - 1
+
+
+@each_journal
+def test_log_lines_of_a_version_with_other_words_change_nothing(kept, tmp_path):
+    header, lines = lines_of(unpacked(kept, tmp_path))
+    for line in lines:
+        if isinstance(line, Entry):
+            line.actions = [reworded(action) for action in line.actions]
+    assert replay(written(tmp_path / "reworded", header, lines))
+
+
+def test_a_log_line_of_another_level_is_another_decision(tmp_path):
+    """As any other difference between the actions."""
+    for kept in JOURNALS:
+        header, lines = lines_of(unpacked(kept, tmp_path))
+        for line in lines:
+            reports = (
+                [a for a in line.actions if isinstance(a, Report)]
+                if isinstance(line, Entry)
+                else []
+            )
+            if reports:
+                line.actions = [
+                    msgspec.structs.replace(a, level="debug") if a is reports[0] else a
+                    for a in line.actions
+                ]
+                with pytest.raises(ReplayDiffers):
+                    replay(written(tmp_path / "other", header, lines))
+                return
+    pytest.fail("no journal has a log line")
+
+
+def reworded(action: Action) -> Action:
+    return (
+        msgspec.structs.replace(action, text="in other words")
+        if isinstance(action, Report)
+        else action
+    )
+
+
+def test_together_they_hold_nearly_every_kind_of_event_and_action(tmp_path):
+    found = set()
+    for kept in JOURNALS:
+        for entry in read(unpacked(kept, tmp_path))[1]:
+            found |= {type(entry.event).__name__, *(type(each).__name__ for each in entry.actions)}
+    known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
+    elsewhere = {  # jobs of several hosts or drivers, and planned changes that are given up
+        "CallOffChange",
+        "DriverRestarted",
+        "GiveUpHost",
+        "HostLost",
+        "HostStaying",
+        "ReplicasSpoilt",
+        "TellWorld",
+        "WorkerReconnected",
+    }
+    assert known - found <= elsewhere

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from math import inf
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -24,7 +23,6 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Entry
 from elastic.driver.membership import snapshot
-from elastic.driver.membership.failure_detection.root_cause import RootCauseSearch
 from elastic.driver.membership.membership import Membership, Phase
 from elastic.driver.membership.roster import Roster
 from elastic.driver.membership.snapshot import NotTaken, restored, taken
@@ -32,19 +30,7 @@ from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Launches, Value, Worker
-from harness.conversation import (
-    Talk,
-    connected,
-    exited,
-    frozen,
-    hosts,
-    inside,
-    leaving,
-    raised,
-    ready,
-    running,
-    worker,
-)
+from harness.conversation import Talk, exited, hosts, leaving, raised, running, worker
 from harness.golden import raises
 
 EVERY = 5  # entries between two snapshots of a simulated job
@@ -126,48 +112,6 @@ def test_a_field_that_is_left_out_is_noticed(part, field):
         restored(json.dumps(found).encode(), talk.m.settings)
 
 
-def in_trouble() -> Talk:
-    """One waits, one leaves, and one, frozen, is about to be killed."""
-    talk = running(4)
-    talk.tell(inside("h:1", 1, "gradients"), leaving("h:2"), frozen("h:3"))
-    return talk
-
-
-def test_one_of_an_older_version_whose_parts_were_one_object():
-    data = (Path(__file__).parent / "flat_snapshot.json").read_bytes()
-    talk = in_trouble()
-    twin = restored(data, talk.m.settings)
-    assert twin.next_deadline() == talk.m.next_deadline()
-    for event in (
-        exited("h:3"),
-        ready("h:0", 1),
-        ready("h:1", 1),
-        exited("h:2", 0),
-        connected("h:3"),
-    ):
-        talk.now += 0.5
-        assert twin.handle(event, talk.now) == talk.m.handle(event, talk.now)
-        assert twin.next_deadline() == talk.m.next_deadline()
-        twin.check()
-    assert restored(taken(twin), talk.m.settings).members == twin.members
-
-
-def test_an_older_version_finds_the_names_that_it_knows():
-    talk = in_trouble()
-    talk.m.worlds.root_cause_search = RootCauseSearch(1.0, 2.0, None)
-    data = taken(talk.m)
-    names = {name for kind in json.loads(data)["kinds"] for name in kind}
-    assert {*snapshot.OLD_NAMES.values()} <= names
-    assert names & snapshot.OLD_NAMES.keys() == {"actions"}, "as the list of them was called"
-    assert restored(data, talk.m.settings).worlds.root_cause_search is not None
-
-
-def test_one_of_an_older_version_that_lacks_a_field():
-    data = (Path(__file__).parent / "flat_snapshot.json").read_bytes()
-    with raises(Invalid):
-        restored(data.replace(b"_alone_said", b"_unheard_of"), running(4).m.settings)
-
-
 def test_a_field_of_an_unknown_kind_is_an_error_when_it_is_taken():
     for value in (object(), lambda: None, b"bytes", {"a": {1j}}, running(2).m.handle, Talk):
         talk = running(2)
@@ -197,7 +141,7 @@ def test_a_new_field_of_a_known_kind_is_kept():
     talk.m.worlds.actions.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
     data = taken(talk.m)
     snapshot_fields = json.loads(data)["kinds"]
-    assert any(name == "Orders" and "mood" in names for name, *names in snapshot_fields)
+    assert any(name == "ActionList" and "mood" in names for name, *names in snapshot_fields)
 
 
 def test_no_value_of_the_environment_is_in_it():

@@ -8,7 +8,8 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
-from unit.driver.monitoring.explain.test_explain import HERE, unpacked
+from harness.kept_journals import unpacked
+from unit.driver.monitoring.explain.test_explain import HERE
 
 
 def test_its_clock_runs_faster_than_ours_and_stops():

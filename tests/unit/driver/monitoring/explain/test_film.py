@@ -11,7 +11,8 @@ import pytest
 from elastic.driver.monitoring.explain.film import CAPTIONS, COLOURS, FRAMES, KEYS, film
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
 from harness.golden import recorded
-from unit.driver.monitoring.explain.test_explain import HERE, JOBS, KEPT, job, unpacked
+from harness.kept_journals import KEPT, unpacked
+from unit.driver.monitoring.explain.test_explain import HERE, JOBS, job
 
 SVG = "{http://www.w3.org/2000/svg}"
 ALLOWED = {"svg", "title", "rect", "circle", "g", "text", "path", "line", "animate", "set"}
@@ -55,7 +56,7 @@ def test_who_is_lost_goes_dark_and_who_comes_back_is_seen(tmp_path):
 
 
 def test_it_stays_small(tmp_path):
-    for kept in KEPT:
+    for kept in KEPT.glob("*.xz"):
         reading = read_journal(unpacked(kept, tmp_path))
         assert len(film(reading.story, reading.rows).encode()) < 300_000
     assert (CAPTIONS * 250 + 4 * FRAMES * 160 + KEYS * 16 + 3 * 900 * 20) < 300_000, (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 
 import msgspec
 import pytest
@@ -34,7 +33,6 @@ from elastic.driver.events import (
     WorkerSpent,
     WorkerThawed,
 )
-from elastic.driver.journal.entries import Entry, decoded
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.film import film
 from elastic.driver.monitoring.explain.findings import (
@@ -51,7 +49,14 @@ from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
 from elastic.driver.reasons import Why, because
 from elastic.protocol.messages import Commit, Place, Times, Worker
 from harness.golden import recorded
-from unit.driver.monitoring.explain.test_explain import JOURNALS
+from harness.kept_journals import (
+    KEPT,
+    from_the_middle,
+    lines_of,
+    unpacked,
+    without_actions,
+    written,
+)
 from unit.driver.monitoring.explain.test_page import SETTINGS, STORE, first_start, world
 
 A, B, C = (Worker("h", slot) for slot in range(3))
@@ -276,28 +281,21 @@ def test_a_job_that_failed_has_lost_what_it_had_in_memory_and_one_that_ended_wel
 
 
 def test_actions_that_an_archive_left_out_are_found_again(tmp_path):
-    whole = gzip.decompress((JOURNALS / "data" / "format-1" / "digests.jsonl.gz").read_bytes())
     worlds = 0
-    for text in whole.split(b'{"journal":')[1:20]:
-        file = tmp_path / "journal"
-        file.write_bytes(b'{"journal":' + text)
-        lines = [decoded(line) for line in text.split(b"\n")[1:-1]]
-        assert not [line for line in lines if isinstance(line, Entry) and line.actions]
-        worlds += len(read_journal(file).rows.worlds)
+    for kept in sorted(KEPT.glob("*.xz")):
+        header, lines = lines_of(unpacked(kept, tmp_path))
+        archive = written(tmp_path / "archive", header, without_actions(lines))
+        worlds += len(read_journal(archive).rows.worlds)
     assert worlds > 5
 
 
-@pytest.mark.slow
 def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
-    whole = gzip.decompress((JOURNALS / "data" / "format-1" / "snapshots.jsonl.gz").read_bytes())
     known = 0
-    for text in whole.split(b'{"journal":')[1:]:
-        file = tmp_path / "journal"
-        file.write_bytes(b'{"journal":' + text)
-        reading = read_journal(file)
-        if text.split(b"\n")[1].startswith(b'{"snapshot":'):
-            assert reading.source.from_the_middle
-            known += bool(reading.rows.worlds and reading.rows.rows)
+    for kept in sorted(KEPT.glob("*.xz")):
+        header, lines = lines_of(unpacked(kept, tmp_path))
+        reading = read_journal(written(tmp_path / "copy", header, from_the_middle(header, lines)))
+        assert reading.source.from_the_middle
+        known += bool(reading.rows.worlds and reading.rows.rows)
     assert known > 0
 
 
@@ -371,11 +369,7 @@ def test_a_loss_is_a_red_ring_in_the_film():
     assert film(told.story, told.rows).count('stroke-width="3"') == 1
 
 
-def test_a_kill_for_want_of_memory_is_told_by_value_and_by_the_words_of_older_journals():
-    for exited in (
-        WorkerExited(B, -9, out_of_memory=True),
-        WorkerExited(B, -9, "signal 9 SIGKILL: out of memory, the limit is 2.0 GB"),
-    ):
-        told = Told()
-        told.at(5.0, exited)
-        assert [death.cause for death in told.story.losses()] == [Cause.OUT_OF_MEMORY]
+def test_a_kill_for_want_of_memory_is_a_cause_of_its_own():
+    told = Told()
+    told.at(5.0, WorkerExited(B, -9, out_of_memory=True))
+    assert [death.cause for death in told.story.losses()] == [Cause.OUT_OF_MEMORY]
