@@ -2,6 +2,9 @@
 
 A commit's shards may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is whole
 on all of them; one that was not sealed may be whole all the same, and is taken then.
+
+What a training begins with may differ between replicas of a shard: those of generation 0 have one holder each, from
+which the others receive it.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
                 for each in inventory:
                     if each.commit == commit and each.own:
                         owners[each.shard] = rank
+            if commit.generation == 0:
+                found = [ranks[:1] for ranks in found]
             return WholeCommit(commit, len(found), tuple(found), tuple(owners))
     return None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from elastic.sharding.inventory import WholeCommit
+from elastic.sharding.replicas import columns
 from elastic.sharding.rows import (
     Rows,
     ShardedTensor,
@@ -51,28 +52,101 @@ def order_of_shards(whole: WholeCommit, tensors: Sequence[ShardedTensor], size: 
     return [next(left) if rank is None else rank for rank in order]
 
 
+def order_of_replicas(
+    whole: WholeCommit,
+    tensors: Sequence[ShardedTensor],
+    hosts: Sequence[str],
+    shards: int,
+    copies: int,
+) -> list[int]:
+    """The rank at each place of a mesh of replicas by ``shards``, in a world with these hosts of its ranks.
+
+    Of a few orders, the one taken has the replicas of each shard on the most hosts, up to 1 + ``copies``, since every
+    commit sends what is missing there; among these, the one that moves the fewest bytes, and ranks that are in order.
+    """
+    size = len(hosts)
+    wanted = _bytes_in_common(whole, tensors, shards)
+    has = [[0] * shards for _ in range(size)]
+    for old, ranks in enumerate(whole.holders):
+        for rank in ranks:
+            for new, common in wanted[old].items():
+                has[rank][new] += common
+
+    def merit(order: Sequence[int]) -> tuple[int, int]:
+        spread = sum(
+            min(1 + copies, len({hosts[rank] for rank in column}))
+            for column in columns(order, shards)
+        )
+        kept = sum(has[rank][shard] for rank, shard in owners(order, shards).items())
+        return spread, kept
+
+    apart = [_assign(has, hosts, shards, distinct) for distinct in (1, 1 + copies)]
+    return max([list(range(size)), *apart], key=merit)
+
+
+def _bytes_in_common(
+    whole: WholeCommit, tensors: Sequence[ShardedTensor], shards: int
+) -> list[Counter[int]]:
+    """By shard of the commit, the bytes that it has in common with new ones."""
+    found: list[Counter[int]] = [Counter() for _ in range(whole.shards)]
+    for tensor in tensors:
+        for new in range(shards):
+            wanted = rows_of(tensor.rows, new, shards)
+            for old in shards_with(wanted, tensor.rows, whole.shards):
+                common = overlap(rows_of(tensor.rows, old, whole.shards), wanted)
+                found[old][new] += len(common) * tensor.row_bytes
+    return found
+
+
+def _assign(
+    has: Sequence[Sequence[int]], hosts: Sequence[str], shards: int, distinct: int
+) -> list[int]:
+    """Each rank to a shard of which it has much, the largest first. The first ``distinct`` ranks of a shard are on
+    hosts of their own, as far as possible.
+    """
+    size = len(hosts)
+    found: list[list[int]] = [[] for _ in range(shards)]
+    pairs = sorted(
+        ((rank, shard) for rank in range(size) for shard in range(shards)),
+        key=lambda pair: -has[pair[0]][pair[1]],
+    )
+    free = set(range(size))
+    for anywhere in (False, True):
+        for rank, shard in pairs:
+            if rank not in free or len(found[shard]) == size // shards:
+                continue
+            used = {hosts[each] for each in found[shard]}
+            if anywhere or hosts[rank] not in used or len(used) >= distinct:
+                found[shard].append(rank)
+                free.remove(rank)
+    return [rank for row in zip(*map(sorted, found), strict=True) for rank in row]
+
+
 def plan_moves(
     whole: WholeCommit,
     tensors: Sequence[ShardedTensor],
     order: Sequence[int],
     hosts: Sequence[str],
     limit: int,
+    shards: int | None = None,
 ) -> list[Move]:
-    """Every row of every new shard once.
+    """Every row of every new shard once, for each rank that is to hold it.
 
     Args:
         whole: the commit, and which rank holds which of its shards.
         tensors: of its layout.
-        order: the rank of each new shard.
+        order: the rank at each place of the new mesh of replicas by shards.
         hosts: of each rank.
         limit: bytes of a move, or one row.
+        shards: of the new mesh. Default: each rank has a shard of its own.
     """
-    shard_of = owners(order)
+    shards = shards or len(order)
+    shard_of = owners(order, shards)
     sends: Counter[int] = Counter()
     found = []
     for number, tensor in enumerate(tensors):
         for target in sorted(shard_of):
-            wanted = rows_of(tensor.rows, shard_of[target], len(order))
+            wanted = rows_of(tensor.rows, shard_of[target], shards)
             for shard in shards_with(wanted, tensor.rows, whole.shards):
                 common = overlap(rows_of(tensor.rows, shard, whole.shards), wanted)
                 source = _source(whole.holders[shard], target, hosts, sends)

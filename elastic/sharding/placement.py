@@ -6,43 +6,55 @@ number where hosts have the same number of ranks.
 
 The memory of a rank may outlive it, because other processes of its host map it. Then the loss of a rank loses nothing,
 and copies only go to other hosts.
+
+Where several ranks own a shard, as replicas, each counts as a copy: a shard that enough of them hold has no other copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
+from elastic.sharding.replicas import columns
+
 Placement = tuple[tuple[int, ...], ...]  # by shard, the ranks that keep a copy
 
 
 def place_copies(
-    order: Sequence[int], hosts: Sequence[str], copies: int, lasting: Sequence[bool] = ()
+    order: Sequence[int],
+    hosts: Sequence[str],
+    copies: int,
+    lasting: Sequence[bool] = (),
+    shards: int | None = None,
 ) -> Placement:
     """Deterministic: every rank computes the same.
 
     Args:
-        order: the rank that owns each shard.
+        order: the rank at each place of a mesh of replicas by shards.
         hosts: the host of each rank.
         copies: of each shard besides the owner's; as many as there are other ranks, at most.
         lasting: whether the memory of each rank outlives it. Default: of none.
+        shards: of the mesh. Default: each rank owns a shard of its own.
     """
     size = len(hosts)
+    held_by = columns(order, shards or len(order))
+    ranks_wanted, hosts_wanted = 1 + min(copies, size - 1), min(1 + copies, len({*hosts}))
     ring = sorted(range(size), key=lambda rank: (hosts[rank], rank))
     position = {rank: number for number, rank in enumerate(ring)}
-    placed: list[tuple[int, ...]] = [() for _ in order]
+    placed: list[tuple[int, ...]] = [() for _ in held_by]
     load = [0] * size
     for _ in range(min(copies, size - 1)):
-        for shard in sorted(range(len(order)), key=lambda each: position[order[each]]):
-            holding = (order[shard], *placed[shard])
+        for shard in sorted(range(len(held_by)), key=lambda each: position[held_by[each][0]]):
+            holding = (*held_by[shard], *placed[shard])
             used = {hosts[rank] for rank in holding}
-            if lasting and lasting[order[shard]] and used == {*hosts}:
+            outlives = bool(lasting) and any(lasting[rank] for rank in held_by[shard])
+            if len(used) >= hosts_wanted and (outlives or len(holding) >= ranks_wanted):
                 continue
             best = min(
                 (rank for rank in ring if rank not in holding),
                 key=lambda rank: (
                     hosts[rank] in used,
                     load[rank],
-                    (position[rank] - position[order[shard]]) % size,
+                    (position[rank] - position[holding[0]]) % size,
                 ),
             )
             load[best] += 1

@@ -90,6 +90,8 @@ def pieces(rows: Rows, row_bytes: int, limit: int) -> Iterator[Rows]:
         yield Rows(begin, min(begin + step, rows.end))
 
 
-def owners(order: Sequence[int]) -> dict[int, int]:
-    """The shard of each rank. ``order``: the rank of each shard."""
-    return {rank: shard for shard, rank in enumerate(order)}
+def owners(order: Sequence[int], shards: int | None = None) -> dict[int, int]:
+    """The shard of each rank. ``order``: the rank at each place of a mesh of replicas by ``shards``; without replicas,
+    the rank of each shard.
+    """
+    return {rank: place % (shards or len(order)) for place, rank in enumerate(order)}

@@ -51,7 +51,9 @@ class _OfThisProcess:
 class HandledState(_OfThisProcess, ObjectState):
     """Values of which some are handled by a `Part` or a handler of the script's own: `registry` says which."""
 
-    def __init__(self, values: dict[str, Any], rng: Any = False, copies: Any = 1) -> None:
+    def __init__(
+        self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
+    ) -> None:
         values = dict(values)
         if not isinstance(rng, bool):  # a script's own value of that name
             values["rng"] = rng
@@ -70,9 +72,11 @@ class HandledState(_OfThisProcess, ObjectState):
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
         self._introduce()
-        self._sharded = self._commits_of_shards(copies)
+        self._sharded = self._commits_of_shards(copies, least_shards)
         if self._sharded is None and copies != 1:
             values["copies"] = copies
+        if self._sharded is None and least_shards is not None:
+            values["least_shards"] = least_shards
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
         if self._random is not None:
             self._random.save()
@@ -143,7 +147,7 @@ class HandledState(_OfThisProcess, ObjectState):
                 )
         shard_checks.check_optimizers(values)
 
-    def _commits_of_shards(self, copies: Any) -> ShardedCommits | None:
+    def _commits_of_shards(self, copies: Any, least: Any) -> ShardedCommits | None:
         """If a model is fully sharded. Raises NotElastic, Invalid."""
         models = self._of_kind(FullyShardedHandler)
         optimizers = self._of_kind(ShardedOptimizerHandler)
@@ -171,11 +175,12 @@ class HandledState(_OfThisProcess, ObjectState):
                 f"{models[0].name} is fully sharded, so that all go back to a commit together: let the handler be a"
                 " Part"
             )
+        shards = sharding.least_shards({each.name: each.model for each in models}, least)
         for model in models:
             sharding.follow(model.model)
         for each in optimizers:
             sharding.follow_optimizer(each.value)
-        return ShardedCommits(lambda: [*models, *optimizers], copies)
+        return ShardedCommits(lambda: [*models, *optimizers], copies, shards)
 
     def _tell_shards(self) -> None:
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from elastic.errors import Fixed, NotElastic
+from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.runtime import lifecycle
 from elastic.state.fully_sharded import fsdp2
 
 _ADVICE = (
@@ -19,12 +20,14 @@ _ADVICE = (
 )
 _INTO_STATE = "put a model that fully_shard was applied to into elastic.TorchState, "
 _ADVICE_SHARDED = (
-    "apply fully_shard to layers and model with the default mesh, or one of init_device_mesh over all ranks, or, in a"
-    " job of a fixed size (without --min-np), leave the model out of the state"
+    "apply fully_shard to layers and model with the default mesh, or one of init_device_mesh over all ranks, of (shard)"
+    " or (replicate, shard), or, in a job of a fixed size (without --min-np), leave the model out of the state"
 )
 # torch's states of modules whose parameters a `TorchState` gives to each world.
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Of two dimensions, which a script has made for such modules.
+_followed_meshes: list[Any] = []
 _WHY = {
     Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
     Fixed.PARAMETERS: "has DTensor parameters: each rank has a part of them, and a lost rank's would be lost",
@@ -81,6 +84,46 @@ def any_fully_sharded() -> bool:
 def follow(model: torch.nn.Module) -> None:
     """A state gives this model's parameters to each world."""
     _followed.update(fsdp2.sharded_states(model))
+    mesh = fsdp2.mesh_of(model)
+    if mesh.ndim == 2 and all(mesh is not each for each in _followed_meshes):
+        _followed_meshes.append(mesh)
+
+
+def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | None:
+    """The fewest shards of these models in any world: those given, or those of their mesh (replicate, shard). None:
+    each rank has a shard of its own. Raises Invalid, NotElastic.
+
+    Args:
+        models: by name, fully sharded.
+        given: as to ``TorchState(least_shards=...)``.
+    """
+    meshes = [fsdp2.mesh_of(model) for model in models.values()]
+    if any(mesh.mesh.tolist() != meshes[0].mesh.tolist() for mesh in meshes):
+        raise NotElastic(
+            f"state.{' and state.'.join(models)} are fully sharded over different meshes: give fully_shard the same one"
+            " for all models of a state",
+            Fixed.MODULE,
+        )
+    if given is None and meshes[0].ndim == 1:
+        return None
+    least = meshes[0].size(1) if given is None else given
+    if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+        raise Invalid(
+            f"least_shards is {least!r}; give the smallest number of shards that memory allows"
+        )
+    rt = lifecycle.active()
+    if rt is not None and rt.elastic and rt.env.workers_min < least:
+        raise Invalid(
+            f"a world may have {rt.env.workers_min} workers (--min-np), and the state has {least} shards at least"
+            f" (least_shards, or the mesh given to fully_shard): give --min-np {least}, or a lower least_shards if one"
+            " worker has memory for more of the state"
+        )
+    return least
+
+
+def followed_groups() -> list[tuple[int, ...]]:
+    """The ranks of each process group of some ranks that only exists for a mesh of a followed model."""
+    return [line for mesh in _followed_meshes for line in fsdp2.lines_of(mesh)]
 
 
 def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,8 @@ class TorchState(HandledState):
 
     A model that ``fully_shard`` was applied to is committed by shards: every rank keeps its own, and ``copies`` other
     ranks, on other hosts if there are any, keep a copy. So many ranks can be lost at once. Then ``commit`` is called by
-    all ranks alike; see docs/sharded.md.
+    all ranks alike; see docs/sharded.md. With ``least_shards``, the smallest number of shards that memory allows, each
+    world has as many replicas of the model as ranks allow (HSDP).
 
     ``save`` copies what may have changed into host buffers made once; ``restore`` sets exactly the committed bits, in
     place, drops optimizer entries made since, and clears gradients. Whether modules train is committed too: where a
@@ -38,6 +39,7 @@ class TorchState(HandledState):
         optimizer: torch.optim.Optimizer | None = None,
         rng: Any = False,
         copies: Any = 1,
+        least_shards: Any = None,
         **kwargs: Any,
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
@@ -49,4 +51,5 @@ class TorchState(HandledState):
                 f"optimizer is a {type(optimizer).__name__}; pass the torch.optim.Optimizer itself,"
                 " or give the value another name"
             )
-        super().__init__({"model": model, "optimizer": optimizer, **kwargs}, rng, copies)
+        values = {"model": model, "optimizer": optimizer, **kwargs}
+        super().__init__(values, rng, copies, least_shards)

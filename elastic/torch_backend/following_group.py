@@ -7,6 +7,7 @@ that carries a collective is that of the world in which it is called.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -21,6 +22,7 @@ from elastic.errors import CollectiveFailed, Fixed, Invalid, NotElastic
 from elastic.monitoring import moved_tensors
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
+from elastic.state import sharding
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.group_names import names
 from elastic.torch_backend.mirror import MirrorCollectives
@@ -59,6 +61,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._count = 0
         self._of = place.size
         self._born = names.generation  # under elastic.run; 0 before it
+        self._outlived = False
         if rt.elastic:
             self.messages.expect(rt)
         elif 1 < len(members) <= AT_ONCE:
@@ -131,9 +134,13 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     def fits(self, size: int) -> bool:
         """Whether it has a meaning in the present world, of this size."""
-        if self._born != names.generation and self._born:
+        if self._outlived or (self._born != names.generation and self._born):
             return False
         return self.ranks is None or size == self._of
+
+    def outlive(self) -> None:
+        """The world that its ranks were of is over."""
+        self._outlived = True
 
     def generation(self) -> int:
         return lifecycle.current().generation
@@ -210,14 +217,16 @@ def follow(rt: Runtime, *, first: bool) -> None:
     """A world has come: brings what torch.distributed keeps of its groups up to it. ``first``: this worker enters
     elastic.run with all others, in the world in which it has made its groups.
 
-    Those that were made under elastic.run in an earlier world are gone. Raises NotElastic, on every rank, where some
-    of the ranks had a group before elastic.run, of which a rank that has moved knows nothing.
+    Those that were made under elastic.run in an earlier world are gone, and so are those of meshes of fully sharded
+    models, which get another mesh. Raises NotElastic, on every rank, where some of the ranks had another group before
+    elastic.run, of which a rank that has moved knows nothing.
     """
     size = rt.place.size
     names.enter(rt.generation)
-    if names.before and not first:
+    others = [*(Counter(names.before) - Counter(sharding.followed_groups()))]
+    if others and not first:
         raise NotElastic(
-            f"a process group of ranks {list(names.before[0])} was made before elastic.run, and the world has changed:"
+            f"a process group of ranks {list(others[0])} was made before elastic.run, and the world has changed:"
             " ranks have moved, and such a group cannot follow them; make it with new_group() or init_device_mesh() at"
             " the beginning of the function under elastic.run, which every world calls anew",
             Fixed.PROCESS_GROUP,
@@ -226,6 +235,8 @@ def follow(rt: Runtime, *, first: bool) -> None:
     for group in list(known.pg_map):
         if not isinstance(group, FollowingGroup):
             continue
+        if group.ranks is not None and not first:
+            group.outlive()
         if not group.fits(size):
             distributed.destroy_process_group(group)
             continue

@@ -52,10 +52,11 @@ def obstacle(model: nn.Module) -> str | None:
         )
     size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
-    for state in sharded_states(model):
-        for group in state._fsdp_param_groups:
-            if why := _obstacle_of(group, size):
-                return why
+    for group in _groups(model):
+        if why := _obstacle_of(group, size):
+            return why
+        if group.mesh_info.mesh.mesh.tolist() != mesh_of(model).mesh.tolist():
+            return "is fully sharded over several meshes"
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and id(parameter) not in ours:
             return f"has the parameter {name}, a DTensor that is not sharded by fully_shard alone"
@@ -68,12 +69,15 @@ def _obstacle_of(group: Any, size: int) -> str | None:
         DefaultAllGather,
         DefaultReduceScatter,
     )
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
     from torch.distributed.tensor import Shard
 
     info = group.mesh_info
-    if type(info) is not FSDPMeshInfo or info.is_spmd_mesh or info.mesh.ndim != 1:
-        return "is fully sharded over a mesh of more dimensions than one"
+    kind = {1: FSDPMeshInfo, 2: HSDPMeshInfo}.get(info.mesh.ndim)
+    if type(info) is not kind or info.is_spmd_mesh:
+        return "is fully sharded over other dimensions than (shard) or (replicate, shard)"
+    if info.mesh.ndim == 2 and info.mesh._get_root_mesh() is not info.mesh:
+        return "is fully sharded over two dimensions of a larger mesh"
     if info.mesh.size() != size:
         return f"is fully sharded over {info.mesh.size()} of the {size} ranks"
     if group.post_forward_mesh_info not in (None, info):
@@ -122,6 +126,16 @@ def mesh_of(model: nn.Module) -> Any:
     return next(iter(_groups(model))).mesh_info.mesh
 
 
+def shards_of(mesh: Any) -> tuple[int, int]:
+    """Into how many shards it divides parameters, and which of them this rank has."""
+    return mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+
+
+def lines_of(mesh: Any) -> list[tuple[int, ...]]:
+    """The ranks of each process group that a mesh of two dimensions consists of."""
+    return [tuple(line) for lines in (mesh.mesh.T, mesh.mesh) for line in lines.tolist()]
+
+
 def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
     """Whether its mesh is of all ranks of a world of this size in their order, and this rank has that shard."""
     mesh = mesh_of(model)
@@ -141,16 +155,43 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
     return DeviceMesh.from_group(group, like.device_type, mesh_dim_names=names)
 
 
+def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
+    """The same of replicas by shards. Collective. ``order``: the rank at each place."""
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    places = torch.tensor(order, device="cpu").view(-1, shards)
+    own = distributed.get_rank()
+    groups: list[Any] = []
+    # init_device_mesh sorts the ranks of each group, and a rank that takes over a shard is out of order.
+    for lines in (places.T, places):
+        for line in lines.tolist():
+            everyone = line == list(range(len(order)))
+            made = (
+                distributed.group.WORLD
+                if everyone
+                else distributed.new_group(line, sort_ranks=False)
+            )
+            if own in line:
+                groups.append(made)
+    names = like.mesh_dim_names if like.ndim == 2 else ("replicate", "shard")
+    return DeviceMesh.from_group(groups, like.device_type, places, mesh_dim_names=names)
+
+
 @torch.no_grad()
 def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
     """Shards the parameters over another mesh, in place. Returns the new local tensors, which have no values yet."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # Meshes of the same ranks are equal, also where this process had another rank: DTensor would give results of
     # operators the mesh of an earlier world, and with it this rank's place there.
     _clear_sharding_prop_cache()
-    info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    info = (
+        FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    )
     names = {id(param): name for name, param in sharded_params(model).items()}
     found = {}
     for group in _groups(model):
@@ -221,8 +262,8 @@ def is_sharded(tensor: object) -> bool:
 
 
 def by_rows(tensor: Any) -> bool:
-    """Whether a DTensor is sharded along its first dimension over a mesh of one dimension."""
-    from torch.distributed.tensor import Shard
+    """Whether a DTensor is sharded along its first dimension, and otherwise replicated."""
+    from torch.distributed.tensor import Replicate, Shard
 
     placements: Mapping[int, Any] | Sequence[Any] = tensor.placements
-    return list(placements) == [Shard(0)]
+    return list(placements) in ([Shard(0)], [Replicate(), Shard(0)])

@@ -15,6 +15,7 @@ from elastic.sharding.rows import ShardedTensor, ShardLayout
 from elastic.state.fully_sharded import lasting_memory
 from elastic.state.fully_sharded.lasting_memory import PeerArena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
+from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 
 _numbers = itertools.count()
@@ -40,8 +41,9 @@ class ShardBank:
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
         self.offsets: dict[int, list[int]] = {}  # by shard
-        # Shards of the same commit in the banks of other processes of this host, with their headers.
-        self.peers: dict[int, tuple[PeerArena, torch.Tensor]] = {}
+        # Shards of the same commit in the banks of other processes of this host, with their headers. Replicas of a
+        # shard are several.
+        self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
         self._own = torch.empty(0, dtype=torch.uint8, device="cpu")  # with a header
         self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
         self._shard = 0  # this rank's
@@ -102,6 +104,10 @@ class ShardBank:
         lasting_memory.mark(self._own, commit, shard)
         return sum(each.nbytes for each in tensors)
 
+    def digest(self) -> int:
+        """63 bits: of the values of this rank's shard."""
+        return digest.digest((str(number), view) for number, view in enumerate(self._views))
+
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
         """This rank's rows of each tensor."""
         found, views = {}, iter(self._views)
@@ -117,22 +123,22 @@ class ShardBank:
 
     def map_peer(self, shard: int, arena: PeerArena, offset: int, size: int) -> None:
         """Another process of this host has this shard of the commit there."""
-        self.peers[shard] = arena, arena.view(offset, size)
+        self.peers.setdefault(shard, []).append((arena, arena.view(offset, size)))
 
     def lasting(self, commit: CommitId) -> list[int]:
         """Shards of the commit that other processes of this host have whole, or had when they were killed."""
-        return [
-            shard
-            for shard, (_, memory) in self.peers.items()
-            if lasting_memory.is_whole(memory, commit, shard)
-        ]
+        self.peers = {
+            shard: [each for each in there if lasting_memory.is_whole(each[1], commit, shard)]
+            for shard, there in self.peers.items()
+        }
+        return [shard for shard, there in self.peers.items() if there]
 
     def buffer(self, shard: int) -> torch.Tensor:
         """uint8, all bytes of a shard that this bank holds, or a process of this host."""
         if shard == self._shard:
             return self._own[lasting_memory.HEADER :]
         held = self._buffers.get(shard)
-        return self.peers[shard][1][lasting_memory.HEADER :] if held is None else held
+        return self.peers[shard][0][1][lasting_memory.HEADER :] if held is None else held
 
     def rows(self, move: Move) -> torch.Tensor:
         """uint8: the rows of a move, of a shard that this bank holds."""

@@ -31,8 +31,16 @@ from elastic.sharding.inventory import (
     lost_shards,
     newest_whole,
 )
-from elastic.sharding.moves import Move, order_of_shards, plan_moves, rounds, travelling
+from elastic.sharding.moves import (
+    Move,
+    order_of_replicas,
+    order_of_shards,
+    plan_moves,
+    rounds,
+    travelling,
+)
 from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
+from elastic.sharding.replicas import columns, mesh_shape, sender
 from elastic.sharding.rows import ShardLayout, owners, rows_of
 from elastic.state.fully_sharded import fsdp2, lasting_memory, objects
 from elastic.state.fully_sharded.lasting_memory import ArenaOffer, PeerArena
@@ -54,24 +62,32 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 @dataclass(frozen=True)
 class ShardedWorld:
-    """The ranks among which shards are divided. ``order``: the rank of each shard. ``hosts``: of each rank."""
+    """The ranks among which shards are divided. ``order``: the rank at each place of a mesh of replicas by shards.
+    ``hosts``: of each rank.
+    """
 
     generation: int
     rank: int
     order: tuple[int, ...]
+    shards: int
     hosts: tuple[str, ...]
     placement: Placement
     arenas: Mapping[int, PeerArena]  # of other ranks on this host, by rank
 
     @property
     def shard(self) -> int:
-        return owners(self.order)[self.rank]
+        return owners(self.order, self.shards)[self.rank]
+
+    @property
+    def senders(self) -> list[int]:
+        """The rank that sends each shard to those that keep a copy."""
+        return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
 
     def where(self) -> tuple[tuple[str, ...], ...]:
-        """The hosts that have each shard, its owner's first."""
+        """The hosts that have each shard, its owners' first."""
         return tuple(
-            tuple(self.hosts[rank] for rank in (owner, *copies))
-            for owner, copies in zip(self.order, self.placement, strict=True)
+            tuple(self.hosts[rank] for rank in (*column, *copies))
+            for column, copies in zip(columns(self.order, self.shards), self.placement, strict=True)
         )
 
 
@@ -95,6 +111,9 @@ class Choice:
     bank: ShardBank | None
     arenas: Mapping[int, PeerArena]
     lasting: Sequence[bool]  # whether the memory of each rank outlives it
+    least: (
+        int | None
+    )  # shards, of a mesh of replicas by shards; None: each rank has a shard of its own
 
     @property
     def root(self) -> int:
@@ -110,8 +129,11 @@ class Choice:
 class ShardedCommits:
     """Of one state. ``parts``: those with sharded tensors. Methods are for the training thread."""
 
-    def __init__(self, parts: Callable[[], Iterable[Sharded]], copies: int) -> None:
+    def __init__(
+        self, parts: Callable[[], Iterable[Sharded]], copies: int, least: int | None = None
+    ) -> None:
         self.copies = copies
+        self.least = least  # as in `Choice`
         self.spent = CommitCost()
         self.moved = 0  # bytes that travelled at the last change of the world
         self._parts = parts
@@ -129,11 +151,10 @@ class ShardedCommits:
         """A commit begins. Returns where its replicated parts are to be saved."""
         shards, world = self._live(), self._world
         if world is None:
-            mesh = self._mesh()
-            count, shard = mesh.size(), mesh.get_local_rank()
+            count, shard = fsdp2.shards_of(self._mesh())
             record = BankRecord(CommitId(0, self._number), count, shard, (), ())
         else:
-            count, shard = len(world.order), world.shard
+            count, shard = world.shards, world.shard
             copies = tuple(copied_to(world.placement, world.rank))
             commit = CommitId(world.generation, self._number)
             record = BankRecord(commit, count, shard, copies, world.where())
@@ -155,7 +176,7 @@ class ShardedCommits:
         if world is not None and rt is not None:
             with rt.guard("commit of the shards"):
                 group = rt.group("state", CPU)
-                self._compare(group, world, bank)
+                self._compare(group, world, bank, content=rt.env.digest_commits)
                 spent.sent = self._mirror(group, world, bank)
                 self._cycle.mirrored()
                 sealed = time.perf_counter()
@@ -169,18 +190,22 @@ class ShardedCommits:
         spent.seal_s = time.perf_counter() - sealed
         self.spent = spent
 
-    def _compare(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> None:
+    def _compare(
+        self, group: Collectives, world: ShardedWorld, bank: ShardBank, *, content: bool
+    ) -> None:
         """Whether all ranks commit the same tensors: the sizes of what is exchanged follow from them. And where in the
-        memory of its host each has its shard.
+        memory of its host each has its shard. ``content``: whether replicas of a shard have the same values.
         """
         same = [bank.layout.digest, self._number]
-        mine = torch.tensor([*same, *bank.where()], dtype=torch.int64, device="cpu")
+        replicas = columns(world.order, world.shards)
+        values = bank.digest() if content and len(replicas[0]) > 1 else 0
+        mine = torch.tensor([*same, *bank.where(), values], dtype=torch.int64, device="cpu")
         parts = [torch.zeros_like(mine, device="cpu") for _ in range(group.size)]
         group.allgather(parts, mine).wait()
         found = [each.tolist() for each in parts]
-        shard_of = owners(world.order)
+        shard_of = owners(world.order, world.shards)
         for rank, arena in world.arenas.items():
-            offset, size = found[rank][2:]
+            offset, size = found[rank][2:4]
             if offset >= 0:
                 bank.map_peer(shard_of[rank], arena, offset, size)
         other = next((rank for rank, each in enumerate(found) if each[:2] != same), None)
@@ -189,17 +214,27 @@ class ShardedCommits:
                 f"this rank commits other sharded tensors than rank {other}, or another number of commits: all ranks"
                 " have to step the same optimizers and call commit() alike"
             )
+        for shard, column in enumerate(replicas):
+            differs = [rank for rank in column if found[rank][4] != found[column[0]][4]]
+            if differs:
+                raise StateMismatch(
+                    f"ranks {column[0]} and {differs[0]} hold shard {shard}, and its values differ: one of them"
+                    " computes differently (hardware, versions), or the script changes parameters or learning rates on"
+                    " some ranks only"
+                )
 
     def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> int:
         """Sends this rank's shard to those that keep a copy of it. Returns the bytes sent."""
         levels = max(map(len, world.placement), default=0)
+        senders = world.senders
+        kept = world.placement[world.shard] if senders[world.shard] == world.rank else ()
         largest = bank.layout.nbytes(0)
         buffer = bank.buffer(world.shard)
         sent = 0
         for level in range(levels):
-            to = world.placement[world.shard][level : level + 1]
+            to = kept[level : level + 1]
             of = {
-                world.order[shard]: shard
+                senders[shard]: shard
                 for shard, ranks in enumerate(world.placement)
                 if ranks[level : level + 1] == (world.rank,)
             }
@@ -235,24 +270,26 @@ class ShardedCommits:
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
             told = objects.gather(
-                group, (self._inventory(), rt.env.worker.host, lasting_memory.offer())
+                group, (self._inventory(), rt.env.worker.host, lasting_memory.offer(), self.least)
             )
-            arenas = _map_arenas([each for _, _, each in told], rt.place.rank)
+            arenas = _map_arenas([offer for _, _, offer, _ in told], rt.place.rank)
             reached = objects.gather(group, sorted(arenas))
-        inventories = [each for each, _, _ in told]
-        hosts = tuple(host for _, host, _ in told)
+        inventories = [each for each, _, _, _ in told]
+        hosts = tuple(host for _, host, _, _ in told)
         whole = newest_whole(inventories)
         if whole is None:
             lost = lost_shards(inventories)
             raise ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
         bank = self._cycle.adopt(whole.commit)
-        machines = [offer and offer.owner.host for _, _, offer in told]
+        machines = [offer and offer.owner.host for _, _, offer, _ in told]
         return Choice(
             whole,
             hosts,
             None if bank is None else self._banks[bank],
             arenas,
             lasting(machines, reached),
+            # A mesh that a worker that joins has made for itself may have another shape.
+            told[whole.ranks()[0]][3],
         )
 
     def _inventory(self) -> Inventory:
@@ -273,14 +310,21 @@ class ShardedCommits:
         rank, size = rt.place.rank, rt.place.size
         specs = self._agree(rt, choice)
         layout = as_layout(specs, choice.whole.shards)
-        order = order_of_shards(choice.whole, layout.tensors, size)
-        placement = place_copies(order, choice.hosts, self.copies, choice.lasting)
-        self._world = ShardedWorld(
-            rt.generation, rank, tuple(order), choice.hosts, placement, choice.arenas
+        self.least = choice.least
+        if choice.least is None:
+            shards, order = size, order_of_shards(choice.whole, layout.tensors, size)
+        else:
+            shards = mesh_shape(size, choice.least).shards
+            order = order_of_replicas(
+                choice.whole, layout.tensors, choice.hosts, shards, self.copies
+            )
+        placement = place_copies(order, choice.hosts, self.copies, choice.lasting, shards)
+        self._world = world = ShardedWorld(
+            rt.generation, rank, tuple(order), shards, choice.hosts, placement, choice.arenas
         )
         self._number = 0
-        found = self._targets(specs, choice, order, owners(order)[rank])
-        moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE)
+        found = self._targets(specs, choice, world)
+        moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE, shards)
         with rt.guard("copy of the shards"):
             self._travel(rt.group("state", CPU), moves, layout, choice, found)
         failpoint("shard-moved")
@@ -316,30 +360,33 @@ class ShardedCommits:
         return told
 
     def _targets(
-        self, specs: dict[str, RowSpec], choice: Choice, order: list[int], shard: int
+        self, specs: dict[str, RowSpec], choice: Choice, world: ShardedWorld
     ) -> dict[str, torch.Tensor]:
         """This rank's rows in the new world, without values: live tensors of models, new ones for optimizers."""
-        size = len(order)
-        stays = tuple(order) == choice.whole.owners == tuple(range(size))
+        order, shard, size = world.order, world.shard, len(world.order)
+        # Process groups of some ranks end with their world, and those of a mesh of replicas are such.
+        stays = choice.least is None and order == choice.whole.owners == tuple(range(size))
         found = {}
         device = CPU
         for part in self._parts():
             if isinstance(part, FullyShardedHandler):
                 # A world that broke before it trained may have left another mesh here, and not on all ranks.
                 if not (stays and fsdp2.is_over_all(part.model, size, shard)):
-                    mesh = self._new_mesh(part, order)
-                    fsdp2.remesh(part.model, mesh)
+                    fsdp2.remesh(part.model, self._new_mesh(part, world, choice))
                 live = part.live_shards()
                 found.update({f"{part.name}/{key}": each.local for key, each in live.items()})
                 device = next((each.local.device for each in live.values()), device)
         for name, spec in specs.items():
             if name not in found:
-                rows = len(rows_of(spec.shape[0], shard, size))
+                rows = len(rows_of(spec.shape[0], shard, world.shards))
                 found[name] = spec.local(rows, device)
         return {name: found[name] for name in specs}
 
-    def _new_mesh(self, part: FullyShardedHandler, order: list[int]) -> Any:
-        return fsdp2.make_mesh(fsdp2.mesh_of(part.model), order)
+    def _new_mesh(self, part: FullyShardedHandler, world: ShardedWorld, choice: Choice) -> Any:
+        like = fsdp2.mesh_of(part.model)
+        if choice.least is None:
+            return fsdp2.make_mesh(like, world.order)
+        return fsdp2.make_hybrid_mesh(like, world.order, world.shards)
 
     def _travel(
         self,
@@ -351,12 +398,12 @@ class ShardedCommits:
     ) -> None:
         world = self._world
         assert world is not None
-        size, rank = len(world.order), world.rank
+        shards, rank = world.shards, world.rank
         targets = list(found.values())
 
         def place(move: Move, rows: torch.Tensor) -> None:
             tensor = layout.tensors[move.tensor]
-            first = rows_of(tensor.rows, world.shard, size).begin
+            first = rows_of(tensor.rows, world.shard, shards).begin
             into = targets[move.tensor][move.rows.begin - first : move.rows.end - first]
             into.copy_(rows.view(into.dtype).view(into.shape))
 

@@ -1,7 +1,7 @@
 """Trains a model sharded by ``fully_shard``, and may have to die at a failpoint; its own: forward, backward, optimizer.
 
 STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for 4 workers.
-SLOW  seconds of pause after each step.
+SLOW  seconds of pause after each step.   LEAST  shards: replicas of them.
 At the end every worker writes ``out/WORKER.json``.
 """
 
@@ -90,6 +90,10 @@ class Training:
         elif feature == "named_mesh":
             size = dist.get_world_size()
             options["mesh"] = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+        elif feature == "hybrid_mesh":
+            shape = dist.get_world_size() // 2, 2
+            names = ("replicate", "shard")
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if feature not in ("tied", "one_unit"):
             for layer in (model.first, model.second, model.again, model.third):
                 if not self.ignored or layer is not model.third:
@@ -159,10 +163,21 @@ def main() -> None:
     training = Training(feature, sharded=True)
     model = training.model
     ids = training.objects()
-    more = {f"optimizer{number}": each for number, each in enumerate(training.optimizers)}
+    more: dict[str, Any] = {
+        f"optimizer{number}": each for number, each in enumerate(training.optimizers)
+    }
     copies = int(os.environ.get("COPIES", "1"))
+    if "LEAST" in os.environ:
+        more["least_shards"] = int(os.environ["LEAST"])
     state = elastic.TorchState(
-        model=model, schedule=training.schedule, step=0, losses={}, sizes={}, copies=copies, **more
+        model=model,
+        schedule=training.schedule,
+        step=0,
+        losses={},
+        sizes={},
+        meshes={},
+        copies=copies,
+        **more,
     )
 
     @elastic.run
@@ -180,6 +195,7 @@ def main() -> None:
             model.steps += 1
             state.losses[state.step] = float(loss)
             state.sizes[state.step] = size
+            state.meshes[state.step] = list(next(model.parameters()).device_mesh.shape)
             state.step += 1
             state.commit()
             if state.step == 10:
@@ -191,6 +207,7 @@ def main() -> None:
     found = {
         "losses": [state.losses[step] for step in range(steps)],
         "sizes": [state.sizes[step] for step in range(steps)],
+        "meshes": [state.meshes[step] for step in range(steps)],
         "same": same,
         "counted": float(model.steps),
         "digest": float(sum(gathered(each).sum() for each in model.parameters())),

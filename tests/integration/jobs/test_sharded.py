@@ -72,6 +72,15 @@ def test_kills_of_rank_0_and_others_and_joins(job: Any):
     assert found[0]["sizes"][20] == 4
 
 
+@pytest.mark.timeout(300)
+def test_replicas_become_shards_after_a_kill_and_replicas_again_after_a_join(job: Any):
+    rules = "backward kill slot=1 incarnation=1 step=5"
+    found = trained(job, rules, BACK, 14, FULL="10", FEATURE="hybrid_mesh", ELASTIC_DIGESTS="1")
+    check(found, 14)
+    assert len(found) == 4
+    assert [found[0]["meshes"][step] for step in (4, 5, 12)] == [[2, 2], [1, 3], [2, 2]]
+
+
 @pytest.mark.nightly
 def test_shards_that_no_worker_holds_end_the_job(job: Any, tmp_path: Path):
     rule = at_once(tmp_path, "backward kill slot=1,2 step=5 victims=2")
@@ -177,4 +186,76 @@ def test_what_fsdp2_can_do_goes_on_after_a_kill_and_a_join(job: Any, feature: st
         job, f"{place} kill slot=1 incarnation=1 step=5", BACK, 14, FULL="10", FEATURE=feature
     )
     check(found, 14, feature)
+    assert len(found) == 4
+
+
+# ---- replicas ------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_with_replicas_a_kill_at_any_place_and_a_join(job: Any, place: str, apart: bool):
+    rules = f"{place} kill slot=1 incarnation=1 step=5; {place} kill slot=0 incarnation=1 step=15"
+    env = {"LEAST": "2", "ELASTIC_DIGESTS": "1"} | (APART if apart else {})
+    found = trained(job, rules, BACK, 24, FULL="10", **env)
+    check(found, 24)
+    assert len(found) == 4
+    assert {*map(tuple, found[0]["meshes"])} == {(2, 2), (1, 3)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["rendezvous", "shard-moved", "shard-placed"])
+def test_with_replicas_a_second_kill_while_the_others_recover(job: Any, place: str):
+    generation = " generation=2" if place == "rendezvous" else ""
+    size = 4 if generation else 3
+    rules = f"backward kill slot=1 step=5; {place} kill slot=3 size={size}{generation} step=5"
+    found = trained(job, rules, COPIES="2", LEAST="2", **APART)
+    check(found)
+    assert len(found) == 2
+    assert found[0]["meshes"][-1] == [1, 2]
+
+
+@pytest.mark.nightly
+def test_a_replica_holds_the_shard_of_a_lost_worker_without_copies(job: Any):
+    """Each worker counts as a host of its own, and none keeps a copy."""
+    found = trained(job, "backward kill slot=1 step=5", COPIES="0", LEAST="2", **APART)
+    check(found)
+    assert len(found) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("least", ["1", "3", "4"])
+def test_with_any_least_number_of_shards_a_kill_and_a_join(job: Any, least: str):
+    rules = "backward kill slot=0 incarnation=1 step=5"
+    flags = f"{BACK} --min-np {least}"
+    found = trained(job, rules if least != "4" else "", flags, 14, FULL="10", LEAST=least)
+    check(found, 14)
+    shapes = {"1": {(4, 1), (3, 1)}, "3": {(1, 4), (1, 3)}, "4": {(1, 4)}}
+    assert {*map(tuple, found[0]["meshes"])} == shapes[least]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("feature", fsdp.FEATURES)
+def test_what_fsdp2_can_do_goes_on_with_replicas(job: Any, feature: str):
+    place = "optimizer" if feature == "compiled" else "backward"
+    rules = f"{place} kill slot=1 incarnation=1 step=5"
+    found = trained(job, rules, BACK, 14, FULL="10", FEATURE=feature, LEAST="2")
+    check(found, 14, feature)
+    assert len(found) == 4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("apart", [False, True])
+def test_with_replicas_twelve_kills_and_joins(job: Any, apart: bool):
+    places = [*PLACES, "backward", "shard-mirror", "forward", "shard-seal"]
+    rules = [
+        f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"
+        for kill, place in enumerate(places)
+    ]
+    steps = 10 * len(places) + 5
+    env = {"LEAST": "2"} | (APART if apart else {})
+    found = trained(job, "; ".join(rules), BACK, steps, FULL="10", **env)
+    check(found, steps)
     assert len(found) == 4

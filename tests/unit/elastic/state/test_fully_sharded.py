@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import distributed, nn
 from elastic.collectives.shared_memory import arena
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
+from elastic.runtime import lifecycle
 from elastic.sharding.inventory import CommitId
 from elastic.sharding.moves import Move
 from elastic.sharding.rows import Rows
-from elastic.state import TorchState
+from elastic.state import TorchState, sharding
 from elastic.state.fully_sharded import fsdp2, lasting_memory
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_bank import ShardBank
@@ -206,3 +208,102 @@ def test_memory_of_a_bank_stays_when_its_state_is_dropped():
     before = mine.lent
     del bank
     assert mine.lent == before
+
+
+# ---- replicas ------------------------------------------------------------------------------------
+
+
+def two_by_two() -> Any:
+    return distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def hybrid() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    return fully_shard(model, mesh=two_by_two())
+
+
+@pytest.mark.parametrize(
+    ("order", "shards"),
+    [((0, 1, 2, 3), 2), ((2, 0, 3, 1), 2), ((3, 1, 0, 2), 4), ((2, 1, 0, 3), 1)],
+)
+def test_a_mesh_of_replicas_leaves_parameters_the_same_objects(four, order, shards: int):
+    model = network()
+    before = {name: id(each) for name, each in model.named_parameters()}
+    mesh = fsdp2.make_hybrid_mesh(fsdp2.mesh_of(model), order, shards)
+    assert mesh.mesh.tolist() == [
+        list(order[first : first + shards]) for first in range(0, 4, shards)
+    ]
+    shard = order.index(1) % shards
+    assert fsdp2.shards_of(mesh) == (shards, shard)
+    locals_ = fsdp2.remesh(model, mesh)
+    assert {name: id(each) for name, each in model.named_parameters()} == before
+    for name, each in model.named_parameters():
+        assert each._local_tensor is locals_[name]
+        assert fsdp2.by_rows(each)
+        chunks = torch.empty(each.shape[0]).chunk(shards)
+        assert len(locals_[name]) == (len(chunks[shard]) if shard < len(chunks) else 0)
+    info = fsdp2.sharded_params(model)["0.weight"].mesh_info
+    assert info.shard_process_group.rank() == shard
+    assert info.replicate_process_group.size() == 4 // shards
+
+
+def test_the_fewest_shards_are_those_of_the_mesh_unless_they_are_given(four, monkeypatch):
+    models = {"model": hybrid()}
+    assert sharding.least_shards(models, None) == 2
+    assert sharding.least_shards(models, 1) == 1
+    assert sharding.least_shards({"model": network()}, None) is None
+    assert sharding.least_shards({"model": network()}, 2) == 2
+    for wrong in (0, -1, True, "two", 2.0):
+        with pytest.raises(Invalid):
+            sharding.least_shards(models, wrong)
+    with pytest.raises(NotElastic) as refused:
+        sharding.least_shards({"one": hybrid(), "other": network()}, 2)
+    assert refused.value.kind is Fixed.MODULE
+    job = SimpleNamespace(elastic=True, env=SimpleNamespace(workers_min=1))
+    monkeypatch.setattr(lifecycle, "active", lambda: job)
+    assert sharding.least_shards(models, 1) == 1
+    for given in (None, 2):
+        with pytest.raises(Invalid):
+            sharding.least_shards(models, given)
+
+
+def test_a_state_with_replicas_restores_exactly_the_committed_bits(four):
+    model = hybrid()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model=model, optimizer=optimizer)
+    give_gradients(model)
+    optimizer.step()
+    state.commit()
+    kept = bits(model, optimizer)
+    give_gradients(model)
+    optimizer.step()
+    state.restore()
+    assert equal(bits(model, optimizer), kept)
+
+
+def test_least_shards_is_a_value_of_the_script_where_nothing_is_sharded():
+    state = TorchState(model=nn.Linear(2, 2), least_shards=5)
+    assert state.least_shards == 5
+
+
+def test_groups_of_a_mesh_of_replicas_are_known(four):
+    TorchState(model=hybrid())
+    found = sharding.followed_groups()
+    assert all(found.count(line) for line in [(0, 1), (2, 3), (0, 2), (1, 3)])
+
+
+def test_a_digest_tells_shards_with_other_values():
+    found = set()
+    for more in (0, 0, 1):
+        bank, live = ShardBank(), shards(2)
+        for each in live.values():
+            each.local.fill_(1)
+        live["m/bias"].local[1] += more
+        bank.arrange(live, 4, (2,))
+        bank.copy(live, CommitId(3, 1))
+        found.add(bank.digest())
+    assert len(found) == 2

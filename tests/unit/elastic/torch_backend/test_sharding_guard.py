@@ -49,13 +49,22 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def over_two_dimensions(mesh: Any) -> Any:
+def over_two_of_three_dimensions(mesh: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    two = distributed.device_mesh.init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
+    three = distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor")
     )
-    return fully_shard(network(), mesh=two)
+    return fully_shard(network(), mesh=three["replicate", "shard"])
+
+
+def over_several_meshes(mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    two = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = network()
+    fully_shard(model[0], mesh=two)
+    return fully_shard(model, mesh=mesh)
 
 
 def over_some_ranks(mesh: Any) -> Any:
@@ -95,7 +104,8 @@ def partly_tensor_parallel(mesh: Any) -> Any:
         *(
             (each, Fixed.MODULE)
             for each in (
-                over_two_dimensions,
+                over_two_of_three_dimensions,
+                over_several_meshes,
                 over_some_ranks,
                 along_columns,
                 regathered_by_two,
