@@ -35,9 +35,10 @@ class BankRecord:
 
     def held(self) -> Inventory:
         own = [self.shard] if self.state >= BankState.OWN else []
-        copies = self.copies if self.state >= BankState.MIRRORED else ()
+        mirrored = self.state >= BankState.MIRRORED
+        copies = self.copies if mirrored else ()
         return tuple(
-            HeldShard(self.commit, self.shards, shard, shard == self.shard, self.hosts)
+            HeldShard(self.commit, self.shards, shard, shard == self.shard, self.hosts, mirrored)
             for shard in (*own, *copies)
         )
 

@@ -1,7 +1,8 @@
 """Decides which commit all ranks go back to: the newest of which every shard is held by some rank. Pure.
 
-A commit's shards may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is whole
-on all of them; one that was not sealed may be whole all the same, and is taken then.
+A commit's shards may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is
+mirrored on all of them. One that is not was never sealed: it may be whole all the same, but with fewer copies than were
+asked for, so that it is only taken where no other is whole.
 
 What a training begins with may differ between replicas of a shard: those of generation 0 have one holder each, from
 which the others receive it.
@@ -22,13 +23,16 @@ class CommitId(NamedTuple):
 
 
 class HeldShard(NamedTuple):
-    """A whole shard of one commit that a rank has in memory. ``hosts``: where each shard was, its owner's first."""
+    """A whole shard of one commit that a rank has in memory. ``hosts``: where each shard was, its owner's first.
+    ``mirrored``: the rank has all copies of other shards, too, that it is to keep.
+    """
 
     commit: CommitId
     shards: int
     shard: int
     own: bool
     hosts: tuple[tuple[str, ...], ...] = ()
+    mirrored: bool = True
 
 
 Inventory = tuple[HeldShard, ...]  # of one rank
@@ -60,7 +64,9 @@ class LostShard:
 
 def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
     """``inventories``: what each rank holds. None: of no commit all shards are held."""
-    for commit in _commits(inventories):
+    commits = _commits(inventories)
+    mirrored = [commit for commit in commits if _mirrored(inventories, commit)]
+    for commit in (*mirrored, *commits):
         found = _holders(inventories, commit)
         if all(found):
             owners: list[int | None] = [None] * len(found)
@@ -85,6 +91,11 @@ def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
             if not ranks
         ]
     return []
+
+
+def _mirrored(inventories: Sequence[Inventory], commit: CommitId) -> bool:
+    """On all ranks that are left of those that have made it."""
+    return all(each.mirrored for held in inventories for each in held if each.commit == commit)
 
 
 def _commits(inventories: Sequence[Inventory]) -> list[CommitId]:

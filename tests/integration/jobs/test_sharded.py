@@ -193,6 +193,7 @@ def test_what_fsdp2_can_do_goes_on_after_a_kill_and_a_join(job: Any, feature: st
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_with_replicas_a_kill_at_any_place_and_a_join(job: Any, place: str, apart: bool):
@@ -205,6 +206,7 @@ def test_with_replicas_a_kill_at_any_place_and_a_join(job: Any, place: str, apar
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("place", ["rendezvous", "shard-moved", "shard-placed"])
 def test_with_replicas_a_second_kill_while_the_others_recover(job: Any, place: str):
     generation = " generation=2" if place == "rendezvous" else ""
@@ -217,6 +219,7 @@ def test_with_replicas_a_second_kill_while_the_others_recover(job: Any, place: s
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 def test_a_replica_holds_the_shard_of_a_lost_worker_without_copies(job: Any):
     """Each worker counts as a host of its own, and none keeps a copy."""
     found = trained(job, "backward kill slot=1 step=5", COPIES="0", LEAST="2", **APART)
@@ -225,6 +228,7 @@ def test_a_replica_holds_the_shard_of_a_lost_worker_without_copies(job: Any):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("least", ["1", "3", "4"])
 def test_with_any_least_number_of_shards_a_kill_and_a_join(job: Any, least: str):
     rules = "backward kill slot=0 incarnation=1 step=5"
@@ -236,6 +240,7 @@ def test_with_any_least_number_of_shards_a_kill_and_a_join(job: Any, least: str)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("feature", fsdp.FEATURES)
 def test_what_fsdp2_can_do_goes_on_with_replicas(job: Any, feature: str):
     place = "optimizer" if feature == "compiled" else "backward"

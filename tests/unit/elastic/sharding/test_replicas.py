@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import Invalid
+from elastic.sharding.bank_cycle import BankRecord, BankState
 from elastic.sharding.inventory import CommitId, HeldShard, Inventory, WholeCommit, newest_whole
 from elastic.sharding.moves import order_of_replicas, plan_moves, travelling
 from elastic.sharding.placement import place_copies
@@ -220,3 +221,30 @@ def test_a_replacement_takes_the_lost_shard_and_only_that_travels():
     moves = plan_moves(whole, TENSORS, order, ["a", "b", "c", "d"], PIECE, 2)
     assert {each.target for each in moves if each.source != each.target} == {3}
     assert owners(order, 2)[3] == 1
+
+
+def test_a_commit_that_was_never_sealed_is_not_taken_while_one_that_was_is_whole():
+    """Replicas hold all of it before its copies are complete: another loss would leave nothing."""
+    sealed, begun = CommitId(2, 5), CommitId(2, 6)
+    of_both = [
+        (*held, *(each._replace(mirrored=False) for each in more))
+        for held, more in zip(held_in(4, 2, sealed), held_in(4, 2, begun), strict=True)
+    ]
+    for lost in range(4):
+        found = newest_whole([held for rank, held in enumerate(of_both) if rank != lost])
+        assert found is not None
+        assert found.commit == sealed
+    only_begun = [held[1:] for held in of_both]
+    assert (whole := newest_whole(only_begun)) is not None
+    assert whole.commit == begun, "there is no other"
+
+
+def test_a_bank_says_whether_the_copies_in_it_are_complete():
+    record = BankRecord(CommitId(2, 5), 2, 1, (0,), ())
+    for state, held in (
+        (BankState.WRITING, []),
+        (BankState.OWN, [False]),
+        (BankState.MIRRORED, [True, True]),
+    ):
+        record.state = state
+        assert [each.mirrored for each in record.held()] == held

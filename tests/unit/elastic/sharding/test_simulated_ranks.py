@@ -1,7 +1,8 @@
 """Ranks with banks, copies and seals, on made-up memory, of which some are lost between any two steps of any rank.
 
 What decides is the product's. No sealed commit may be lost while no more ranks are lost since its seal than there are
-copies; what ranks train on after that are the rows of one commit, each once. Planted bugs have to be found.
+copies; what ranks train on after that are the rows of one commit, each once. In some jobs each rank has a shard of its
+own, in others there are replicas of shards. Planted bugs have to be found.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sharding import inventory, moves
+from elastic.sharding import inventory, moves, placement, replicas
 from elastic.sharding.bank_cycle import BankCycle, BankRecord, BankState
 from elastic.sharding.inventory import CommitId, Inventory, WholeCommit
 from elastic.sharding.moves import Move
-from elastic.sharding.placement import Placement, copied_to, place_copies
+from elastic.sharding.placement import Placement, copied_to
+from elastic.sharding.replicas import MeshShape, columns, sender
 from elastic.sharding.rows import ShardedTensor, owners, rows_of
 
 TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
@@ -50,18 +52,18 @@ class SimulatedRank:
 class SimulatedWorld:
     """One generation. A collective is over for a rank once all have called it; never if one is lost before."""
 
-    def __init__(self, generation: int, ranks: list[SimulatedRank], copies: int) -> None:
+    def __init__(self, generation: int, ranks: list[SimulatedRank]) -> None:
         self.generation = generation
         self.ranks = ranks
-        self.copies = copies
+        self.hosts = [each.host for each in ranks]
         self.number = 0
         self.order: list[int] = []
+        self.shards = 0
         self.placement: Placement = ()
         self._called: dict[Any, dict[SimulatedRank, Any]] = {}
 
-    def follow(self, order: list[int]) -> None:
-        self.order = order
-        self.placement = place_copies(order, [each.host for each in self.ranks], self.copies)
+    def follow(self, order: list[int], shards: int, placement: Placement) -> None:
+        self.order, self.shards, self.placement = order, shards, placement
 
     def call(self, key: Any, rank: SimulatedRank, value: Any = None) -> Script:
         called = self._called.setdefault(key, {})
@@ -82,6 +84,9 @@ class Decisions:
     cycle: type[BankCycle] = BankCycle
     newest_whole: Callable[[Sequence[Inventory]], WholeCommit | None] = inventory.newest_whole
     plan_moves: Callable[..., list[Move]] = moves.plan_moves
+    place_copies: Callable[..., Placement] = placement.place_copies
+    mesh_shape: Callable[[int, int], MeshShape] = replicas.mesh_shape
+    sender: Callable[[Sequence[int], int], int] = sender
     seal_first: bool = False
 
 
@@ -90,21 +95,32 @@ class Simulation:
         self.random = random.Random(seed)
         self.decisions = decisions
         self.copies = self.random.randint(1, 2)
-        self.most = self.random.randint(2, 5)
+        self.most = self.random.randint(2, 6)
+        # Shards of a world with replicas; None: each rank has a shard of its own.
+        self.least = self.random.choice([None, 1, 2, 2, min(3, self.most)])
         self.sealed = -1  # the step of the newest sealed commit
         self.allowed = 0  # ranks that may be lost since its seal: as many as there are copies
         self.lost = self.worlds = 0
         self.world = self._world([self._rank() for _ in range(self.most)])
-        self.world.follow(list(range(self.most)))
-        for shard, rank in enumerate(self.world.ranks):
-            rank.live = {key: 0 for key in self._keys(shard, self.most)}
+        shards = self._shards(self.most)
+        self._follow(self.world, list(range(self.most)))
+        for place, rank in enumerate(self.world.ranks):
+            rank.live = {key: 0 for key in self._keys(place % shards, shards)}
 
     def _rank(self) -> SimulatedRank:
         return SimulatedRank(self.random.choice("ab"), self.decisions.cycle())
 
     def _world(self, ranks: list[SimulatedRank]) -> SimulatedWorld:
         self.worlds += 1
-        return SimulatedWorld(self.worlds, ranks, self.copies)
+        return SimulatedWorld(self.worlds, ranks)
+
+    def _shards(self, size: int) -> int:
+        return size if self.least is None else self.decisions.mesh_shape(size, self.least).shards
+
+    def _follow(self, world: SimulatedWorld, order: list[int]) -> None:
+        shards = self._shards(len(order))
+        place = self.decisions.place_copies
+        world.follow(order, shards, place(order, world.hosts, self.copies, (), shards))
 
     def _keys(self, shard: int, shards: int) -> list[tuple[int, int]]:
         return [
@@ -131,7 +147,8 @@ class Simulation:
                 scripts[rank] = self._waits()
                 broken.add(rank)
             if {*scripts} == broken:
-                joined = self.random.randint(0, self.most - len(scripts))
+                lacking = max(0, (self.least or 1) - len(scripts))
+                joined = self.random.randint(lacking, self.most - len(scripts))
                 survivors = [each for each in self.world.ranks if each.alive]
                 self.world = self._world([*survivors, *(self._rank() for _ in range(joined))])
                 scripts = {rank: self._train(rank, True) for rank in self.world.ranks}
@@ -157,9 +174,9 @@ class Simulation:
 
     def _commit(self, rank: SimulatedRank, world: SimulatedWorld, number: int) -> Script:
         me = world.ranks.index(rank)
-        shard, size = owners(world.order)[me], len(world.ranks)
+        shard = owners(world.order, world.shards)[me]
         kept = tuple(copied_to(world.placement, me))
-        record = BankRecord(CommitId(world.generation, number), size, shard, kept, ())
+        record = BankRecord(CommitId(world.generation, number), world.shards, shard, kept, ())
         bank = rank.cycle.begin(record)
         own = rank.memory[bank].setdefault(shard, {})
         for key in [*own]:
@@ -175,9 +192,10 @@ class Simulation:
         if self.decisions.seal_first:
             yield from self._seal(rank, world, number)
         yield from world.call(("mirror", number), rank, (shard, dict(own)))
-        parts = dict(world.told(("mirror", number)))
+        told = world.told(("mirror", number))
         for other in kept:
-            rank.memory[bank][other] = parts[other]
+            source = self.decisions.sender(columns(world.order, world.shards)[other], other)
+            rank.memory[bank][other] = told[source][1]
         if not self.decisions.seal_first:
             rank.cycle.mirrored()
             yield
@@ -198,9 +216,13 @@ class Simulation:
         if whole is None:
             raise Broken("a sealed commit is lost")
         base = rank.cycle.adopt(whole.commit)
-        size, hosts = len(world.ranks), [each.host for each in world.ranks]
-        order = moves.order_of_shards(whole, TENSORS, size)
-        plan = self.decisions.plan_moves(whole, TENSORS, order, hosts, 10)
+        size, hosts = len(world.ranks), world.hosts
+        shards = self._shards(size)
+        if self.least is None:
+            order = moves.order_of_shards(whole, TENSORS, size)
+        else:
+            order = moves.order_of_replicas(whole, TENSORS, hosts, shards, self.copies)
+        plan = self.decisions.plan_moves(whole, TENSORS, order, hosts, 10, shards)
         yield from world.call("travel", rank, (base, rank.memory, rank.steps))
         told = world.told("travel")
         me = world.ranks.index(rank)
@@ -219,13 +241,13 @@ class Simulation:
         yield
         bank, _, steps = told[whole.ranks()[0]]
         rank.live, rank.step = live, steps[bank]
-        if {*live} != {*self._keys(owners(order)[me], size)}:
+        if {*live} != {*self._keys(owners(order, shards)[me], shards)}:
             raise Broken("a rank has other rows than those of its shard")
         if {*live.values()} - {rank.step}:
             raise Broken("a rank has rows of another commit")
         if rank.step < self.sealed:
             raise Broken("an older commit than the newest sealed one was taken")
-        world.follow(order)
+        self._follow(world, order)
         yield
 
 
@@ -246,6 +268,9 @@ def test_ranks_are_lost_and_join_in_the_simulation():
         each.run()
     assert sum(each.worlds for each in simulations) > 60
     assert sum(each.sealed for each in simulations) > 60
+    with_replicas = [each for each in simulations if each.least is not None]
+    assert sum(each.worlds for each in with_replicas) > 30
+    assert any(each.least is None for each in simulations)
 
 
 # ---- planted bugs --------------------------------------------------------------------------------
@@ -276,6 +301,43 @@ def counts_a_row_twice(*arguments: Any) -> list[Move]:
     return [*plan, plan[0]] if plan else plan
 
 
+def copies_nothing_that_has_a_replica(
+    order: Sequence[int], hosts: Sequence[str], copies: int, lasting: Sequence[bool], shards: int
+) -> Placement:
+    if len(order) > shards:
+        return ((),) * shards
+    return placement.place_copies(order, hosts, copies, lasting, shards)
+
+
+def brings_rows_to_one_replica(*arguments: Any) -> list[Move]:
+    """The other one keeps those that it holds."""
+    seen: set[tuple[int, int, Any]] = set()
+    found = []
+    for move in moves.plan_moves(*arguments):
+        key = move.tensor, move.shard, move.rows
+        if move.source == move.target or key not in seen:
+            found.append(move)
+            seen.add(key)
+    return found
+
+
+def takes_what_replicas_hold_for_what_copies_hold(
+    inventories: Sequence[Inventory],
+) -> WholeCommit | None:
+    """A commit counts as whole as soon as one row of the mesh would be full."""
+    newest = max(each.commit for held in inventories for each in held)
+    held = [tuple(each for each in held if each.commit == newest) for held in inventories]
+    shards = next(each.shards for each in sum(held, ()))
+    if len([each for each in held if each]) < shards:
+        return inventory.newest_whole(inventories)
+    holders = [tuple(rank for rank, each in enumerate(held) if each)] * shards
+    return WholeCommit(newest, shards, tuple(holders), (None,) * shards)
+
+
+def sends_from_a_rank_of_another_shard(column: Sequence[int], shard: int) -> int:
+    return 0
+
+
 @pytest.mark.parametrize(
     "planted",
     [
@@ -283,8 +345,21 @@ def counts_a_row_twice(*arguments: Any) -> list[Move]:
         Decisions(cycle=SealsWhatIsNotMirrored, seal_first=True),
         Decisions(newest_whole=takes_stale_shards),
         Decisions(plan_moves=counts_a_row_twice),
+        Decisions(place_copies=copies_nothing_that_has_a_replica),
+        Decisions(plan_moves=brings_rows_to_one_replica),
+        Decisions(newest_whole=takes_what_replicas_hold_for_what_copies_hold),
+        Decisions(sender=sends_from_a_rank_of_another_shard),
     ],
-    ids=["bank-written-too-early", "sealed-before-mirrored", "stale-shard", "row-twice"],
+    ids=[
+        "bank-written-too-early",
+        "sealed-before-mirrored",
+        "stale-shard",
+        "row-twice",
+        "replica-instead-of-copies",
+        "rows-to-one-replica",
+        "any-rank-for-any-shard",
+        "copy-of-another-shard",
+    ],
 )
 def test_a_planted_bug_is_found(planted: Decisions):
     for seed in range(300):
