@@ -98,6 +98,7 @@ class Why(enum.Enum):
     NETWORK_HANGS = "network hangs"
     GPUS_HANG = "gpus hang"
     DIFFERENT_COLLECTIVES = "different collectives"
+    COMMIT_ON_SOME_RANKS = "commit on some ranks"
     SEVERAL = "several"
     FROM_CHECKPOINT = "from checkpoint"
     NO_RESUME = "no resume"
@@ -453,6 +454,10 @@ SENTENCES: dict[Why, Sentence] = {
     Why.DIFFERENT_COLLECTIVES: (
         "all members wait for {for_s:g} s, but {where}: these are not the same collective, so that nobody can go on:"
         " the script is wrong"
+    ),
+    Why.COMMIT_ON_SOME_RANKS: (
+        "all members wait for {for_s:g} s, but {where}: commit() of a sharded state is a collective, so call it on all"
+        " ranks, the same number of times"
     ),
     Why.SEVERAL: _several,
     Why.FIRST_WORLD: _first_world,

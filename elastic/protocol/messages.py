@@ -30,6 +30,7 @@ LAUNCHES_LIMIT = 64  # groups on one GPU
 REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
 STEP_INPUT_LIMIT = 16 * 1024  # bytes
 COPY = "copy of the state"  # by this name a worker waits in one
+SHARDS_COMMIT = "commit of the shards"  # and by this one in a commit of a sharded state
 GRADIENTS = "gradients"  # and by this one in a step of a DistributedOptimizer
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 

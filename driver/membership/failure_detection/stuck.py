@@ -35,7 +35,7 @@ from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Why, because, counted
 from elastic.protocol.calls import Called
-from elastic.protocol.messages import COPY, GRADIENTS, Launches, Worker
+from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
 SOON_S = 0.001
 ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
@@ -438,9 +438,12 @@ class Stuck(Part):
         if len(groups) > 1 and copying:
             self.actions.log("warning", f"{text} for {limit_s:g} s: is there so much to copy?")
         elif len(groups) > 1:
-            wrong = because(Why.DIFFERENT_COLLECTIVES, for_s=limit_s, where=text)
+            called = {s.inside for s in inside}
+            committing = SHARDS_COMMIT in called and len(called) > 1
+            kind = Why.COMMIT_ON_SOME_RANKS if committing else Why.DIFFERENT_COLLECTIVES
+            wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
-            if len({s.inside for s in inside}) == 1:
+            if len(called) == 1:
                 return  # counted differently is no proof
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)

@@ -20,6 +20,7 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.shared_memory.peer_memory import Unreachable
 from elastic.errors import ShardLost, StateMismatch
 from elastic.failpoints import failpoint
+from elastic.protocol.messages import SHARDS_COMMIT
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
 from elastic.sharding.bank_cycle import BankCycle, BankRecord
@@ -174,7 +175,7 @@ class ShardedCommits:
         copied = sealed = time.perf_counter()
         failpoint("shard-mirror")
         if world is not None and rt is not None:
-            with rt.guard("commit of the shards"):
+            with rt.guard(SHARDS_COMMIT):
                 group = rt.group("state", CPU)
                 self._compare(group, world, bank, content=rt.env.digest_commits)
                 spent.sent = self._mirror(group, world, bank)

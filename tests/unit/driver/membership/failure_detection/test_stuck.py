@@ -33,7 +33,7 @@ from elastic.driver.events import (
 from elastic.driver.membership.membership import Phase
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.reasons import Why, because
-from elastic.protocol.messages import GRADIENTS
+from elastic.protocol.messages import GRADIENTS, SHARDS_COMMIT
 from harness.conversation import (
     Talk,
     checked,
@@ -319,6 +319,24 @@ def test_in_a_job_that_is_not_elastic_it_is_the_end():
     reason = the(EndJob, talk.wait(31)).reason
     assert reason.kind is Why.DIFFERENT_COLLECTIVES
     recorded("reasons", str(reason))
+
+
+def test_commits_of_a_sharded_state_on_some_ranks_only_are_told_apart():
+    talk = running(2)
+    talk.tell(inside("h:0", 2, SHARDS_COMMIT), inside("h:1", 2))
+    for name in talk.members:
+        talk.works(name)
+    reason = the(BreakWorld, talk.wait(31)).reason
+    assert reason.kind is Why.COMMIT_ON_SOME_RANKS
+    recorded("reasons", str(reason))
+
+
+def test_commits_of_a_sharded_state_on_all_ranks_are_no_mistake():
+    talk = running(2)
+    talk.tell(inside("h:0", 2, SHARDS_COMMIT), inside("h:1", 2, SHARDS_COMMIT, entered=6))
+    for name in talk.members:
+        talk.works(name)
+    assert not [each for each in talk.wait(31) if isinstance(each, BreakWorld)]
 
 
 def test_one_that_is_a_collective_behind_is_told_apart_too():
