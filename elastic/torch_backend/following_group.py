@@ -138,9 +138,12 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
             return False
         return self.ranks is None or size == self._of
 
-    def outlive(self) -> None:
-        """The world that its ranks were of is over."""
-        self._outlived = True
+    def outlive(self) -> bool:
+        """The world before elastic.run is over. Returns whether it was a group of some ranks of that one: then no call
+        may use it any more.
+        """
+        self._outlived = self._born == 0 and self.ranks is not None
+        return self._outlived
 
     def generation(self) -> int:
         return lifecycle.current().generation
@@ -235,8 +238,8 @@ def follow(rt: Runtime, *, first: bool) -> None:
     for group in list(known.pg_map):
         if not isinstance(group, FollowingGroup):
             continue
-        if group.ranks is not None and not first:
-            group.outlive()
+        if not first and group.outlive():
+            continue  # its calls say why they are refused
         if not group.fits(size):
             distributed.destroy_process_group(group)
             continue

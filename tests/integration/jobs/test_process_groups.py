@@ -34,7 +34,6 @@ def test_groups_made_in_each_world_have_names_that_newcomers_agree_on(job: Any, 
                 ("tensor_parallel", True, Fixed.PARAMETERS),
                 ("fully_shard", False, Fixed.MODULE),
                 ("hybrid", False, Fixed.MODULE),
-                ("hybrid", True, Fixed.MODULE),
                 ("zero", False, Fixed.OPTIMIZER),
                 ("zero", True, Fixed.OPTIMIZER),
             ]
