@@ -64,7 +64,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def _obstacle_of(group: Any, size: int) -> str | None:
-    from torch.distributed.fsdp import OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather,
         DefaultReduceScatter,
@@ -82,8 +82,8 @@ def _obstacle_of(group: Any, size: int) -> str | None:
         return f"is fully sharded over {info.mesh.size()} of the {size} ranks"
     if group.post_forward_mesh_info not in (None, info):
         return "is fully sharded with a number of ranks for reshard_after_forward"
-    if type(group.offload_policy) is not OffloadPolicy:
-        return "is fully sharded with an offload policy"
+    if type(group.offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        return "is fully sharded with an offload policy other than torch's CPUOffloadPolicy"
     if (
         info.reduce_scatter_process_group is not None
         or type(group._all_gather_comm) is not DefaultAllGather
@@ -217,7 +217,10 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
         param._init_sharded_post_forward_param_metadata(model)
     # Zeros: FSDP2 gathers the padding of the last shard, too.
     padded = torch.zeros(
-        param.padded_sharded_param_size, dtype=parameter.dtype, device=param.device
+        param.padded_sharded_param_size,
+        dtype=parameter.dtype,
+        device="cpu" if param.offload_to_cpu else param.device,
+        pin_memory=param.pin_memory,
     )
     local = padded.narrow(0, 0, param.sharded_size[0])
     param._sharded_param_data = padded.view(-1)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import elastic
 from elastic.failpoints import failpoint, set_step
@@ -26,6 +26,7 @@ SIZE = 24  # of a batch: worlds of 1, 2, 3 and 4 share it equally
 FEATURES = (
     "plain", "sgd", "fused", "bf16", "keep_gathered", "reshard_root", "clip", "accumulate", "checkpointing", "tied",
     "frozen", "ignored", "two_optimizers", "schedule", "named_mesh", "evaluate", "one_unit", "no_root", "compiled",
+    "offload",
 )  # fmt: skip
 
 
@@ -82,6 +83,8 @@ class Training:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         elif feature in ("keep_gathered", "evaluate"):
             options["reshard_after_forward"] = False
+        elif feature == "offload":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         elif feature == "reshard_root":
             options["reshard_after_forward"] = True
         elif feature == "ignored":

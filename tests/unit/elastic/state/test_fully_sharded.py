@@ -78,6 +78,24 @@ def test_a_dtensor_within_a_value_of_a_state_is_refused_when_it_is_made_and_at_a
     state.commit()
 
 
+def test_parameters_offloaded_by_torch_stay_in_host_memory_over_another_mesh(four):
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    class Other(CPUOffloadPolicy):
+        pass
+
+    model: Any = fully_shard(nn.Linear(5, 7), offload_policy=Other(pin_memory=False))
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=model)
+    assert refused.value.kind is Fixed.MODULE
+    model = fully_shard(nn.Linear(5, 7), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert TorchState(model=model).is_sharded()
+    for param in fsdp2.sharded_params(model).values():
+        param.device = torch.device("meta")  # where it is gathered: a GPU
+    fsdp2.remesh(model, fsdp2.make_hybrid_mesh(fsdp2.mesh_of(model), (0, 1, 2, 3), 2))
+    assert all(each._local_tensor.device.type == "cpu" for each in model.parameters())
+
+
 def test_results_of_operators_have_the_mesh_of_the_present_world_and_no_equal_one(four):
     model = network()
     model[0].weight.detach()
