@@ -320,9 +320,11 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
         with timeline.during("state", COPY):
-            copied = state.bring_shards(reset)
+            copied = durable.bring_shards(rt, state, reset)
         memory_ahead.leave()
         rt.commits.adopt(copied)
+        if world.checkpoint:
+            durable.finish(rt, state)
         return
     reset()
     if world.holders == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from elastic.state.held import Held
+from elastic.state.held import Held, HeldRows
 
 Path = tuple[Any, ...]
 LEAVES = 1000  # a value of more is one object
@@ -22,13 +22,17 @@ LEAVES = 1000  # a value of more is one object
 
 @dataclass(frozen=True)
 class StateItem:
-    """One tensor. ``paths``: all its places in the state dict; tied parameters have several."""
+    """One tensor. ``paths``: all its places in the state dict; tied parameters have several.
+
+    ``rows``: those that this rank has of a sharded tensor; then ``tensor`` is the whole one without content.
+    """
 
     part: str
     key: str
     tensor: torch.Tensor
     paths: tuple[Path, ...]
     by_rank0: bool  # it may differ between replicas, and rank 0's counts
+    rows: HeldRows | None = None
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ def contents(held: Held) -> Contents:
         leaves = dict(_leaves(value, name))
         objects.update(leaves if len(leaves) <= LEAVES else {(name,): value})
     for name, part in held.parts.items():
-        keys = {id(tensor): key for key, tensor in part.tensors.items()}
-        paths: dict[str, list[Path]] = {key: [] for key in part.tensors}
+        tensors = part.tensors | {key: each.whole for key, each in part.sharded.items()}
+        keys = {id(tensor): key for key, tensor in tensors.items()}
+        paths: dict[str, list[Path]] = {key: [] for key in tensors}
         for path, leaf in _leaves(part.described(), name):
             key = keys.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
             if key is None:
@@ -73,11 +78,11 @@ def contents(held: Held) -> Contents:
             else:
                 paths[key].append(path)
         equal = part.part.equal_everywhere(part.structure)
-        for key, tensor in part.tensors.items():
+        for key, tensor in tensors.items():
             places = tuple(paths[key]) or (("elastic", name, key),)
-            items.append(
-                StateItem(name, key, tensor, places, equal is not None and key not in equal)
-            )
+            rows = part.sharded.get(key)
+            by_rank0 = rows is None and equal is not None and key not in equal
+            items.append(StateItem(name, key, tensor, places, by_rank0, rows))
     return Contents(items, objects)
 
 
@@ -93,7 +98,10 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
 
 
 def shares(items: list[StateItem], size: int) -> list[list[StateItem]]:
-    """Who writes what, by rank: shares of about equally many bytes, the same on every rank."""
+    """Who writes what, by rank: shares of about equally many bytes, the same on every rank. Sharded tensors are left
+    out: each rank writes its rows.
+    """
+    items = [item for item in items if item.rows is None]
     mine: list[list[StateItem]] = [[] for _ in range(size)]
     filled = [0] * size
     for item in items:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic.api.broadcasting import broadcast_object
 from elastic.checkpoints import catalog, loading, options, resuming
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
+from elastic.checkpoints.shard_reader import ShardReader
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
 from elastic.runtime.worker import Runtime
+from elastic.state.fully_sharded.sharded_commits import Meeting
+from elastic.state.handled_state import HandledState, shards_of
 from elastic.state.state import ObjectState, State
 from elastic.state.torch_state import TorchState
 
@@ -34,11 +37,6 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
         raise Invalid(
             f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
-        )
-    if state.is_sharded():
-        raise Invalid(
-            "--checkpoint-dir: the state is fully sharded, and checkpoints of shards are not written; save it in the"
-            " training function with torch.distributed.checkpoint, or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(
@@ -103,7 +101,51 @@ def resume(rt: Runtime, state: State) -> None:
     if found is None or not isinstance(state, ObjectState):
         return
     with rt.account.during("storage"):
-        _resume(rt, state, found)
+        if state.is_sharded():
+            _resume_shards(rt, state, found, None, lambda: None)
+        else:
+            _resume(rt, state, found)
+
+
+def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> int:
+    """Brings a sharded state to all ranks of a new world: that of the newest commit that they hold, or where no worker
+    holds some shards any more, and where nothing was trained yet, of the newest durable one. Collective. ``reset``: see
+    `State.bring_shards`. Returns bytes received from others.
+
+    Raises PeerLost; ShardLost where there is no durable commit either; OSError.
+    """
+    sharded = shards_of(state)
+    assert sharded is not None
+    met = sharded.meet(rt)
+    whole, found = met.whole, options.read(os.environ)
+    if found is not None and (whole is None or whole.commit.generation == 0):
+        with rt.account.during("storage"):
+            copied = _resume_shards(rt, state, found, met, reset)
+        if copied is not None:
+            return copied
+    return state.bring_shards(reset, met)
+
+
+def _resume_shards(
+    rt: Runtime,
+    state: State,
+    found: CheckpointOptions,
+    met: Meeting | None,
+    reset: Callable[[], None],
+) -> int | None:
+    assert isinstance(state, HandledState)
+    try:
+        return ShardReader(rt, state, found, met).resume(reset)
+    except (StateMismatch, Invalid) as error:
+        if rt.alone or rt.place.rank:
+            raise
+        _cannot_begin(rt, error)
+
+
+def _cannot_begin(rt: Runtime, error: Exception) -> NoReturn:
+    """Another worker would find the same: the driver ends the job with this sentence."""
+    rt.training.cannot_begin(str(error))
+    sys.exit(1)
 
 
 def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
@@ -121,9 +163,7 @@ def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
         except (StateMismatch, Invalid) as error:
             if rt.alone:
                 raise
-            # Another worker would find the same: the driver ends the job with this sentence.
-            rt.training.cannot_begin(str(error))
-            sys.exit(1)
+            _cannot_begin(rt, error)
     if rt.place.size > 1:
         with rt.guard(COPY):
             generators = broadcast_object(generators, root_rank=0, name="elastic.checkpoint")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ COMPUTE_AS_BEFORE = (
 
 
 def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
-    """Sets the state's present values to those of the commit. Does not save.
+    """Sets the state's present values to those of the commit, but for tensors that are sharded. Does not save.
 
     Raises StateMismatch if the state is another one, before anything is changed; NotReadable if the checkpoint is
     damaged, after which the state is to be loaded from another one; OSError.
@@ -107,22 +107,20 @@ def _compare(file: str, check: Check) -> None:
 def _tensors(
     storage: Storage, found: Manifest, parts: Mapping[str, Part], structures: dict[str, Any]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Reads all tensors into their places. Returns those that have none, by part."""
+    """Reads all tensors but sharded ones into their places. Returns those that have none, by part."""
+    stored_whole = [each for each in found.tensors if each.rows is None]
     places: dict[tuple[str, str], torch.Tensor | Destination] = {}
     for name, part in parts.items():
         specs = {
             each.key: TensorSpec(tuple(each.shape), dtype_named(each.dtype))
-            for each in found.tensors
+            for each in stored_whole
             if each.part == name
         }
         chosen = part.destinations(structures[name], specs, restoring=False)
         places.update({(name, key): where for key, where in chosen.items()})
     fresh: dict[str, dict[str, torch.Tensor]] = {}
-    by_file: dict[str, list[StoredTensor]] = {}
-    for each in found.tensors:
-        by_file.setdefault(each.file, []).append(each)
-    for file, tensors in by_file.items():
-        for stored, tensor in _read(storage, found, file, tensors):
+    for file, tensors in by_file(stored_whole).items():
+        for stored, tensor in read_file(storage, found, file, tensors):
             where = places[stored.part, stored.key]
             if isinstance(where, torch.Tensor):
                 where.copy_(tensor)
@@ -131,10 +129,19 @@ def _tensors(
     return fresh
 
 
-def _read(
+def by_file(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
+    found: dict[str, list[StoredTensor]] = {}
+    for each in tensors:
+        found.setdefault(each.file, []).append(each)
+    return found
+
+
+def read_file(
     storage: Storage, found: Manifest, file: str, tensors: list[StoredTensor]
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
-    """One file, from its first byte to its last, so that its checksum is known before anything of it is used."""
+    """One file, from its first byte to its last, so that its checksum is known before anything of it is used. Raises
+    NotReadable, OSError.
+    """
     read: list[tuple[StoredTensor, torch.Tensor]] = []
     check = Check(found.files[file])
     position = 0
@@ -148,7 +155,7 @@ def _read(
                 tensor = torch.load(content, weights_only=True, map_location="cpu")
             except Exception as error:
                 raise NotReadable(f"{file} is damaged: {stored.name} can't be read") from error
-            if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.shape:
+            if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.stored_shape:
                 raise NotReadable(f"{file} is damaged: {stored.name} is another tensor")
             read.append((stored, tensor))
         while block := stream.read(1 << 20):

@@ -4,6 +4,7 @@ A commit lies in a folder of its own, ``r0002-g0003-c00000450``: the 2nd run on 
 3, commit 450 of it. A later one compares greater. In it:
 
     __0_0.distcp ...   the tensors, in the layout of torch.distributed.checkpoint; rank 0's, rank 1's, ...
+    __0_2.distcp ...   of a fully sharded state, the rows of sharded tensors: rank 0's, rank 1's, ...
     share-0.json ...   what rank 0 has written, when it was complete
     .metadata          torch.distributed.checkpoint's index of the tensors
     python.pkl         values that are no plain data, if there are any
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +24,9 @@ import msgspec
 from elastic.protocol.messages import Commit
 
 # Grows when older versions could not read what is written. 1 had no checksums of manifests; 1 and 2 a SHA-256 of files.
-FORMAT = 3
+# 4 is written where tensors are stored by rows, and 3 where none is.
+FORMAT = 4
+FORMAT_WITHOUT_ROWS = 3
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PICKLED = "python.pkl"
@@ -58,10 +62,26 @@ class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
     sha256: str = ""
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
+class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rows ``begin`` up to, not including, ``end`` of a tensor that is sharded along its first dimension.
+
+    Their bytes begin at ``data`` in the file. ``sums`` are CRC-32s of all bytes up to each ``step`` rows and up to the
+    last: rows can be read and checked without the ones before them.
+    """
+
+    begin: int
+    end: int
+    data: int
+    step: int
+    sums: list[int]
+    plain: bool = False  # the optimizer keeps it as a tensor of its rank's rows, not as a DTensor
+
+
+class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a tensor lies: ``length`` bytes of a file from ``offset`` on are what ``torch.save`` wrote of it.
 
-    ``path``: its keys in the nested state dict, joined by dots its name for torch.distributed.checkpoint.
+    ``path``: its keys in the nested state dict, joined by dots its name for torch.distributed.checkpoint. ``shape`` is
+    that of the whole tensor, of which only ``rows`` lie here.
     """
 
     part: str  # of the state: the name of its keyword
@@ -72,14 +92,24 @@ class StoredTensor(msgspec.Struct, frozen=True):
     file: str
     offset: int
     length: int
+    rows: StoredRows | None = None  # None: all of it
 
     @property
     def name(self) -> str:
         return ".".join(map(str, self.path))
 
+    @property
+    def stored_shape(self) -> list[int]:
+        """Of what lies here."""
+        return (
+            self.shape if self.rows is None else [self.rows.end - self.rows.begin, *self.shape[1:]]
+        )
+
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank has written. ``generators``: the states of its random generators as plain data, if committed."""
+    """What one rank has written. ``generators``: the states of its random generators as plain data, if committed.
+    ``not_finite``: parameters of which it has written rows with an infinity or NaN.
+    """
 
     format: int
     rank: int
@@ -87,6 +117,7 @@ class Share(msgspec.Struct, frozen=True):
     files: dict[str, StoredFile]
     tensors: list[StoredTensor]
     generators: Any = None
+    not_finite: list[str] = []
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -110,6 +141,11 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def bytes(self) -> int:
         return sum(each.bytes for each in self.files.values())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether tensors are stored by rows."""
+        return any(each.rows is not None for each in self.tensors)
 
     @property
     def step(self) -> int | None:
@@ -183,6 +219,11 @@ def _check_format(content: bytes, what: str) -> None:
         body = content[: last.start()] + b"}" if last else content
         if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
             raise NotReadable(f"its {what} is damaged: its checksum differs")
+
+
+def format_of(tensors: Sequence[StoredTensor]) -> int:
+    """The oldest format that has a place for them."""
+    return FORMAT if any(each.rows is not None for each in tensors) else FORMAT_WITHOUT_ROWS
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:

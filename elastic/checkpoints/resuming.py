@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import tenacity
 
 from elastic.checkpoints import catalog, loading
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, NotReadable
+from elastic.checkpoints.manifest import Manifest, Name, NotReadable
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.state.state import ObjectState
 
 PATIENCE_S = 120.0  # with a storage that does not answer
+
+Value = TypeVar("Value")
+Passed = dict[tuple[str, Name], str]  # by folder and commit, why it can't be read
 
 
 def load_newest(
@@ -26,38 +31,46 @@ def load_newest(
 
     Raises StateMismatch if the state does not fit, Invalid if checkpoints are there and none can be read, OSError.
     """
-    tries = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(OSError),
-        wait=tenacity.wait_random_exponential(0.2, 5.0),
-        stop=tenacity.stop_after_delay(PATIENCE_S),
-        before_sleep=lambda tried: _say_once(storage, tried),
-        reraise=True,
-    )
-    found: tuple[str, Manifest] | None = tries(_load, storage, options, state)
-    return found
+    passed: Passed = {}
+    return patiently(storage, lambda: load_proposed(storage, options, state, passed))
 
 
-def _load(
-    storage: Storage, options: CheckpointOptions, state: ObjectState
+def load_proposed(
+    storage: Storage, options: CheckpointOptions, state: ObjectState, passed: Passed
 ) -> tuple[str, Manifest] | None:
-    troubles: list[str] = []
+    """As `load_newest`, with what was found to be unreadable already. Tries once."""
+    while (found := proposal(storage, options, passed)) is not None:
+        where, manifest = found
+        try:
+            failpoint("durable-load")
+            loading.load(where, manifest, state)
+        except NotReadable as error:
+            pass_over(where.url, manifest, str(error), passed)
+        else:
+            return where.url, manifest
+    return None
+
+
+def proposal(
+    storage: Storage, options: CheckpointOptions, passed: Passed
+) -> tuple[Storage, Manifest] | None:
+    """The newest commit that seems whole, and was not passed over. None: there is none, and training begins.
+
+    Raises Invalid if checkpoints are there and none can be read, OSError.
+    """
     for name in reversed(catalog.names(storage)):
         if name.run < options.floor:
             break
+        if (storage.url, name) in passed:
+            continue
         found = catalog.entry(storage, name)
         catalog.refuse_newer(storage, found)
-        trouble = found.trouble
         if found.manifest is not None:
-            try:
-                failpoint("durable-load")
-                loading.load(storage, found.manifest, state)
-            except NotReadable as error:
-                trouble = str(error)
-            else:
-                return storage.url, found.manifest
+            return storage, found.manifest
         if not found.torn:
-            troubles.append(f"{name}: {trouble}")
-            _say(f"{storage.url}/{name} is passed over: {trouble}")
+            passed[storage.url, name] = found.trouble
+            _say(f"{storage.url}/{name} is passed over: {found.trouble}")
+    troubles = [f"{name}: {why}" for (url, name), why in passed.items() if url == storage.url]
     if troubles:
         raise Invalid(
             f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed there. Bring"
@@ -68,11 +81,27 @@ def _load(
     url, which = options.start
     other = Storage(url)
     begin = catalog.chosen(other, which)
-    try:
-        loading.load(other, begin, state)
-    except NotReadable as error:
-        raise Invalid(f"{url}/{begin.name} can't be read: {error}") from error
-    return other.url, begin
+    if (other.url, begin.name) in passed:
+        raise Invalid(f"{url}/{begin.name} can't be read: {passed[other.url, begin.name]}")
+    return other, begin
+
+
+def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> None:
+    """It can't be read after all: `proposal` does not return it again."""
+    passed[url, manifest.name] = trouble
+    _say(f"{url}/{manifest.name} is passed over: {trouble}")
+
+
+def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
+    """Tries again for as long as a storage may take to come back. Raises OSError, and whatever else ``work`` does."""
+    tries = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(OSError),
+        wait=tenacity.wait_random_exponential(0.2, 5.0),
+        stop=tenacity.stop_after_delay(PATIENCE_S),
+        before_sleep=lambda tried: _say_once(storage, tried),
+        reraise=True,
+    )
+    return tries(work)
 
 
 def _say_once(storage: Storage, tried: tenacity.RetryCallState) -> None:

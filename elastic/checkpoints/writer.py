@@ -13,7 +13,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -21,7 +21,7 @@ import tenacity
 
 from elastic.checkpoints import catalog, finished, writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable
+from elastic.checkpoints.manifest import Name, NotReadable, Share
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.errors import DeviceLost
@@ -331,7 +331,7 @@ class Writer:
         digests: dict[str, int] = {}
 
         def write() -> None:
-            if self._odd is None:
+            if self._odd is None and not attempt.held.is_sharded:
                 self._odd = writing.not_finite(attempt.held)
             if not self._alone:
                 digests.update(writing.replica_digests(attempt.held))
@@ -349,12 +349,18 @@ class Writer:
             name = attempt.name
             self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
 
-    def _look_at_numbers(self, held: Held) -> None:
+    def _look_at_numbers(self, held: Held, shares: Sequence[Share]) -> None:
         """Raises _Spoilt where parameters are not finite any more: in time such commits would displace all others.
 
-        Of replicas that are equal: one that is not has to be named first.
+        Of replicas that are equal: one that is not has to be named first. Of sharded parameters each rank has looked
+        at its rows.
         """
-        new = sorted(writing.not_finite(held) - (self._odd or set()))
+        found = {name for share in shares for name in share.not_finite}
+        if not held.is_sharded:
+            found = writing.not_finite(held)
+        elif self._odd is None:
+            self._odd = found
+        new = sorted(found - (self._odd or set()))
         if new:
             raise _Spoilt(
                 f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN: nothing is"
@@ -369,9 +375,9 @@ class Writer:
 
         def write() -> None:
             nonlocal step
-            self._look_at_numbers(attempt.held)
+            look = functools.partial(self._look_at_numbers, attempt.held)
             sealed = writing.seal(
-                self._storage, attempt.name, attempt.held, attempt.size, attempt.alive
+                self._storage, attempt.name, attempt.held, attempt.size, attempt.alive, look
             )
             step = sealed.step
 

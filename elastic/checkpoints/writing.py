@@ -6,18 +6,24 @@ import functools
 import io
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
-from elastic.checkpoints import catalog, manifest
-from elastic.checkpoints.contents import Contents, Path, contents, dotted, shares
+from elastic.checkpoints import catalog, manifest, row_ranges
+from elastic.checkpoints.contents import Contents, Path, StateItem, contents, dotted, shares
 from elastic.checkpoints.files import tensor_file
-from elastic.checkpoints.files.checked import Alive
+from elastic.checkpoints.files.checked import Alive, CheckedFile
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import (
     Manifest,
@@ -25,6 +31,7 @@ from elastic.checkpoints.manifest import (
     NotReadable,
     Share,
     StoredFile,
+    StoredRows,
     StoredTensor,
 )
 from elastic.checkpoints.plain_data import NotPlain
@@ -41,28 +48,49 @@ def write_share(
 ) -> None:
     """This rank's tensors, and the word that they are complete. Raises OSError, DeviceLost, and what ``alive`` does."""
     held.complete()
-    mine = shares(contents(held).items, size)[rank]
-    file = f"__{rank}_0.distcp"
+    items = contents(held).items
+    of_rows = [item for item in items if item.rows is not None and item.rows.rows.numel()]
     tensors: list[StoredTensor] = []
     files: dict[str, StoredFile] = {}
-    if mine:
+    # Apart, because what is replicated is read as a whole, and of rows each rank reads some.
+    for number, mine in enumerate((shares(items, size)[rank], of_rows)):
+        if not mine:
+            continue
+        file = f"__{rank}_{2 * number}.distcp"
         with storage.writing(f"{name}/{file}", alive) as out:
             for item in mine:
-                offset = out.count
-                tensor_file.write(item.tensor, out)
+                tensors.append(_write(item, file, out))
                 failpoint("durable-file")
-                path = list(item.paths[0])
-                tensor = item.tensor
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                where = (file, offset, out.count - offset)
-                tensors.append(
-                    StoredTensor(item.part, item.key, path, dtype, list(tensor.shape), *where)
-                )
         files[file] = out.stored()
     generators = None if held.random is None else to_plain(held.random)
-    share = Share(manifest.FORMAT, rank, size, files, tensors, generators)
+    odd = sorted(not_finite(held)) if held.is_sharded else []
+    share = Share(manifest.format_of(tensors), rank, size, files, tensors, generators, odd)
     failpoint("durable-share")
     storage.write(f"{name}/share-{rank}.json", manifest.encoded(share))
+
+
+def _write(item: StateItem, file: str, out: CheckedFile) -> StoredTensor:
+    offset = out.count
+    if item.rows is None:
+        tensor_file.write(item.tensor, out)
+        rows = None
+    else:
+        tensor, begin = item.rows.rows, item.rows.begin
+        step = row_ranges.rows_of_piece(tensor.nbytes // len(tensor))
+        data, sums = tensor_file.write_rows(tensor, out, step)
+        rows = StoredRows(begin, begin + len(tensor), data, step, sums, item.rows.plain)
+    dtype = str(item.tensor.dtype).removeprefix("torch.")
+    return StoredTensor(
+        item.part,
+        item.key,
+        list(item.paths[0]),
+        dtype,
+        list(item.tensor.shape),
+        file,
+        offset,
+        out.count - offset,
+        rows,
+    )
 
 
 def replica_digests(held: Held) -> dict[str, int]:
@@ -70,31 +98,45 @@ def replica_digests(held: Held) -> dict[str, int]:
     held.complete()
     alike: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for item in contents(held).items:
-        if not item.by_rank0:
+        if not item.by_rank0 and item.rows is None:
             alike.setdefault(item.part, []).append((item.key, item.tensor))
     return {part: digest(tensors) for part, tensors in alike.items()}
 
 
 def not_finite(held: Held) -> set[str]:
-    """The parameters that have an infinity in them, or no number. Raises DeviceLost."""
+    """The parameters that have an infinity in them, or no number; of sharded ones, in the rows of this rank. Raises
+    DeviceLost.
+    """
     held.complete()
     found = set()
     for item in contents(held).items:
         part = held.parts[item.part]
         parameters = part.part.equal_everywhere(part.structure)
-        if parameters and item.key in parameters and not finite(item.tensor):
+        tensor = item.tensor if item.rows is None else item.rows.rows
+        if parameters and item.key in parameters and not finite(tensor):
             found.add(f"{item.part}.{item.key}")
     return found
 
 
-def seal(storage: Storage, name: Name, held: Held, size: int, alive: Alive) -> Manifest:
-    """All shares are written: writes what makes them a checkpoint. Raises OSError, NotReadable where a share is not
-    there, or is not what its rank has written.
+def seal(
+    storage: Storage,
+    name: Name,
+    held: Held,
+    size: int,
+    alive: Alive,
+    look: Callable[[list[Share]], None] = lambda shares: None,
+) -> Manifest:
+    """All shares are written: writes what makes them a checkpoint. ``look`` may raise where it is not to be one.
+
+    Raises OSError, NotReadable where a share is not there, or is not what its rank has written, and where shares are
+    not the whole state.
     """
     found = [_share(storage, name, rank, size) for rank in range(size)]
+    look(found)
     made = contents(held)
     files = {file: stored for share in found for file, stored in share.files.items()}
     tensors = [tensor for share in found for tensor in share.tensors]
+    row_ranges.check_ranges(tensors)
     objects = "__0_1.distcp"
     places: dict[Path, tuple[int, int]] = {}
     with storage.writing(f"{name}/{objects}", alive) as out:
@@ -110,7 +152,7 @@ def seal(storage: Storage, name: Name, held: Held, size: int, alive: Alive) -> M
         content = dumps(pickled, "the state", held.referred())
         files[manifest.PICKLED] = storage.write(f"{name}/{manifest.PICKLED}", content)
     whole = Manifest(
-        format=manifest.FORMAT,
+        format=manifest.format_of(tensors),
         name=name,
         size=size,
         written_at=time.time(),
@@ -193,7 +235,11 @@ def _index(
     global _last_index
     names = [([dotted(p) for p in each.paths], each.tensor.stride()) for each in made.items]
     places = [(dotted(path), place) for path, place in objects.items()]
-    what = msgspec.msgpack.encode((names, tensors, places))
+    lie = [
+        (t.part, t.key, t.path, t.dtype, t.shape, t.file, t.offset, t.length, _begin(t))
+        for t in tensors
+    ]
+    what = msgspec.msgpack.encode((names, lie, places))
     if _last_index[0] != what:
         _last_index = what, _new_index(made, tensors, objects)
     return _last_index[1]
@@ -207,13 +253,36 @@ def _new_index(
     planner.set_up_planner(flat, is_coordinator=True)
     _, metadata = planner.create_global_plan([planner.create_local_plan()])
     where = {dotted(path): place for path, place in objects.items()}
-    stored = {(each.part, each.key): (each.file, each.offset, each.length) for each in tensors}
-    for item in made.items:
-        where.update({dotted(path): stored[item.part, item.key] for path in item.paths})
-    metadata.planner_data = paths
+    stored: dict[tuple[str, str], list[StoredTensor]] = {}
+    for each in tensors:
+        stored.setdefault((each.part, each.key), []).append(each)
     metadata.storage_data = {
-        each.index: dcp._StorageInfo(*where[each.index.fqn]) for each in planner.plan.items
+        each.index: dcp._StorageInfo(*where[each.index.fqn])
+        for each in planner.plan.items
+        if each.index.fqn in where
     }
+    for item in made.items:
+        ranges = sorted(stored.get((item.part, item.key), []), key=_begin)
+        for path in item.paths:
+            known = metadata.state_dict_metadata[dotted(path)]
+            assert isinstance(known, TensorStorageMetadata)
+            known.chunks = [
+                ChunkStorageMetadata(_offsets(each), torch.Size(each.stored_shape))
+                for each in ranges
+            ]
+            for number, each in enumerate(ranges):
+                index = MetadataIndex(dotted(path), _offsets(each), number)
+                place = dcp._StorageInfo(each.file, each.offset, each.length)
+                metadata.storage_data[index] = place
+    metadata.planner_data = paths
     metadata.storage_meta = StorageMeta()
     metadata.version = getattr(dcp, "CURRENT_DCP_VERSION", None)
     return pickle.dumps(metadata)
+
+
+def _begin(tensor: StoredTensor) -> int:
+    return 0 if tensor.rows is None else tensor.rows.begin
+
+
+def _offsets(tensor: StoredTensor) -> torch.Size:
+    return torch.Size([_begin(tensor), *[0] * (len(tensor.shape) - 1)][: len(tensor.shape)])

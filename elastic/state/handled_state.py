@@ -21,7 +21,7 @@ from elastic.state.exchange import GroupOn
 from elastic.state.fully_sharded import fsdp2
 from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
 from elastic.state.fully_sharded.shard_bank import ShardBank
-from elastic.state.fully_sharded.sharded_commits import ShardedCommits
+from elastic.state.fully_sharded.sharded_commits import Meeting, ShardedCommits
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -31,7 +31,7 @@ from elastic.state.handlers.registry import handler_for, refuse_hidden
 from elastic.state.held import Held, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
-from elastic.state.state import ObjectState, log, refuse_method_names
+from elastic.state.state import ObjectState, State, log, refuse_method_names
 
 Handler = TypeVar("Handler", bound=StateHandler)
 
@@ -302,10 +302,10 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
-    def bring_shards(self, reset: Callable[[], None]) -> int:
+    def bring_shards(self, reset: Callable[[], None], met: Meeting) -> int:
         rt, sharded = lifecycle.current(), self._sharded
         assert sharded is not None
-        choice = sharded.meet(rt)
+        choice = sharded.choose(met)
         if choice.bank is not None:
             self._restore_replicated(choice.bank)
         reset()
@@ -362,7 +362,10 @@ class HandledState(_OfThisProcess, ObjectState):
             )
         held = {name: HeldPart.of(part) for name, part in self._parts().items()}
         saved = None if self._random is None else self._random.saved
-        return Held(self.layout(), self._saved_state, held, saved)
+        made = Held(self.layout(), self._saved_state, held, saved)
+        if self._sharded is not None:
+            self._sharded.hold(made)
+        return made
 
     def _take_random(self, saved: dict[str, Any]) -> None:
         if self._random is not None:
@@ -466,3 +469,8 @@ class HandledState(_OfThisProcess, ObjectState):
             snapshot.complete()
         made = digest.digest(tensors)
         return made if begun == self._begun else 0
+
+
+def shards_of(state: State) -> ShardedCommits | None:
+    """What keeps the shards of a state; None: it is not sharded."""
+    return state._sharded if isinstance(state, HandledState) else None

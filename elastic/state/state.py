@@ -144,11 +144,12 @@ class State:
     def capture_shards(self) -> None:
         """Of a sharded state: a training begins with it as it is, in the world of ``init()``."""
 
-    def bring_shards(self, reset: Callable[[], None]) -> int:
+    def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
         """Of a sharded state, in a new world: all go back to one commit, divided among its ranks. Commits it there.
 
-        ``reset`` is called once this worker's own values are those of the commit. Returns bytes received from others.
-        Raises PeerLost, ShardLost, StateMismatch.
+        ``met``: what the ranks hold, see `elastic.state.fully_sharded.sharded_commits.Meeting`. ``reset`` is called
+        once this worker's own values are those of the commit. Returns bytes received from others. Raises PeerLost,
+        ShardLost, StateMismatch.
         """
         raise NotImplementedError
 

@@ -143,6 +143,12 @@ class Storage:
             content: bytes = self._fs.cat_file(self._path(name))
             return content
 
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Fewer bytes where the file ends before. Raises FileNotFoundError, OSError."""
+        with self._errors():
+            content: bytes = self._fs.cat_file(self._path(name), offset, offset + length)
+            return content
+
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
         """Raises FileNotFoundError, OSError."""

@@ -15,6 +15,7 @@ from typing import IO, cast
 import torch
 
 from elastic.checkpoints.files.checked import CheckedFile
+from elastic.checkpoints.manifest import NotReadable
 from elastic.state.snapshots import tensor_index
 
 KINDS = 10_000  # of tensors, that are remembered; some 2 kB each
@@ -36,6 +37,32 @@ def write(tensor: torch.Tensor, file: CheckedFile) -> None:
     file.write(frame.head)
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
     file.write(frame.tail(file.write(flat.numpy().data)))
+
+
+def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int, list[int]]:
+    """As `write`. Returns where the bytes of the tensor begin in the file, and the CRC-32 of all of them up to each
+    ``step`` rows and up to the last.
+
+    Args:
+        tensor: on the CPU, contiguous, with at least one element.
+
+    Raises OSError, NotReadable where this torch does not write such tensors as bytes in a row, and what the file's
+    ``alive`` raises.
+    """
+    frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
+    if frame is None:
+        raise NotReadable(
+            f"torch {torch.__version__} writes rows of {tensor.dtype} in a way that is not known, so they could not be"
+            " read again"
+        )
+    file.write(frame.head)
+    begin, crc = file.count, 0
+    sums = []
+    for rows in tensor.split(step):
+        crc = file.write(rows.reshape(-1).view(torch.uint8).numpy().data, crc)
+        sums.append(crc)
+    file.write(frame.tail(crc))
+    return begin, sums
 
 
 def _plain(tensor: torch.Tensor) -> bool:

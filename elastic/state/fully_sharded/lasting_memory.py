@@ -57,6 +57,13 @@ def allocate(size: int, bank: int) -> torch.Tensor:
     return found
 
 
+def keep(buffer: torch.Tensor, bank: int) -> torch.Tensor:
+    """This memory, of `allocate`, stays until the bank allocates again."""
+    if offset_of(buffer) >= 0:
+        _kept[bank] = buffer
+    return buffer
+
+
 def offset_of(buffer: torch.Tensor) -> int:
     """Where it lies in the arena; -1: elsewhere."""
     mine = arena.mine()

@@ -66,6 +66,9 @@ class FullyShardedHandler(ModelStateHandler):
     def seems_unchanged(self) -> bool:
         return False  # what is replicated is little
 
+    def layout(self) -> list[str]:
+        return [f"{self.name} is sharded by rows", *super().layout()]
+
     def live_shards(self) -> dict[str, LiveShard]:
         return {
             name: LiveShard(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class ShardBank:
         # shard are several.
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
         self._own = torch.empty(0, dtype=torch.uint8, device="cpu")  # with a header
+        self._held_shard: torch.Tensor | None = (
+            None  # what `_own` was, while a checkpoint is written of it
+        )
+        self._spare_shard: torch.Tensor | None = None  # what was held before
         self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
         self._shard = 0  # this rank's
         self._views: list[torch.Tensor] = []
@@ -60,8 +64,12 @@ class ShardBank:
         self.offsets = {shard: self.layout.offsets(shard) for shard in held}
         own, *held = held
         size = lasting_memory.HEADER + self.offsets[own][-1]
-        if len(self._own) != size:
-            self._own = lasting_memory.allocate(size, self._number)
+        if len(self._own) != size or self._own is self._held_shard:
+            spare, self._spare_shard = self._spare_shard, None
+            if spare is not None and len(spare) == size:
+                self._own = lasting_memory.keep(spare, self._number)
+            else:
+                self._own = lasting_memory.allocate(size, self._number)
         lasting_memory.mark(self._own, None, own)
         self._shard = own
         free = [buffer for shard, buffer in self._buffers.items() if shard not in held]
@@ -108,6 +116,19 @@ class ShardBank:
         """63 bits: of the values of this rank's shard."""
         return digest.digest((str(number), view) for number, view in enumerate(self._views))
 
+    def hold(self) -> Callable[[], None]:
+        """This rank's shard stays as it is, while later commits are copied elsewhere, until the function that is
+        returned is called, from any thread.
+        """
+        assert self._held_shard is None, "the shard is held already"
+        self._held_shard = self._own
+        return self._release_shard
+
+    def _release_shard(self) -> None:
+        held, self._held_shard = self._held_shard, None
+        if held is not self._own:
+            self._spare_shard = held
+
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
         """This rank's rows of each tensor."""
         found, views = {}, iter(self._views)
@@ -116,6 +137,11 @@ class ShardBank:
             some = len(self.layout.rows(tensor, shard)) * tensor.row_bytes
             found[name] = spec, next(views) if some else spec.local(0, torch.device("cpu"))
         return found
+
+    @property
+    def shard(self) -> int:
+        """This rank's."""
+        return self._shard
 
     def where(self) -> tuple[int, int]:
         """Of this rank's shard, with its header: where it begins in the arena, or -1, and its bytes."""

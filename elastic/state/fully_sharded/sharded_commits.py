@@ -42,7 +42,7 @@ from elastic.sharding.moves import (
 )
 from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.replicas import columns, mesh_shape, sender
-from elastic.sharding.rows import ShardLayout, owners, rows_of
+from elastic.sharding.rows import Rows, ShardLayout, owners, rows_of
 from elastic.state.fully_sharded import fsdp2, lasting_memory, objects
 from elastic.state.fully_sharded.lasting_memory import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.live_shards import (
@@ -53,6 +53,7 @@ from elastic.state.fully_sharded.live_shards import (
     ShardedOptimizerHandler,
 )
 from elastic.state.fully_sharded.shard_bank import ShardBank, as_layout
+from elastic.state.held import Held, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
 # Bytes of one exchange: no backend counts beyond 2**31, and what travels is held twice meanwhile.
@@ -125,6 +126,40 @@ class Choice:
         """Ranks that are sent the replicated state. What a training begins with may differ from rank to rank."""
         holding = [self.root] if self.whole.commit.generation == 0 else self.whole.ranks()
         return [rank for rank in range(size) if rank not in holding]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks of a world hold, by rank. ``arenas`` and ``lasting``: see `Choice`."""
+
+    inventories: Sequence[Inventory]
+    hosts: tuple[str, ...]
+    arenas: Mapping[int, PeerArena]
+    lasting: Sequence[bool]
+    leasts: Sequence[int | None]
+
+    @property
+    def least(self) -> int | None:
+        """As in `Choice`: of a rank that holds something. The mesh that a worker has made before it joined may have
+        another shape.
+        """
+        holding = [rank for rank, held in enumerate(self.inventories) if held]
+        return self.leasts[self.whole.ranks()[0] if self.whole else min(holding, default=0)]
+
+    @property
+    def whole(self) -> WholeCommit | None:
+        """The newest commit of which every shard is held."""
+        return newest_whole(self.inventories)
+
+    @property
+    def lost(self) -> bool:
+        """Whether there were commits, and of none all shards are held any more."""
+        return any(self.inventories) and self.whole is None
+
+    def loss(self) -> ShardLost:
+        """The error that names the shards that no rank holds."""
+        lost = lost_shards(self.inventories)
+        return ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
 
 
 class ShardedCommits:
@@ -264,8 +299,8 @@ class ShardedCommits:
         for part in self._parts():
             part.abandon_pass()
 
-    def meet(self, rt: Runtime) -> Choice:
-        """All ranks of this world say what they hold, and choose. Raises PeerLost, ShardLost."""
+    def meet(self, rt: Runtime) -> Meeting:
+        """All ranks of this world say what they hold. Raises PeerLost."""
         # What FSDP2 remembers of passes decides what it gathers when: those who join remember none.
         self.abandon_pass()
         with rt.guard("choice of the commit"):
@@ -275,22 +310,28 @@ class ShardedCommits:
             )
             arenas = _map_arenas([offer for _, _, offer, _ in told], rt.place.rank)
             reached = objects.gather(group, sorted(arenas))
-        inventories = [each for each, _, _, _ in told]
-        hosts = tuple(host for _, host, _, _ in told)
-        whole = newest_whole(inventories)
-        if whole is None:
-            lost = lost_shards(inventories)
-            raise ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
-        bank = self._cycle.adopt(whole.commit)
         machines = [offer and offer.owner.host for _, _, offer, _ in told]
-        return Choice(
-            whole,
-            hosts,
-            None if bank is None else self._banks[bank],
+        return Meeting(
+            [each for each, _, _, _ in told],
+            tuple(host for _, host, _, _ in told),
             arenas,
             lasting(machines, reached),
-            # A mesh that a worker that joins has made for itself may have another shape.
-            told[whole.ranks()[0]][3],
+            [least for _, _, _, least in told],
+        )
+
+    def choose(self, met: Meeting) -> Choice:
+        """The commit that all ranks go back to. Raises ShardLost."""
+        whole = met.whole
+        if whole is None:
+            raise met.loss()
+        bank = self._cycle.adopt(whole.commit)
+        return Choice(
+            whole,
+            met.hosts,
+            None if bank is None else self._banks[bank],
+            met.arenas,
+            met.lasting,
+            met.least,
         )
 
     def _inventory(self) -> Inventory:
@@ -324,7 +365,9 @@ class ShardedCommits:
             rt.generation, rank, tuple(order), shards, choice.hosts, placement, choice.arenas
         )
         self._number = 0
-        found = self._targets(specs, choice, world)
+        found = self._targets(
+            specs, choice.whole.owners, world.order, shards, world.shard, choice.least
+        )
         moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE, shards)
         with rt.guard("copy of the shards"):
             self._travel(rt.group("state", CPU), moves, layout, choice, found)
@@ -333,6 +376,51 @@ class ShardedCommits:
         failpoint("shard-placed")
         self.moved = travelling(moves, layout)
         return self.moved
+
+    def hold(self, held: Held) -> None:
+        """Adds this rank's rows of the newest commit, which stay as they are until it is released."""
+        bank = self.base()
+        assert bank is not None, "nothing was committed"
+        held.release_shard = bank.hold()
+        world = self._world
+        writes = (
+            world is None or world.senders[world.shard] == world.rank
+        )  # of several replicas one
+        for tensor, (name, (spec, rows)) in zip(
+            bank.layout.tensors, bank.own_rows().items(), strict=True
+        ):
+            part, _, key = name.partition("/")
+            whole = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            begin = bank.layout.rows(tensor, bank.shard).begin
+            mine = rows if writes else rows[:0]
+            held.parts[part].sharded[key] = HeldRows(whole, begin, mine, spec.plain)
+
+    def divide(
+        self, rt: Runtime, met: Meeting | None, specs: dict[str, RowSpec]
+    ) -> dict[str, tuple[Rows, torch.Tensor]]:
+        """Divides tensors that do not come from a commit of the ranks, but from elsewhere, among the ranks of this
+        world. Collective. ``met``: None in a world of one without a driver.
+
+        Returns the rows of this rank, and where they go, which has no values yet; see `place`.
+        """
+        rank, size = rt.place.rank, rt.place.size
+        order = tuple(range(size))
+        self.least = self.least if met is None else met.least
+        shards = size if self.least is None else mesh_shape(size, self.least).shards
+        if met is not None:
+            placement = place_copies([*order], met.hosts, self.copies, met.lasting, shards)
+            self._world = ShardedWorld(
+                rt.generation, rank, order, shards, met.hosts, placement, met.arenas
+            )
+            self._number = 0
+        shard = owners(order, shards)[rank]
+        found = self._targets(specs, (), order, shards, shard, self.least)
+        layout = as_layout(specs, shards)
+        return {each.name: (layout.rows(each, shard), found[each.name]) for each in layout.tensors}
+
+    def place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
+        """The tensors of `divide` have their values: optimizers take theirs over."""
+        self._place(specs, found)
 
     def base(self) -> ShardBank | None:
         """Of the newest commit that is sealed."""
@@ -361,33 +449,43 @@ class ShardedCommits:
         return told
 
     def _targets(
-        self, specs: dict[str, RowSpec], choice: Choice, world: ShardedWorld
+        self,
+        specs: dict[str, RowSpec],
+        before: tuple[int | None, ...],
+        order: tuple[int, ...],
+        shards: int,
+        shard: int,
+        least: int | None,
     ) -> dict[str, torch.Tensor]:
-        """This rank's rows in the new world, without values: live tensors of models, new ones for optimizers."""
-        order, shard, size = world.order, world.shard, len(world.order)
+        """This rank's rows in the new world, without values: live tensors of models, new ones for optimizers.
+        ``before``: the owner of each shard of the commit. ``least``: as in `Choice`.
+        """
+        size = len(order)
         # Process groups of some ranks end with their world, and those of a mesh of replicas are such.
-        stays = choice.least is None and order == choice.whole.owners == tuple(range(size))
+        stays = least is None and order == before == tuple(range(size))
         found = {}
         device = CPU
         for part in self._parts():
             if isinstance(part, FullyShardedHandler):
                 # A world that broke before it trained may have left another mesh here, and not on all ranks.
                 if not (stays and fsdp2.is_over_all(part.model, size, shard)):
-                    fsdp2.remesh(part.model, self._new_mesh(part, world, choice))
+                    fsdp2.remesh(part.model, self._new_mesh(part, order, shards, least))
                 live = part.live_shards()
                 found.update({f"{part.name}/{key}": each.local for key, each in live.items()})
                 device = next((each.local.device for each in live.values()), device)
         for name, spec in specs.items():
             if name not in found:
-                rows = len(rows_of(spec.shape[0], shard, world.shards))
+                rows = len(rows_of(spec.shape[0], shard, shards))
                 found[name] = spec.local(rows, device)
         return {name: found[name] for name in specs}
 
-    def _new_mesh(self, part: FullyShardedHandler, world: ShardedWorld, choice: Choice) -> Any:
+    def _new_mesh(
+        self, part: FullyShardedHandler, order: tuple[int, ...], shards: int, least: int | None
+    ) -> Any:
         like = fsdp2.mesh_of(part.model)
-        if choice.least is None:
-            return fsdp2.make_mesh(like, world.order)
-        return fsdp2.make_hybrid_mesh(like, world.order, world.shards)
+        if least is None:
+            return fsdp2.make_mesh(like, order)
+        return fsdp2.make_hybrid_mesh(like, order, shards)
 
     def _travel(
         self,

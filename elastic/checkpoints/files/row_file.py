@@ -1,0 +1,41 @@
+"""Reads rows of sharded tensors out of the files of a checkpoint. Acts; which bytes: `row_ranges` decides."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import NotReadable, StoredTensor
+from elastic.checkpoints.row_ranges import reads
+from elastic.sharding.rows import Rows
+
+
+def read(
+    storage: Storage, folder: str, stored: Sequence[StoredTensor], wanted: Rows, into: torch.Tensor
+) -> None:
+    """Rows of one tensor, each checked before it is used.
+
+    Args:
+        folder: of the commit.
+        stored: all ranges of rows of this tensor.
+        into: as many rows as are wanted, of the tensor's dtype and shape.
+
+    Raises NotReadable where a file is missing, shorter or damaged; OSError.
+    """
+    if not into.numel():
+        return
+    for part in reads(stored, wanted, into.nbytes // len(into)):
+        try:
+            content = storage.read_range(f"{folder}/{part.file}", part.offset, part.length)
+        except FileNotFoundError:
+            raise NotReadable(f"{part.file} is missing") from None
+        if zlib.crc32(content, part.sum_before) != part.sum_after or len(content) != part.length:
+            raise NotReadable(f"{part.file} is damaged: the checksum of {stored[0].name} differs")
+        rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(into.dtype)
+        rows = rows.view(len(part.rows), *into.shape[1:])
+        needed, first = part.wanted, part.rows.begin
+        target = into[needed.begin - wanted.begin : needed.end - wanted.begin]
+        target.copy_(rows[needed.begin - first : needed.end - first])

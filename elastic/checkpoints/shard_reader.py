@@ -1,0 +1,181 @@
+"""Brings the newest durable commit of a fully sharded state to the ranks of a world of any size. Acts, on all ranks.
+
+Rank 0 chooses the checkpoint, reads what is replicated, and sends it to the others. Then each rank reads its rows of
+sharded tensors. All go back to the same commit: if one rank can't read it, all try the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from elastic.checkpoints import loading, resuming
+from elastic.checkpoints.files import row_file
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Manifest, NotReadable, StoredTensor
+from elastic.checkpoints.options import CheckpointOptions
+from elastic.checkpoints.row_ranges import check_ranges
+from elastic.checkpoints.values import dtype_named
+from elastic.failpoints import failpoint
+from elastic.protocol.messages import COPY
+from elastic.runtime.worker import Runtime
+from elastic.sharding.rows import Rows
+from elastic.state.fully_sharded import objects
+from elastic.state.fully_sharded.live_shards import RowSpec
+from elastic.state.fully_sharded.sharded_commits import Meeting
+from elastic.state.handled_state import HandledState, shards_of
+from elastic.state.state import broadcast_state
+
+CPU = torch.device("cpu")
+Value = TypeVar("Value")
+Targets = Mapping[str, tuple[Rows, torch.Tensor]]
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The checkpoint that all ranks read. ``url``: its folder."""
+
+    url: str
+    manifest: Manifest
+
+
+class ShardReader:
+    """Of one rank. ``met``: what the ranks hold; None in a world of one without a driver."""
+
+    def __init__(
+        self, rt: Runtime, state: HandledState, options: CheckpointOptions, met: Meeting | None
+    ) -> None:
+        self._rt = rt
+        self._state = state
+        self._options = options
+        self._met = met
+        self._storage = Storage(options.url)
+        self._passed: resuming.Passed = {}  # on rank 0
+
+    def resume(self, reset: Callable[[], None]) -> int | None:
+        """Sets the state to the newest commit that all ranks can read, and commits it. Returns bytes read here.
+
+        None: there is none. ``reset`` is called before the state is changed. Raises StateMismatch and Invalid at rank
+        0, as `resuming.load_newest` does; PeerLost; OSError.
+        """
+        sharded = shards_of(self._state)
+        assert sharded is not None
+        if not self._from_rank_0(self._there_is_one):
+            return None
+        reset()  # by all at once: callbacks may have collectives
+        while (chosen := self._from_rank_0(self._load)) is not None:
+            specs = row_specs(chosen.manifest.tensors)
+            self._send_replicated()
+            targets = sharded.divide(self._rt, self._met, specs)
+            failpoint("durable-rows")
+            troubles = self._gather(self._read(chosen, targets))
+            if not any(troubles):
+                sharded.place(specs, {name: where for name, (_, where) in targets.items()})
+                self._state.save()
+                return sum(where.nbytes for _, where in targets.values())
+            if self._rt.place.rank == 0:
+                rank, why = next((n, each) for n, each in enumerate(troubles) if each)
+                said = f"rank {rank} found that {why}"
+                resuming.pass_over(chosen.url, chosen.manifest, said, self._passed)
+        return None
+
+    def _there_is_one(self) -> bool:
+        storage, options = self._storage, self._options
+        found = resuming.patiently(
+            storage, lambda: resuming.proposal(storage, options, self._passed)
+        )
+        if found is None:
+            _say(f"{storage.url} has no checkpoint to go on from")
+        return found is not None
+
+    def _load(self) -> Chosen | None:
+        """Chooses a checkpoint, and loads what is replicated."""
+        storage, options = self._storage, self._options
+
+        def load() -> Chosen | None:
+            while (found := resuming.proposal(storage, options, self._passed)) is not None:
+                where, manifest = found
+                try:
+                    failpoint("durable-load")
+                    check_ranges(manifest.tensors)
+                    loading.load(where, manifest, self._state)
+                except NotReadable as error:
+                    resuming.pass_over(where.url, manifest, str(error), self._passed)
+                else:
+                    return Chosen(where.url, manifest)
+            return None
+
+        chosen = resuming.patiently(storage, load)
+        if chosen is not None:
+            lost = "" if self._met is None or not self._met.lost else f": {self._met.loss()}"
+            what = "goes back to" if lost else "goes on from"
+            _say(f"{what} {chosen.manifest} in {chosen.url}/{chosen.manifest.name}{lost}")
+        return chosen
+
+    def _send_replicated(self) -> None:
+        if self._rt.place.size > 1:
+            broadcast_state(self._state)
+            if self._rt.place.rank:
+                self._state.reset()  # samplers divide what is left among the ranks of this world
+
+    def _read(self, chosen: Chosen, targets: Targets) -> str:
+        """This rank's rows and random generators. Returns why they can't be read; empty: they were."""
+        storage, rank = Storage(chosen.url), self._rt.place.rank
+        try:
+            with self._long(), torch.no_grad():
+                resuming.patiently(storage, lambda: read_rows(storage, chosen.manifest, targets))
+            loading.load_random(chosen.manifest.generators, rank, self._state)
+        except NotReadable as error:
+            return str(error)
+        return ""
+
+    def _long(self) -> contextlib.AbstractContextManager[None]:
+        """Whoever reads for long is not stuck."""
+        if self._rt.alone:
+            return contextlib.nullcontext()
+        return self._rt.training.long_phase("reading the checkpoint")
+
+    def _from_rank_0(self, work: Callable[[], Value]) -> Value:
+        """What ``work`` returns there. Collective."""
+        value: Any = None
+        if self._rt.place.rank == 0:
+            with self._long():
+                value = work()
+        if self._rt.place.size > 1:
+            with self._rt.guard(COPY):
+                value = objects.broadcast(self._rt.group("state", CPU), value, 0)
+        found: Value = value
+        return found
+
+    def _gather(self, value: str) -> list[Any]:
+        if self._rt.place.size == 1:
+            return [value]
+        with self._rt.guard(COPY):
+            return objects.gather(self._rt.group("state", CPU), value)
+
+
+def row_specs(tensors: list[StoredTensor]) -> dict[str, RowSpec]:
+    """Of the sharded tensors of a checkpoint, by part and name. Raises StateMismatch."""
+    found: dict[str, RowSpec] = {}
+    for each in tensors:
+        if each.rows is not None:
+            spec = RowSpec(tuple(each.shape), dtype_named(each.dtype), each.rows.plain)
+            found[f"{each.part}/{each.key}"] = spec
+    return found
+
+
+def read_rows(storage: Storage, manifest: Manifest, targets: Targets) -> None:
+    """Reads rows into their places. Raises NotReadable, OSError."""
+    by_name: dict[str, list[StoredTensor]] = {}
+    for each in manifest.tensors:
+        by_name.setdefault(f"{each.part}/{each.key}", []).append(each)
+    for name, (wanted, where) in targets.items():
+        row_file.read(storage, str(manifest.name), by_name[name], wanted, where)
+
+
+def _say(text: str) -> None:
+    print(f"elastic: {text}", file=sys.stderr, flush=True)
