@@ -12,7 +12,8 @@ waited for the word which one that is), state-copy (between the header and the t
 over, its collectives not ended yet), shutdown; of a fully sharded state: shard-copy (before this rank's shard is
 copied), shard-mirror (before it is sent to others), shard-seal (before it is known that all have it), shard-moved (in a
 new world, rows have arrived), shard-placed (and are in place); of durable commits: durable-file (half of a share is
-written), durable-share, durable-manifest (before it), durable-sealed (after it), durable-load.
+written), durable-share, durable-manifest (before it), durable-sealed (after it), durable-load (rank 0 is about to read
+one), durable-rows (each rank is about to read its rows of one).
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
 out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients); see

@@ -1,0 +1,194 @@
+"""Checkpoints of fully sharded models in real jobs: any number of workers goes on from them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints.files.storage import Storage
+from elastic.driver.commandline.afterwards import checkpoints_cli
+from elastic.driver.reasons import Why
+from harness.history import SCRIPTS
+
+TRAINING = ["python", str(SCRIPTS / "fsdp_durable.py")]
+GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
+APART = {"ELASTIC_NATIVE": "0"}  # no memory of a worker outlives it, as on different hosts
+
+
+def begins(training: Any) -> list[dict[str, Any]]:
+    """What rank 0 found in each world, oldest first."""
+    file = training.folder / "begins.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def started(job: Any, folder: Path, size: int, steps: int, flags: str = "", **env: str) -> Any:
+    return job(
+        f"-np {size} --min-np 1 {flags or '--checkpoint-every 3commits'} --checkpoint-dir {folder}",
+        TRAINING,
+        env={"STEPS": str(steps)} | env,
+    )
+
+
+def trained(*args: Any, **env: str) -> list[dict[str, Any]]:
+    training = started(*args, **env)
+    training.succeed(150)
+    return begins(training)
+
+
+@pytest.mark.timeout(300)
+def test_two_workers_go_on_from_what_three_have_written(job: Any, tmp_path: Path):
+    folder = tmp_path / "all"
+    assert trained(job, folder, 3, 4)[0]["step"] == 0
+    assert checkpoints_cli.main(["--verify", str(folder)]) == 0
+    storage = Storage(str(folder))
+    [last] = catalog.names(storage)[-1:]
+    found = catalog.read(storage, last)
+    assert found.sharded and found.size == 3 and found.step == 4
+    (second,) = trained(job, folder, 2, 6)
+    assert (second["step"], second["size"], second["same"]) == (4, 2, True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "feature", ["plain", "sgd", "bf16", "tied", "frozen", "ignored", "two_optimizers", "one_unit"]
+)
+def test_any_number_of_workers_goes_on_bit_for_bit(job: Any, tmp_path: Path, feature: str):
+    before = 0
+    for size, steps in ((4, 4), (2, 6), (3, 8), (1, 10), (4, 12)):
+        (found,) = trained(job, tmp_path / "all", size, steps, FEATURE=feature)
+        assert (found["step"], found["size"], found["same"]) == (before, size, True)
+        before = steps
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_survivors_go_back_to_a_checkpoint_in_their_processes_where_shards_are_lost(
+    job: Any, tmp_path: Path
+):
+    rules = tmp_path / "rules"
+    rules.write_text("optimizer kill slot=1,2 step=10 victims=2")
+    training = started(
+        job,
+        tmp_path / "all",
+        4,
+        16,
+        f"--checkpoint-every 3commits {GONE}",
+        ELASTIC_FAILPOINTS=f"@{rules}",
+        SLOW="0.2",
+        **APART,
+    )
+    training.succeed(200)
+    first, second = begins(training)
+    assert (first["step"], first["size"]) == (0, 4)
+    assert 0 < second["step"] < 10 and second["step"] % 3 == 0
+    assert second["size"] == 2 and second["same"]
+    assert second["pid"] == first["pid"]
+    assert len(training.events("WorkerConnected")) == 4, "no worker was started anew"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_shards_lost_before_the_first_checkpoint_end_the_job(job: Any, tmp_path: Path):
+    rules = tmp_path / "rules"
+    rules.write_text("optimizer kill slot=1,2 step=5 victims=2")
+    training = started(
+        job, tmp_path / "all", 4, 9, f"--checkpoint-every 1h {GONE}", ELASTIC_FAILPOINTS=f"@{rules}", **APART
+    )  # fmt: skip
+    assert training.wait(120) != 0
+    (end,) = training.actions("EndJob")
+    assert end["reason"]["kind"] == Why.SHARDS_LOST.value
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_all_workers_are_killed_and_new_ones_go_on_from_the_newest_checkpoint(
+    job: Any, tmp_path: Path
+):
+    folder = tmp_path / "all"
+    training = started(job, folder, 3, 60, SLOW="0.1")
+    training.until(lambda: len([*folder.glob("*/manifest.json")]) >= 2, "two checkpoints", 90)
+    for rank in range(3):
+        training.kill(rank)
+    training.succeed(200)
+    found = begins(training)
+    assert found[0]["step"] == 0 and found[1]["step"] >= 3
+    assert all(each["same"] for each in found)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_sigterm_makes_a_last_checkpoint(job: Any, tmp_path: Path):
+    folder = tmp_path / "all"
+    training = started(job, folder, 3, 10**6, "--checkpoint-every manual", SLOW="0.05")
+    training.until(lambda: begins(training), "training", 90)
+    training.driver.send_signal(signal.SIGTERM)
+    assert training.wait(60) == 143
+    step = catalog.read(Storage(str(folder)), catalog.names(Storage(str(folder)))[-1]).step
+    assert step is not None
+    (found,) = trained(job, folder, 2, step + 2)
+    assert (found["step"], found["same"]) == (step, True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_rows_that_one_rank_finds_damaged_send_all_ranks_to_the_checkpoint_before(
+    job: Any, tmp_path: Path
+):
+    folder = tmp_path / "all"
+    trained(job, folder, 2, 9, SLOW="0.2")
+    storage = Storage(str(folder))
+    before, last = catalog.names(storage)[-2:]
+    tensor = next(
+        each
+        for each in catalog.read(storage, last).tensors
+        if each.rows is not None and each.file == "__1_2.distcp"
+    )
+    assert tensor.rows is not None
+    with (folder / str(last) / tensor.file).open("r+b") as file:
+        file.seek(tensor.rows.data)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    (found,) = trained(job, folder, 3, 12)
+    assert found["step"] == catalog.read(storage, before).step
+    assert found["same"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("wrote", "reads"), [("plain", "sgd"), ("plain", "tied")])
+def test_another_model_or_optimizer_is_refused_and_nothing_is_changed(
+    job: Any, tmp_path: Path, wrote: str, reads: str
+):
+    folder = tmp_path / "all"
+    trained(job, folder, 2, 4, FEATURE=wrote)
+    names = catalog.names(Storage(str(folder)))
+    training = started(job, folder, 3, 6, FEATURE=reads)
+    assert training.wait(100) == 1
+    assert not begins(training)
+    (end,) = training.actions("EndJob")
+    assert end["reason"]["kind"] == Why.NO_RESUME.value
+    assert catalog.names(Storage(str(folder))) == names
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["durable-rows", "shard-copy"])
+def test_a_kill_while_all_read_leaves_the_others_to_read_again(
+    job: Any, tmp_path: Path, place: str, rank: int
+):
+    folder = tmp_path / "all"
+    trained(job, folder, 2, 4)
+    rule = f"{place} kill rank={rank} generation=2"
+    (*_, found) = trained(
+        job, folder, 3, 8, f"--checkpoint-every 3commits {GONE}", ELASTIC_FAILPOINTS=rule
+    )
+    assert (found["step"], found["size"], found["same"]) == (4, 2, True)
