@@ -1,7 +1,9 @@
-"""``elasticrun checkpoints``: what a folder of checkpoints holds, whether it is whole, and what may go."""
+"""``elasticrun checkpoints``: what a folder holds, whether it is whole, what may go, and one checkpoint as a file."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +11,17 @@ from dataclasses import dataclass, replace
 from elastic.checkpoints import catalog
 from elastic.checkpoints.catalog import CheckpointEntry
 from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Manifest, NotReadable
 from elastic.driver.commandline.arguments import Parser, add_declared, flag, switch, whole
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Lists the checkpoints of a folder, oldest first, and says which of them can be taken."""
+Lists the checkpoints of a folder, oldest first, and says which of them can be taken.
+
+elasticrun checkpoints export writes one of them as a single file for torch.load."""
+EXPORT = "export"  # the first word
+EXPORT_DESCRIPTION = """\
+Writes the newest checkpoint of a folder, or the commit that is given, as one file with whole tensors. Needs no job."""
 
 
 @dataclass
@@ -32,11 +40,35 @@ class CheckpointsOptions:
     )
 
 
+@dataclass
+class ExportOptions:
+    """Flags as given."""
+
+    out: str | None = flag(
+        "--out",
+        "FILE",
+        "File to write; with .safetensors, only the models' tensors (default: name of the commit's folder, and .pt)",
+    )
+
+
+def export_parser() -> Parser:
+    """All flags of ``elasticrun checkpoints export``."""
+    made = Parser(
+        prog="elasticrun checkpoints export",
+        usage="elasticrun checkpoints export [flags] DIR-OR-URL[@COMMIT]",
+        description=EXPORT_DESCRIPTION,
+    )
+    add_declared(made.group("output"), ExportOptions)
+    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
 def parser() -> Parser:
     """All flags of ``elasticrun checkpoints``."""
     made = Parser(
         prog="elasticrun checkpoints",
-        usage="elasticrun checkpoints [flags] DIR-OR-URL",
+        usage="elasticrun checkpoints [flags] DIR-OR-URL\n"
+        "       elasticrun checkpoints export [--out FILE] DIR-OR-URL[@COMMIT]",
         description=DESCRIPTION,
     )
     add_declared(made.group("what to do"), CheckpointsOptions)
@@ -46,6 +78,8 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code. Raises Invalid."""
+    if arguments and arguments[0] == EXPORT:
+        return _export(arguments[1:])
     options = CheckpointsOptions()
     wanted = "give one folder, as in: elasticrun checkpoints /shared/checkpoints"
     folder = parser().with_one(arguments, options, wanted)
@@ -94,3 +128,50 @@ def _line(entry: CheckpointEntry, *, verified: bool) -> str:
     workers = "1 worker" if found.size == 1 else f"{found.size} workers"
     state = "verified" if verified else "complete"
     return f"{head}  {when}  {found.bytes / 1e6:.1f} MB  by {workers}  {state}"
+
+
+def _export(arguments: Sequence[str]) -> int:
+    options = ExportOptions()
+    wanted = (
+        "give one folder, as in: elasticrun checkpoints export /shared/checkpoints, or a commit in it, as in"
+        " /shared/checkpoints@g3c450; a folder called export is listed by: elasticrun checkpoints ./export"
+    )
+    given = export_parser().with_one(arguments, options, wanted)
+    storage, which = Storage(given), ""
+    try:
+        url, at, commit = given.rpartition("@")
+        if at and url and commit and not storage.exists():  # a folder may have an @ in its name
+            storage, which = Storage(url), commit
+        found = catalog.chosen(storage, which) if which else _newest(storage)
+        out = options.out or f"{found.name}.pt"
+        from elastic.checkpoints import (
+            exporting,
+        )  # brings torch, which the other commands need not wait for
+
+        left_out = exporting.export(storage, found, out)
+    except OSError as error:
+        raise Invalid(f"{given} can't be exported: {error}") from error
+    except NotReadable as error:
+        raise Invalid(
+            f"{storage.url}/{found.name} can't be exported: {error}; export another, as DIR@COMMIT (elasticrun"
+            " checkpoints DIR lists them)"
+        ) from error
+    if left_out:
+        names = [f"{each.name}{' but its tensors' * each.but_tensors}" for each in left_out]
+        why = "torch.load would not load them by default"
+        print(f"left out, as {why}: {', '.join(names)}", file=sys.stderr)
+    print(f"{out}: {found} of {storage.url}/{found.name}, {os.path.getsize(out) / 1e6:.1f} MB")
+    return 0
+
+
+def _newest(storage: Storage) -> Manifest:
+    """Raises Invalid, OSError."""
+    for name in reversed(catalog.names(storage)):
+        found = catalog.entry(storage, name)
+        catalog.refuse_newer(storage, found)
+        if found.manifest is not None:
+            return found.manifest
+        print(f"{storage.url}/{name} is passed over: {found.trouble}", file=sys.stderr)
+    if not storage.exists():
+        raise Invalid(f"{storage.url}: there is no such folder")
+    raise Invalid(f"{storage.url} has no checkpoint that can be exported")

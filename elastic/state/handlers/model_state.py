@@ -196,16 +196,7 @@ class ModelStateHandler(Part):
             parameter.grad = None
 
     def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
-        names = structure["names"]
-        here = {**tensors, **structure["opaque"].tensors}
-        found = {n: here[n] for n in [*names["parameters"], *names["persistent"]] if n in here}
-        found |= {alias: here[name] for alias, name in names["aliases"].items() if name in here}
-        for path, extra in structure["extra"].items():
-            found[f"{path}.{EXTRA}" if path else EXTRA] = extra
-        if "own" in structure:
-            for path, added in structure["own"].tensors.items():
-                found |= {f"{path}.{key}" if path else key: value for key, value in added.items()}
-        return found
+        return described(structure, tensors)
 
     def _device(self) -> torch.device:
         return next((each.device for each in self.model.parameters()), torch.device("cpu"))
@@ -238,6 +229,22 @@ class ModelStateHandler(Part):
     def full_name(self, name: str) -> str:
         """Of one of its tensors, as users see it."""
         return f"{self.name}.{name}" if self.name else name
+
+
+def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A commit of a model as its ``state_dict()``. ``structure``: as `ModelStateHandler.live` gives it."""
+    names = structure["names"]
+    here = {**tensors, **structure["opaque"].tensors}
+    found: dict[str, Any] = {
+        n: here[n] for n in [*names["parameters"], *names["persistent"]] if n in here
+    }
+    found |= {alias: here[name] for alias, name in names["aliases"].items() if name in here}
+    for path, extra in structure["extra"].items():
+        found[f"{path}.{EXTRA}" if path else EXTRA] = extra
+    if "own" in structure:
+        for path, added in structure["own"].tensors.items():
+            found |= {f"{path}.{key}" if path else key: value for key, value in added.items()}
+    return found
 
 
 class Opaque:

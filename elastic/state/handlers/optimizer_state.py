@@ -7,7 +7,7 @@ whether or not there are entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,27 @@ def _entries_alike(options: dict[str, Any]) -> int:
     return int(isinstance(momentum, float | int) and momentum > 0) + ("alpha" in options)
 
 
+def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Tensor]) -> Any:
+    """A commit of an optimizer as its ``state_dict()``.
+
+    Args:
+        structure: as `OptimizerStateHandler.pack` gives it.
+        sizes: the number of parameters of each group.
+        tensors: the entries, by name.
+    """
+    if "dict" in structure:
+        return structure["dict"]
+    state: dict[int, Any] = {number: {} for number in structure["owners"]}
+    state.update({n: {**v} if isinstance(v, dict) else v for n, v in structure["values"].items()})
+    for name, (number, key, _) in structure["origins"].items():
+        state[number][key] = tensors[name]
+    groups, first = [], 0
+    for options, size in zip(structure["options"], sizes, strict=True):
+        groups.append({**options, "params": list(range(first, first + size))})
+        first += size
+    return {"state": state, "param_groups": groups}
+
+
 class OptimizerStateHandler(Part):
     """A ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
 
@@ -144,20 +165,7 @@ class OptimizerStateHandler(Part):
         return structure, tensors
 
     def described(self, structure: Any, own: Groups, tensors: dict[str, torch.Tensor]) -> Any:
-        if "dict" in structure:
-            return structure["dict"]
-        state: dict[int, Any] = {number: {} for number in structure["owners"]}
-        state.update(
-            {n: {**v} if isinstance(v, dict) else v for n, v in structure["values"].items()}
-        )
-        for name, (number, key, _) in structure["origins"].items():
-            state[number][key] = tensors[name]
-        groups, first = [], 0
-        for options, parameters in zip(structure["options"], own, strict=True):
-            numbers = list(range(first, first + len(parameters)))
-            groups.append({**options, "params": numbers})
-            first += len(parameters)
-        return {"state": state, "param_groups": groups}
+        return described(structure, [len(group) for group in own], tensors)
 
     def own(self) -> Groups:
         return [list(group["params"]) for group in self.value.param_groups]

@@ -1,0 +1,223 @@
+"""Writes a checkpoint as one file that torch reads without this package: whole tensors, in one process without a job.
+
+Nothing of the checkpoint is unpickled: values that were written by pickle are left out, and so are values that
+``torch.load`` would refuse by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.loading import by_file, read_file
+from elastic.checkpoints.manifest import Manifest, NotReadable
+from elastic.checkpoints.plain_data import Damaged
+from elastic.checkpoints.row_ranges import check_ranges
+from elastic.checkpoints.values import dtype_named, from_plain
+from elastic.errors import Invalid
+from elastic.state.handlers import model_state, optimizer_state
+
+SAFETENSORS = ".safetensors"  # the end of a file's name
+_OUTSIDE = "elastic"  # the first key of tensors that no state dict has
+
+Key = tuple[str, str]  # part, tensor
+
+
+class LeftOut(NamedTuple):
+    """What was not exported. ``but_tensors``: of a part, its tensors were."""
+
+    name: str
+    but_tensors: bool = False
+
+
+@dataclass
+class WholeState:
+    """``models`` and ``others``: state dicts and values by their names in the state. ``left_out``: what is in
+    neither.
+    """
+
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+
+
+def export(storage: Storage, found: Manifest, file: str) -> list[LeftOut]:
+    """Writes a checkpoint to a file, which appears whole or not at all. Returns what is not in it.
+
+    A file that ends in ``.safetensors`` has the tensors of the models alone, by the names in their state dicts; where
+    there are several models, these begin with the model's name in the state. Any other is ``torch.save`` of
+    ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10, ...}``.
+
+    Raises Invalid where a package is missing or there is no model, NotReadable, OSError.
+    """
+    save = _safetensors() if file.endswith(SAFETENSORS) else None
+    state = whole_state(storage, found)
+    partial = f"{file}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        if save is None:
+            torch.save(state.models | state.others, partial)
+        else:
+            save(_named(state.models), partial, metadata={"format": "pt"})
+        os.replace(partial, file)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        if isinstance(error, OSError | Invalid) or not isinstance(error, Exception):
+            raise
+        # torch and safetensors have errors of their own for a disk that is full.
+        raise OSError(f"{file} can't be written: {type(error).__name__}: {error}") from error
+    return state.left_out
+
+
+def _safetensors() -> Callable[..., None]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise Invalid(
+            "a file of safetensors needs the package safetensors, which is not installed: pip install safetensors, or"
+            " give another name, such as state.pt, for a file of torch.save"
+        ) from error
+    save: Callable[..., None] = save_file
+    return save
+
+
+def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tensors that share no memory, which safetensors can't hold."""
+    found: dict[str, torch.Tensor] = {}
+    used: set[int] = set()
+    for part, model in models.items():
+        for key, value in model.items():
+            if isinstance(value, torch.Tensor):
+                tensor = value.contiguous()
+                name = f"{part}.{key}" if len(models) > 1 else key
+                found[name] = tensor.clone() if tensor.data_ptr() in used else tensor
+                used.add(tensor.data_ptr())
+    if not found:
+        raise Invalid("the checkpoint has no model, of which a file of safetensors would be made")
+    return found
+
+
+def whole_state(storage: Storage, found: Manifest) -> WholeState:
+    """Reads all files of a checkpoint, and verifies their checksums. Raises NotReadable, OSError."""
+    tensors = _whole_tensors(storage, found)
+    made = WholeState()
+    for each in found.pickled:
+        kind, _, name = each.partition(".")
+        kept = kind == "structures" and any(part == name for part, _ in tensors)
+        made.left_out.append(LeftOut(name, kept))
+    for name, text in found.values.items():
+        _take(made, name, functools.partial(_decoded, text))
+    parts = {each.part for each in found.tensors}
+    for name in [*found.structures, *sorted(parts - found.structures.keys())]:
+        mine = {key: tensor for (part, key), tensor in tensors.items() if part == name}
+        structure = _decoded(found.structures[name]) if name in found.structures else None
+        _take_part(made, found, name, structure, mine)
+    return made
+
+
+def _take(made: WholeState, name: str, value: Callable[[], Any]) -> None:
+    try:
+        made.others[name] = _portable(value())
+    except _NotPortable:
+        made.left_out.append(LeftOut(name))
+
+
+def _take_part(
+    made: WholeState, found: Manifest, name: str, structure: Any, tensors: dict[str, torch.Tensor]
+) -> None:
+    kinds = structure.keys() if isinstance(structure, dict) else set()
+    if {"names", "opaque"} <= kinds:
+        described = model_state.described(structure, tensors)
+        made.models[name] = {}
+        for key, value in described.items():
+            try:
+                made.models[name][key] = _portable(value)
+            except _NotPortable:
+                made.left_out.append(LeftOut(f"{name}.{key}"))
+    elif {"origins", "options"} <= kinds:
+        sizes = _group_sizes(found, name)
+        _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
+    elif tensors:  # of a kind that is not known here, or whose Python values were pickled
+        described = _by_path(found, name, tensors)
+        flat = all(isinstance(each, torch.Tensor) for each in described.values())
+        (made.models if flat else made.others)[name] = described
+    elif name in found.structures:
+        known = structure.get("dict", structure) if kinds == {"dict"} else structure
+        _take(made, name, lambda: known)
+
+
+def _by_path(found: Manifest, part: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Tensors of one part alone, at their places in its state dict."""
+    made: dict[str, Any] = {}
+    for each in found.tensors:
+        if each.part == part and each.path[0] != _OUTSIDE:
+            *above, last = each.path[1:]
+            inside = made
+            for key in above:
+                inside = inside.setdefault(str(key), {})
+            inside[str(last)] = tensors[each.key]
+    return made
+
+
+def _group_sizes(found: Manifest, part: str) -> list[int]:
+    """The number of parameters in each group of an optimizer. Raises NotReadable."""
+    line = re.compile(rf"{re.escape(part)} \S+ groups \[([\d, ]*)\]")
+    for each in found.layout.splitlines():
+        if said := line.fullmatch(each):
+            return [int(number) for number in said[1].split(",") if number.strip()]
+    raise NotReadable(f"its layout does not have the groups of the optimizer {part}")
+
+
+def _whole_tensors(storage: Storage, found: Manifest) -> dict[Key, torch.Tensor]:
+    check_ranges(found.tensors)
+    whole: dict[Key, torch.Tensor] = {}
+    for file, tensors in by_file(found.tensors).items():
+        for stored, tensor in read_file(storage, found, file, tensors):
+            key = stored.part, stored.key
+            if stored.rows is None:
+                whole[key] = tensor
+                continue
+            if key not in whole:
+                whole[key] = torch.empty(stored.shape, dtype=dtype_named(stored.dtype))
+            whole[key][stored.rows.begin : stored.rows.end] = tensor
+    return whole
+
+
+def _decoded(text: Any) -> Any:
+    try:
+        return from_plain(text)
+    except Damaged as error:
+        raise NotReadable(f"its manifest is damaged: {error}") from error
+
+
+class _NotPortable(Exception):
+    """A value that ``torch.load`` does not load by default."""
+
+
+_ATOMS = (
+    int, float, complex, str, bool, bytes, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+def _portable(value: Any) -> Any:
+    """The value, of the kinds that ``torch.load(..., weights_only=True)`` loads. Raises _NotPortable."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in (list, tuple, set):
+        return kind(map(_portable, value))
+    if kind in (OrderedDict, Counter):
+        return kind({_portable(key): _portable(each) for key, each in value.items()})
+    if isinstance(value, dict):  # also our own `Index`
+        return {_portable(key): _portable(each) for key, each in value.items()}
+    raise _NotPortable
