@@ -97,12 +97,13 @@ class WorkerLeaving(Event):
 
 
 class WorkerResumed(Event):
-    """Its first collective of the generation completed."""
+    """Its first collective of the generation completed. ``from_checkpoint``: see `protocol.messages.Resumed`."""
 
     worker: Worker
     generation: int
     phases_ms: dict[str, float]
     copied_bytes: int = 0
+    from_checkpoint: bool = False
 
 
 class WorkerDigested(Event):
@@ -538,8 +539,11 @@ class Report(Action):
     about: Reason | None = None
 
 
-class ReportRecovery(Action):
-    """Every member has resumed after a failure or a planned change. Milliseconds since the cause was noticed."""
+class ReportRecovery(Action, omit_defaults=True):
+    """Every member has resumed after a failure or a planned change. Milliseconds since the cause was noticed.
+    ``from_checkpoint``: survivors went back to a durable commit. Journals of earlier versions lack it, and are replayed
+    to the same bytes.
+    """
 
     generation: int
     kind: str  # "recovery" or "change"
@@ -548,3 +552,4 @@ class ReportRecovery(Action):
     total_ms: float
     phases_ms: dict[str, float]
     copied_bytes: int
+    from_checkpoint: bool = False

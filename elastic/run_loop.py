@@ -320,9 +320,9 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
         with timeline.during("state", COPY):
-            copied = durable.bring_shards(rt, state, reset)
+            copied, from_checkpoint = durable.bring_shards(rt, state, reset)
         memory_ahead.leave()
-        rt.commits.adopt(copied)
+        rt.commits.adopt(copied, from_checkpoint=from_checkpoint)
         if world.checkpoint:
             durable.finish(rt, state)
         return

@@ -37,6 +37,8 @@ def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
     if report.kind != "recovery" or held is None:
         return text
     lost = "no committed step lost" if held else "no worker held a commit"
+    if report.from_checkpoint:
+        lost = "back to the newest checkpoint"
     return f"{text}; {lost}"
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from elastic.api.broadcasting import broadcast_object
 from elastic.checkpoints import catalog, loading, options, resuming
@@ -107,10 +107,17 @@ def resume(rt: Runtime, state: State) -> None:
             _resume(rt, state, found)
 
 
-def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> int:
+class Brought(NamedTuple):
+    """How many bytes came from other ranks, and whether the state is that of a checkpoint."""
+
+    copied_bytes: int
+    from_checkpoint: bool
+
+
+def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> Brought:
     """Brings a sharded state to all ranks of a new world: that of the newest commit that they hold, or where no worker
     holds some shards any more, and where nothing was trained yet, of the newest durable one. Collective. ``reset``: see
-    `State.bring_shards`. Returns bytes received from others.
+    `State.bring_shards`.
 
     Raises PeerLost; ShardLost where there is no durable commit either; OSError.
     """
@@ -120,10 +127,9 @@ def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> int:
     whole, found = met.whole, options.read(os.environ)
     if found is not None and (whole is None or whole.commit.generation == 0):
         with rt.account.during("storage"):
-            copied = _resume_shards(rt, state, found, met, reset)
-        if copied is not None:
-            return copied
-    return state.bring_shards(reset, met)
+            if _resume_shards(rt, state, found, met, reset):
+                return Brought(0, True)
+    return Brought(state.bring_shards(reset, met), False)
 
 
 def _resume_shards(
@@ -132,7 +138,7 @@ def _resume_shards(
     found: CheckpointOptions,
     met: Meeting | None,
     reset: Callable[[], None],
-) -> int | None:
+) -> bool:
     assert isinstance(state, HandledState)
     try:
         return ShardReader(rt, state, found, met).resume(reset)

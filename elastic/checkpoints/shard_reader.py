@@ -56,16 +56,16 @@ class ShardReader:
         self._storage = Storage(options.url)
         self._passed: resuming.Passed = {}  # on rank 0
 
-    def resume(self, reset: Callable[[], None]) -> int | None:
-        """Sets the state to the newest commit that all ranks can read, and commits it. Returns bytes read here.
+    def resume(self, reset: Callable[[], None]) -> bool:
+        """Sets the state to the newest commit that all ranks can read, and commits it. False: there is none.
 
-        None: there is none. ``reset`` is called before the state is changed. Raises StateMismatch and Invalid at rank
+        ``reset`` is called before the state is changed. Raises StateMismatch and Invalid at rank
         0, as `resuming.load_newest` does; PeerLost; OSError.
         """
         sharded = shards_of(self._state)
         assert sharded is not None
         if not self._from_rank_0(self._there_is_one):
-            return None
+            return False
         reset()  # by all at once: callbacks may have collectives
         while (chosen := self._from_rank_0(self._load)) is not None:
             specs = row_specs(chosen.manifest.tensors)
@@ -76,12 +76,12 @@ class ShardReader:
             if not any(troubles):
                 sharded.place(specs, {name: where for name, (_, where) in targets.items()})
                 self._state.save()
-                return sum(where.nbytes for _, where in targets.values())
+                return True
             if self._rt.place.rank == 0:
                 rank, why = next((n, each) for n, each in enumerate(troubles) if each)
                 said = f"rank {rank} found that {why}"
                 resuming.pass_over(chosen.url, chosen.manifest, said, self._passed)
-        return None
+        return False
 
     def _there_is_one(self) -> bool:
         storage, options = self._storage, self._options

@@ -251,11 +251,14 @@ class Leaving(Message):
 
 
 class Resumed(Message):
-    """The first collective of a generation completed here. Milliseconds by phase, in order."""
+    """The first collective of a generation completed here. Milliseconds by phase, in order. ``from_checkpoint``: no
+    whole commit was left in memory, so the world began with a durable one.
+    """
 
     generation: int
     phases_ms: Annotated[dict[str, Finite], Meta(max_length=PHASES_LIMIT)]
     copied_bytes: int = 0
+    from_checkpoint: bool = False
 
 
 class Progress(Message):

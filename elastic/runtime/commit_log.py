@@ -196,12 +196,15 @@ class CommitLog:
         self._session.account.stepped_back()
         self._session.phases.restored(time.monotonic())
 
-    def adopt(self, copied_bytes: int) -> None:
-        """State is equal everywhere: from here a loss rolls back to this point, not further."""
+    def adopt(self, copied_bytes: int, *, from_checkpoint: bool = False) -> None:
+        """State is equal everywhere: from here a loss rolls back to this point, not further. ``from_checkpoint``: see
+        `elastic.protocol.messages.Resumed`.
+        """
         with self._session.lock:
             generation = self._session.recovery.adopt().generation
         if self.durable is not None:
             self.durable.world_over(generation)
         self._progress.begin_training()
         self._session.phases.copied_bytes = copied_bytes
+        self._session.phases.from_checkpoint = from_checkpoint
         self._session.phases.mark("synced", time.monotonic())

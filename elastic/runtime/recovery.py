@@ -227,9 +227,11 @@ class Recovery:
         self.ending.leaves(reason)
         return [Send(messages.Leaving(reason))]
 
-    def resumed(self, phases_ms: dict[str, float], copied_bytes: int = 0) -> list[Action]:
+    def resumed(
+        self, phases_ms: dict[str, float], copied_bytes: int = 0, from_checkpoint: bool = False
+    ) -> list[Action]:
         """The first collective of user code completed in this generation."""
-        self._resumed = messages.Resumed(self.generation, phases_ms, copied_bytes)
+        self._resumed = messages.Resumed(self.generation, phases_ms, copied_bytes, from_checkpoint)
         return [Send(self._resumed)]
 
     # ---- what the training thread does -----------------------------------------------------------------------------

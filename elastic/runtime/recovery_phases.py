@@ -8,6 +8,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.copied_bytes = 0
+        self.from_checkpoint = False  # see `elastic.protocol.messages.Resumed`
         self._marks: dict[str, float] = {}
         self._ms: dict[str, float] = {}
         self._resumed_generation = 0
@@ -35,8 +36,10 @@ class Phases:
         """A group was made; one report adds them up."""
         self._ms["formed"] = self._ms.get("formed", 0.0) + seconds * 1e3
 
-    def stepped(self, generation: int, now: float) -> tuple[dict[str, float], int] | None:
-        """A collective completed. After the first one of user code in a generation: milliseconds by phase, bytes."""
+    def stepped(self, generation: int, now: float) -> tuple[dict[str, float], int, bool] | None:
+        """A collective completed. After the first one of user code in a generation: milliseconds by phase, bytes, and
+        whether it began with a checkpoint.
+        """
         if self._resumed_generation == generation:
             return None
         if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0):
@@ -47,8 +50,8 @@ class Phases:
         self._ms["synced"] = self._between("world", "synced")
         self._ms["first collective"] = self._between("synced", "stepped")
         self.spans = self._intervals()
-        report = self._ms, self.copied_bytes
-        self._ms, self.copied_bytes = {}, 0
+        report = self._ms, self.copied_bytes, self.from_checkpoint
+        self._ms, self.copied_bytes, self.from_checkpoint = {}, 0, False
         return report
 
     def _intervals(self) -> list[tuple[str, float, float]]:

@@ -59,6 +59,7 @@ class World:
             total_ms=(now - self.cause_at) * 1e3,
             phases_ms=phases,
             copied_bytes=sum(report.copied_bytes for report in reports),
+            from_checkpoint=any(report.from_checkpoint for report in reports),
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:

@@ -347,7 +347,7 @@ def _after(facts: Facts) -> str:
         why = (
             "commits in memory were spoilt"
             if facts["spoilt"]
-            else "nobody held a commit in memory any more"
+            else "no whole commit was left in memory"
         )
         held = f" from {_checkpoint(facts)}, as {why}"
     size = facts["size_after"]

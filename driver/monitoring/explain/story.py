@@ -293,6 +293,8 @@ class Story:
                 if self._open is not None:
                     self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
                     self._open.copied_bytes = action.copied_bytes
+                    if action.from_checkpoint and not self._open.from_checkpoint:
+                        self._open.from_checkpoint, self._open.commit = True, self.durable
                     self._open = None
                 elif self._trains_since_before(action):
                     self.planned.count += 1

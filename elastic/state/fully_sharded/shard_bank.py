@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,10 +33,13 @@ def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
 
 
 class ShardBank:
-    """Buffers are made once, and again only where sizes change. ``values``: what the state keeps besides."""
+    """Buffers are made once, and again only where sizes change. ``values``: what the state keeps besides. ``spares``:
+    of all banks, memory that was held for checkpoints before.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, spares: list[torch.Tensor] | None = None) -> None:
         self._number = next(_numbers)
+        self._spares = [] if spares is None else spares
         self.snapshots: dict[str, Snapshot] = {}  # of what is replicated, by part
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
@@ -48,7 +52,6 @@ class ShardBank:
         self._held_shard: torch.Tensor | None = (
             None  # what `_own` was, while a checkpoint is written of it
         )
-        self._spare_shard: torch.Tensor | None = None  # what was held before
         self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
         self._shard = 0  # this rank's
         self._views: list[torch.Tensor] = []
@@ -65,11 +68,7 @@ class ShardBank:
         own, *held = held
         size = lasting_memory.HEADER + self.offsets[own][-1]
         if len(self._own) != size or self._own is self._held_shard:
-            spare, self._spare_shard = self._spare_shard, None
-            if spare is not None and len(spare) == size:
-                self._own = lasting_memory.keep(spare, self._number)
-            else:
-                self._own = lasting_memory.allocate(size, self._number)
+            self._own = self._memory(size)
         lasting_memory.mark(self._own, None, own)
         self._shard = own
         free = [buffer for shard, buffer in self._buffers.items() if shard not in held]
@@ -126,8 +125,16 @@ class ShardBank:
 
     def _release_shard(self) -> None:
         held, self._held_shard = self._held_shard, None
-        if held is not self._own:
-            self._spare_shard = held
+        if held is not None and held is not self._own:
+            self._spares.append(held)
+
+    def _memory(self, size: int) -> torch.Tensor:
+        with contextlib.suppress(IndexError):
+            while True:
+                spare = self._spares.pop()
+                if len(spare) == size:
+                    return lasting_memory.keep(spare, self._number)
+        return lasting_memory.allocate(size, self._number)
 
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
         """This rank's rows of each tensor."""

@@ -174,7 +174,8 @@ class ShardedCommits:
         self.moved = 0  # bytes that travelled at the last change of the world
         self._parts = parts
         self._cycle = BankCycle()
-        self._banks = ShardBank(), ShardBank()
+        spares: list[torch.Tensor] = []
+        self._banks = ShardBank(spares), ShardBank(spares)
         self._world: ShardedWorld | None = (
             None  # None: nobody follows this state yet, or there is nobody else
         )

@@ -91,6 +91,7 @@ def test_survivors_go_back_to_a_checkpoint_in_their_processes_where_shards_are_l
     assert second["size"] == 2 and second["same"]
     assert second["pid"] == first["pid"]
     assert len(training.events("WorkerConnected")) == 4, "no worker was started anew"
+    assert [each["from_checkpoint"] for each in training.actions("ReportRecovery")][-1]
 
 
 @pytest.mark.nightly

@@ -95,7 +95,8 @@ def _no_space(*_: object) -> None:
 def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
     written(tmp_path, OLDER)
     path = written(tmp_path, NEWER) / manifest.MANIFEST
-    path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9', 1))
+    now = b'"format":%d' % manifest.FORMAT
+    path.write_bytes(path.read_bytes().replace(now, b'"format":9', 1))
     before = content(tmp_path)
     recorded("messages", refused(tmp_path))
     assert content(tmp_path) == before

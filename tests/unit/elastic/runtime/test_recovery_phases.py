@@ -15,3 +15,17 @@ def test_groups_of_the_world_before_are_no_part_of_this_one():
     report = phases.stepped(2, 7.0)
     assert report is not None
     assert report[0]["formed"] == 500.0
+
+
+def test_only_the_report_of_a_world_that_began_with_a_checkpoint_says_so():
+    phases = Phases()
+    found = []
+    for generation, stored in ((2, False), (3, True), (4, False)):
+        phases.mark("ready", generation)
+        phases.mark("world", generation)
+        phases.from_checkpoint = stored
+        phases.mark("synced", generation)
+        report = phases.stepped(generation, generation)
+        assert report is not None
+        found.append(report[2])
+    assert found == [False, True, False]

@@ -122,6 +122,21 @@ def test_damaged_memory_that_spoils_all_replicas_is_told_once_and_the_checkpoint
     assert Advice.TEST_HOST.value in [each.facts["advice"] for each in told.found(What.ADVICE)]
 
 
+def test_survivors_that_went_back_to_a_checkpoint_are_told_to_have_trained_on_from_it():
+    told = Told()
+    told.at(3.0, CheckpointMade(Commit(2, 5)))
+    told.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
+    lost = because(Why.LOST_RAISED, worker=str(C), summary="ValueError: x")
+    told.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
+    ready = WorkerReady(A, 2, Commit(2, 9), STORE)
+    told.at(5.1, ready, world(3, A, B))
+    report = ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0)
+    told.at(5.2, ready, msgspec.structs.replace(report, from_checkpoint=True))
+    [incident] = told.found(What.INCIDENT)
+    assert incident.facts["from_checkpoint"] and incident.facts["commit"] == "g2c5"
+    assert told.found(What.LOST_COMMITS)
+
+
 def test_where_nobody_knows_whose_memory_spoilt_all_the_hosts_are_to_be_tested():
     told = Told()
     spoilt = because(Why.SPOILT, commit="2.9")
