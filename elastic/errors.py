@@ -66,7 +66,8 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """No worker holds some shards of a fully sharded state any more. Ends the job. ``lost``: each such shard of the
+    """No worker holds some shards of a fully sharded state any more. Ends the job where no checkpoint has them either.
+    ``lost``: each such shard of the
     newest commit, of how many, and the hosts that had it.
     """
 

@@ -20,6 +20,8 @@ from elastic.state import TorchState, sharding
 from elastic.state.fully_sharded import fsdp2, lasting_memory
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_bank import ShardBank
+from elastic.state.handled_state import shards_of
+from elastic.state.state import hold
 
 pytestmark = [
     pytest.mark.slow,  # imports of torch's
@@ -133,6 +135,51 @@ def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(four, c
     assert equal(bits(model, optimizer), kept)
     assert ids == [id(each) for each in model.parameters()]
     assert all(each.grad is None for each in model.parameters())
+
+
+def held_bits(held: Any) -> list[torch.Tensor]:
+    return [each.rows.clone() for part in held.parts.values() for each in part.sharded.values()] + [
+        each.clone() for part in held.parts.values() for each in part.tensors.values()
+    ]
+
+
+def test_a_held_commit_stays_as_it_is_while_later_ones_are_made(four):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+
+    def commit() -> None:
+        give_gradients(model)
+        optimizer.step()
+        model[1].running_mean += 1
+        state.step += 1
+        state.commit()
+
+    commit()
+    commit()
+    memory = set()
+    for _ in range(3):  # the memory of a commit that was held is used again
+        held = hold(state)
+        rows = {key: each for key, each in held.parts["model"].sharded.items() if len(each.rows)}
+        mine = dict(model.named_parameters())
+        assert all(torch.equal(each.rows, mine[key]._local_tensor) for key, each in rows.items())
+        assert {(key, each.begin) for key, each in rows.items() if key == "0.weight"} == {
+            ("0.weight", 2)
+        }
+        assert held.is_sharded and held.values["step"] == state.step
+        before, step = held_bits(held), state.step
+        for _ in range(5):
+            commit()
+            memory |= {each._own.data_ptr() for each in sharded_banks(state)}
+            assert equal(held_bits(held), before) and held.values["step"] == step
+        held.release()
+    assert len(memory) == 3, "one shard more than without checkpoints"
+
+
+def sharded_banks(state: TorchState) -> tuple[ShardBank, ...]:
+    sharded = shards_of(state)
+    assert sharded is not None
+    return sharded._banks
 
 
 def test_another_mesh_leaves_parameters_the_same_objects_with_the_rows_of_their_shard(four):
