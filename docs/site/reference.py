@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[[], Parser]] = {
     "elasticrun agent": agent_cli.agent_parser,
     "elasticrun k8s": kubernetes_cli.kubernetes_parser,
     "elasticrun checkpoints": checkpoints_cli.parser,
+    "elasticrun checkpoints export": checkpoints_cli.export_parser,
     "elasticrun docs": docs_cli.parser,
     "elasticrun doctor": doctor_cli.parser,
     "elasticrun explain": explain_cli.parser,

@@ -136,6 +136,9 @@ def quoted() -> Iterator[tuple[str, str, str]]:
         for number, line in enumerate(page.read_text().splitlines(), start=1):
             for name, rest in _COMMAND.findall(line):
                 name = name.replace("horovodrun", "elasticrun")
+                longer = f"{name} {rest.split()[0]}" if rest.split() else name
+                if longer in commands:  # elasticrun checkpoints export
+                    name, rest = longer, rest.partition(longer.rpartition(" ")[2])[2]
                 if name not in commands:
                     name, rest = "elasticrun", f"{name.partition(' ')[2]} {rest}"
                 yield (
