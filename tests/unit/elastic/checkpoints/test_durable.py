@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic.checkpoints import durable, options, resuming
+from elastic.checkpoints.durable import Brought
 from elastic.checkpoints.writer import Writer
 from elastic.monitoring.time_account import TimeAccount
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
@@ -21,7 +22,9 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 from elastic.runtime.training import Training
 from elastic.runtime.worker import Runtime
-from elastic.state.state import ObjectState
+from elastic.sharding.inventory import CommitId, HeldShard
+from elastic.state.fully_sharded.sharded_commits import Meeting, ShardedCommits
+from elastic.state.state import ObjectState, State
 
 
 @pytest.fixture
@@ -92,3 +95,38 @@ def test_it_is_forgotten_where_another_state_comes(rt, holders, rank, knows):
     place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(2, 7) if holders else None
     durable.entered(rt, World(3, place, Address("h", 1), holders, commit, "lost h:1"))
     assert (first.digest() is not None) == knows
+
+
+MEMORY, START = CommitId(3, 5), CommitId(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("commit", "folder", "there", "reads"),
+    [
+        (MEMORY, True, True, False),
+        (None, True, True, True),
+        (START, True, True, True),
+        (None, True, False, False),
+        (START, True, False, False),
+        (None, False, True, False),
+    ],
+    ids=["whole", "lost", "untrained", "no checkpoint", "first start", "no folder"],
+)
+def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
+    rt, monkeypatch, tmp_path, commit, folder, there, reads
+):
+    held = () if commit is None else (HeldShard(commit, 1, 0, True),)
+    met = Meeting([held], ("h",), {}, [False])
+    sharded = create_autospec(ShardedCommits, instance=True)
+    sharded.meet.return_value = met
+    state = create_autospec(State, instance=True)
+    state.bring_shards.return_value = 12
+    monkeypatch.setattr(durable, "shards_of", lambda _: sharded)
+    monkeypatch.setattr(durable, "_resume_shards", lambda *_: there)
+    if folder:
+        monkeypatch.setenv(options.DIR, str(tmp_path))
+    reset = create_autospec(callable)
+    found = durable.bring_shards(rt, state, reset)
+    assert found == (Brought(0, True) if reads else Brought(12, False))
+    if not reads:
+        state.bring_shards.assert_called_once_with(reset, met)

@@ -32,6 +32,7 @@ from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
 from harness.golden import recorded
 from harness.groups import at_once
+from harness.sharded_writing import share_of
 from harness.waiting import wait_until
 
 GENERATION = 2
@@ -330,6 +331,41 @@ def test_parameters_that_were_infinite_from_the_start_are_let_be(job):
     ranks.has(5)
     ranks.commit(5)
     ranks.has(10)
+
+
+@pytest.fixture
+def sharded(job, monkeypatch) -> Job:
+    """Ranks that hold the rows of one shard each."""
+    ranks: Job = job()
+    states = ranks.states
+    hold = lambda state: share_of(state, states.index(state), len(states))  # noqa: E731
+    monkeypatch.setattr(writer, "hold", hold)
+    return ranks
+
+
+def test_of_sharded_parameters_each_rank_looks_at_its_rows(sharded):
+    sharded.commit(5)
+    sharded.has(5)
+    before = sharded.states[0].model.weight.detach().clone()
+    for state in sharded.states:
+        state.model.weight.data[29, 4] = float("nan")  # the last rank's
+    sharded.commit(5)
+    wait_until(lambda: sharded.failed, "a word about it")
+    for state in sharded.states:
+        state.model.weight.data.copy_(before)
+    wait_until(lambda: all(each._settled for each in sharded.writers), "the end of that one")
+    sharded.commit(5)
+    sharded.has(15)
+    assert sharded.made == [Commit(2, 5), Commit(2, 15)]
+    assert sharded.newest().sharded
+
+
+def test_sharded_parameters_that_were_infinite_from_the_start_are_let_be(sharded):
+    for state in sharded.states:
+        state.model.bias.data[29] = float("-inf")
+    for number in (5, 10):
+        sharded.commit(5)
+        sharded.has(number)
 
 
 @pytest.mark.parametrize(

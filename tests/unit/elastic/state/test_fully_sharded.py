@@ -137,6 +137,14 @@ def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(four, c
     assert all(each.grad is None for each in model.parameters())
 
 
+def test_a_sharded_state_has_another_layout_than_a_plain_one(four):
+    model = network()
+    plain = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+    found = TorchState(model=model).layout().splitlines()
+    others = TorchState(model=plain).layout().splitlines()
+    assert [line for line in found if line not in others] and {*others} <= {*found}
+
+
 def held_bits(held: Any) -> list[torch.Tensor]:
     return [each.rows.clone() for part in held.parts.values() for each in part.sharded.values()] + [
         each.clone() for part in held.parts.values() for each in part.tensors.values()
