@@ -38,6 +38,12 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
             f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
         )
+    if state.is_partitioned():
+        raise Invalid(
+            "--checkpoint-dir: an optimizer of the state is divided among the ranks by parameters, and checkpoints of"
+            " such a state are not written; save it in the training function (ZeroRedundancyOptimizer:"
+            " consolidate_state_dict()), or train without --checkpoint-dir"
+        )
     if rt.alone and rt.place.size > 1:
         raise Invalid(
             "--checkpoint-dir needs elasticrun where there are several workers; under other launchers leave"

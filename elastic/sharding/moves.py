@@ -12,16 +12,7 @@ from typing import NamedTuple
 
 from elastic.sharding.inventory import WholeCommit
 from elastic.sharding.replicas import columns
-from elastic.sharding.rows import (
-    Rows,
-    ShardedTensor,
-    ShardLayout,
-    overlap,
-    owners,
-    pieces,
-    rows_of,
-    shards_with,
-)
+from elastic.sharding.rows import Rows, ShardedTensor, ShardLayout, overlap, owners, pieces
 
 
 class Move(NamedTuple):
@@ -91,9 +82,9 @@ def _bytes_in_common(
     found: list[Counter[int]] = [Counter() for _ in range(whole.shards)]
     for tensor in tensors:
         for new in range(shards):
-            wanted = rows_of(tensor.rows, new, shards)
-            for old in shards_with(wanted, tensor.rows, whole.shards):
-                common = overlap(rows_of(tensor.rows, old, whole.shards), wanted)
+            wanted = tensor.rows_of(new, shards)
+            for old in tensor.shards_with(wanted, whole.shards):
+                common = overlap(tensor.rows_of(old, whole.shards), wanted)
                 found[old][new] += len(common) * tensor.row_bytes
     return found
 
@@ -146,9 +137,9 @@ def plan_moves(
     found = []
     for number, tensor in enumerate(tensors):
         for target in sorted(shard_of):
-            wanted = rows_of(tensor.rows, shard_of[target], shards)
-            for shard in shards_with(wanted, tensor.rows, whole.shards):
-                common = overlap(rows_of(tensor.rows, shard, whole.shards), wanted)
+            wanted = tensor.rows_of(shard_of[target], shards)
+            for shard in tensor.shards_with(wanted, whole.shards):
+                common = overlap(tensor.rows_of(shard, whole.shards), wanted)
                 source = _source(whole.holders[shard], target, hosts, sends)
                 if source != target:
                     sends[source] += len(common) * tensor.row_bytes

@@ -53,6 +53,14 @@ class ShardedTensor:
     rows: int
     row_bytes: int
 
+    def rows_of(self, shard: int, shards: int) -> Rows:
+        """The rows of one shard."""
+        return rows_of(self.rows, shard, shards)
+
+    def shards_with(self, wanted: Rows, shards: int) -> Sequence[int]:
+        """The shards that have one of the rows ``wanted``."""
+        return shards_with(wanted, self.rows, shards)
+
 
 @dataclass(frozen=True)
 class ShardLayout:
@@ -62,7 +70,7 @@ class ShardLayout:
     shards: int
 
     def rows(self, tensor: ShardedTensor, shard: int) -> Rows:
-        return rows_of(tensor.rows, shard, self.shards)
+        return tensor.rows_of(shard, self.shards)
 
     def offsets(self, shard: int) -> list[int]:
         """Where each tensor begins in the bytes of the shard, and at the end their number."""
@@ -75,6 +83,11 @@ class ShardLayout:
 
     def nbytes(self, shard: int) -> int:
         return self.offsets(shard)[-1]
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest shard."""
+        return max(map(self.nbytes, range(self.shards)))
 
     @cached_property
     def digest(self) -> int:

@@ -22,6 +22,7 @@ from elastic.state.fully_sharded import fsdp2
 from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
 from elastic.state.fully_sharded.shard_bank import ShardBank
 from elastic.state.fully_sharded.sharded_commits import Meeting, ShardedCommits
+from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -34,6 +35,7 @@ from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import ObjectState, State, log, refuse_method_names
 
 Handler = TypeVar("Handler", bound=StateHandler)
+_SHARDED = FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler
 
 
 class _OfThisProcess:
@@ -99,6 +101,8 @@ class HandledState(_OfThisProcess, ObjectState):
     def _handle(self, name: str, value: Any) -> None:
         """A name gets another value: which may be of a kind that is handled differently."""
         present = self._handlers.get(name)
+        if isinstance(present, _SHARDED) or sharding.of_value(value) is not None:
+            raise sharding.refuse_late(name)
         handler = None
         if present is None or not isinstance(value, type(present.value)):
             handler = handler_for(name, value)
@@ -148,16 +152,21 @@ class HandledState(_OfThisProcess, ObjectState):
         shard_checks.check_optimizers(values)
 
     def _commits_of_shards(self, copies: Any, least: Any) -> ShardedCommits | None:
-        """If a model is fully sharded. Raises NotElastic, Invalid."""
+        """If a model is fully sharded, or an optimizer is. Raises NotElastic, Invalid."""
         models = self._of_kind(FullyShardedHandler)
+        partitioned = self._of_kind(ZeroOptimizerHandler)
         optimizers = self._of_kind(ShardedOptimizerHandler)
         ours = {id(each) for model in models for each in model.model.parameters()}
         for each in optimizers:
             sharded = filter(fsdp2.is_sharded, each.parameters())
             if not all(id(parameter) in ours for parameter in sharded):
                 raise sharding.refuse_optimizer(each.name)
-        if not models:
+        if not models and not partitioned:
             return None
+        if models and partitioned:
+            raise sharding.refuse_together(models[0].name, partitioned[0].name)
+        for part in partitioned:
+            shard_checks.check_trained(part.name, part.value, self._referred())
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(f"copies is {copies!r}; give a number of further ranks, 1 or more")
         reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
@@ -166,21 +175,22 @@ class HandledState(_OfThisProcess, ObjectState):
                 f"state.{reduced[0].name}, a DistributedOptimizer," if reduced else "elastic.Shards"
             )
             raise Invalid(
-                f"{what} reduces gradients that fully_shard has reduced: give fully sharded models to a plain optimizer"
+                f"{what} reduces gradients that fully_shard or DistributedDataParallel has reduced: give fully sharded"
+                " models to a plain optimizer, and use ZeroRedundancyOptimizer without Shards"
             )
         if foreign := self._foreign_handlers():
             name, handler = next(iter(foreign.items()))
             raise Invalid(
                 f"state.{name} is kept by {type(handler).__name__}, which brings itself to other workers, and state."
-                f"{models[0].name} is fully sharded, so that all go back to a commit together: let the handler be a"
-                " Part"
+                f"{[*models, *partitioned][0].name} is sharded, so that all go back to a commit together: let the"
+                " handler be a Part"
             )
         shards = sharding.least_shards({each.name: each.model for each in models}, least)
         for model in models:
             sharding.follow(model.model)
-        for each in optimizers:
-            sharding.follow_optimizer(each.value)
-        return ShardedCommits(lambda: [*models, *optimizers], copies, shards)
+        for followed in (*optimizers, *partitioned):
+            sharding.follow_optimizer(followed.value)
+        return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards)
 
     def _tell_shards(self) -> None:
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
@@ -293,6 +303,9 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def is_sharded(self) -> bool:
         return self._sharded is not None
+
+    def is_partitioned(self) -> bool:
+        return bool(self._of_kind(ZeroOptimizerHandler))
 
     def capture_shards(self) -> None:
         sharded = self._sharded

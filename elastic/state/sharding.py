@@ -12,16 +12,23 @@ import torch
 
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.runtime import lifecycle
-from elastic.state.fully_sharded import fsdp2
+from elastic.state.fully_sharded import fsdp2, zero
 
 _ADVICE = (
     "use DistributedDataParallel or elastic.DistributedOptimizer with a plain optimizer, or, in a job of a fixed size"
     " (without --min-np), leave it out of the state and save it with torch.distributed.checkpoint"
 )
-_INTO_STATE = "put a model that fully_shard was applied to into elastic.TorchState, "
+_INTO_STATE = {
+    Fixed.MODULE: "put a model that fully_shard was applied to into elastic.TorchState, ",
+    Fixed.OPTIMIZER: "put it into elastic.TorchState together with the model that it trains, ",
+}
 _ADVICE_SHARDED = (
     "apply fully_shard to layers and model with the default mesh, or one of init_device_mesh over all ranks, of (shard)"
     " or (replicate, shard), or, in a job of a fixed size (without --min-np), leave the model out of the state"
+)
+_ADVICE_ZERO = (
+    "use ZeroRedundancyOptimizer(parameters, optimizer_class, **options) with the process group of all ranks, or, in a"
+    " job of a fixed size (without --min-np), leave it out of the state"
 )
 # torch's states of modules whose parameters a `TorchState` gives to each world.
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -45,8 +52,7 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
     """How an optimizer, or what it trains, is sharded, if it is."""
-    zero = _classes("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
-    if zero and isinstance(optimizer, zero):
+    if zero.is_zero(optimizer):
         return Fixed.OPTIMIZER
     return of_parameters(each for group in optimizer.param_groups for each in group["params"])
 
@@ -97,6 +103,12 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
         models: by name, fully sharded.
         given: as to ``TorchState(least_shards=...)``.
     """
+    if not models and given is None:
+        return None
+    if not models:
+        raise Invalid(
+            "least_shards is for models that fully_shard was applied to, and the state has none: leave it out"
+        )
     meshes = [fsdp2.mesh_of(model) for model in models.values()]
     if any(mesh.mesh.tolist() != meshes[0].mesh.tolist() for mesh in meshes):
         raise NotElastic(
@@ -132,7 +144,7 @@ def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a state has this optimizer, whose parameters are sharded."""
+    """Whether a state has this optimizer, whose parameters or entries are sharded."""
     return optimizer in _followed_optimizers
 
 
@@ -159,8 +171,7 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
     """The error for ``what``, such as ``state.model``, of this kind."""
-    first = _INTO_STATE if kind is Fixed.MODULE else ""
-    return NotElastic(f"{what} {_WHY[kind]}; {first}{_ADVICE}", kind)
+    return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
 
 
 def refuse_optimizer(name: str) -> NotElastic:
@@ -172,6 +183,31 @@ def refuse_optimizer(name: str) -> NotElastic:
             Fixed.MODULE,
         )
     return refuse(f"the model that state.{name} trains", Fixed.PARAMETERS)
+
+
+def refuse_together(model: str, optimizer: str) -> NotElastic:
+    """The error for a state with a fully sharded model and a ZeroRedundancyOptimizer."""
+    return NotElastic(
+        f"state.{model} is fully sharded and state.{optimizer} is a ZeroRedundancyOptimizer: commits of both together"
+        " are not supported; shard both models with fully_shard, or neither",
+        Fixed.OPTIMIZER,
+    )
+
+
+def refuse_late(name: str) -> NotElastic:
+    """The error for an assignment to ``state.name``, where the present or the new value is sharded."""
+    return NotElastic(
+        f"state.{name} is assigned another value, and it or the present one is a sharded model or optimizer: commits"
+        f" are of the shards that the state was made with; make a new state, as in TorchState({name}=...)",
+        Fixed.MODULE,
+    )
+
+
+def of_value(value: object) -> Fixed | None:
+    """How a model or an optimizer is sharded, if it is."""
+    if isinstance(value, torch.nn.Module):
+        return of_module(value)
+    return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
 
 
 def check_value(name: str, value: Any) -> None:
@@ -188,6 +224,11 @@ def check_value(name: str, value: Any) -> None:
         kind = of_optimizer(value)
         if kind is Fixed.PARAMETERS:
             return  # the state looks whether it follows them
+        if kind is Fixed.OPTIMIZER:
+            why = zero.obstacle(value)
+            if why is None:
+                return
+            raise NotElastic(f"state.{name} {why}; {_ADVICE_ZERO}", kind)
     elif isinstance(value, torch.Tensor):
         kind = of_parameters([value])
     if kind is not None:

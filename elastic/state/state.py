@@ -141,6 +141,10 @@ class State:
         """Whether each rank holds a part of it, so that all commit, and go back to a commit, together."""
         return False
 
+    def is_partitioned(self) -> bool:
+        """Whether it is sharded and has an optimizer that is divided by parameters, as ZeroRedundancyOptimizer is."""
+        return False
+
     def capture_shards(self) -> None:
         """Of a sharded state: a training begins with it as it is, in the world of ``init()``."""
 

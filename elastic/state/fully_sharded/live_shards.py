@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.sharding.rows import ShardedTensor
 from elastic.state.fully_sharded import fsdp2
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -32,6 +33,10 @@ class RowSpec:
         for length in self.shape[1:]:
             size *= length
         return size
+
+    def tensor(self, name: str) -> ShardedTensor:
+        """As `elastic.sharding` knows it."""
+        return ShardedTensor(name, self.shape[0] if self.shape else 1, self.row_bytes)
 
     def local(self, rows: int, device: torch.device) -> torch.Tensor:
         return torch.empty((rows, *self.shape[1:]), dtype=self.dtype, device=device)

@@ -12,7 +12,7 @@ import torch
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.sharding.inventory import CommitId
 from elastic.sharding.moves import Move
-from elastic.sharding.rows import ShardedTensor, ShardLayout
+from elastic.sharding.rows import ShardLayout
 from elastic.state.fully_sharded import lasting_memory
 from elastic.state.fully_sharded.lasting_memory import PeerArena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
@@ -23,13 +23,7 @@ _numbers = itertools.count()
 
 
 def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
-    return ShardLayout(
-        tuple(
-            ShardedTensor(name, spec.shape[0] if spec.shape else 1, spec.row_bytes)
-            for name, spec in specs.items()
-        ),
-        shards,
-    )
+    return ShardLayout(tuple(spec.tensor(name) for name, spec in specs.items()), shards)
 
 
 class ShardBank:
@@ -85,6 +79,12 @@ class ShardBank:
                     else free.pop(fit)
                 )
             self._buffers[shard] = buffer
+
+    def learn(self, specs: dict[str, RowSpec]) -> None:
+        """The commit has tensors of which this rank has no row, besides its own in the same order."""
+        if list(specs) != list(self.specs):
+            self.specs, self.layout = specs, as_layout(specs, self.layout.shards)
+            self.offsets = {shard: self.layout.offsets(shard) for shard in self.offsets}
 
     def copy(self, shards: dict[str, LiveShard], commit: CommitId) -> int:
         """This rank's shard into the bank. Complete when it returns. Returns its bytes."""

@@ -42,7 +42,7 @@ from elastic.sharding.moves import (
 )
 from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.replicas import columns, mesh_shape, sender
-from elastic.sharding.rows import Rows, ShardLayout, owners, rows_of
+from elastic.sharding.rows import Rows, ShardLayout, owners
 from elastic.state.fully_sharded import fsdp2, lasting_memory, objects
 from elastic.state.fully_sharded.lasting_memory import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.live_shards import (
@@ -53,6 +53,7 @@ from elastic.state.fully_sharded.live_shards import (
     ShardedOptimizerHandler,
 )
 from elastic.state.fully_sharded.shard_bank import ShardBank, as_layout
+from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
 from elastic.state.held import Held, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -181,14 +182,19 @@ class ShardedCommits:
         )
         self._number = 0  # of the next commit in this world
         self._bank = 0  # that is written
+        # Where ranks have tensors that others lack: this rank's at the last commit, and those of all.
+        self._mine: dict[str, RowSpec] | None = None
+        self._everyones: dict[str, RowSpec] = {}
 
     # ---- a commit ------------------------------------------------------------------------------------------------
 
     def begin(self) -> dict[str, Snapshot]:
         """A commit begins. Returns where its replicated parts are to be saved."""
-        shards, world = self._live(), self._world
+        world = self._world
+        live = self._live()
+        shards = self._with_rows(self._agree_on_specs(live), live)
         if world is None:
-            count, shard = fsdp2.shards_of(self._mesh())
+            shard, count = self._position()
             record = BankRecord(CommitId(0, self._number), count, shard, (), ())
         else:
             count, shard = world.shards, world.shard
@@ -206,7 +212,9 @@ class ShardedCommits:
         bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
         bank.values = values
         failpoint("shard-copy")
-        spent = CommitCost(bank.copy(self._live(), self._cycle.written().commit))
+        spent = CommitCost(
+            bank.copy(self._with_rows(bank.specs, self._live()), self._cycle.written().commit)
+        )
         self._cycle.copied()
         copied = sealed = time.perf_counter()
         failpoint("shard-mirror")
@@ -226,6 +234,40 @@ class ShardedCommits:
         spent.copy_s, spent.mirror_s = copied - began, sealed - copied
         spent.seal_s = time.perf_counter() - sealed
         self.spent = spent
+
+    def _agree_on_specs(self, live: dict[str, LiveShard]) -> dict[str, RowSpec]:
+        """Of the tensors of all ranks. Collective, where these differ from rank to rank."""
+        mine = {name: each.spec for name, each in live.items()}
+        if not self._partitioned():
+            return mine
+        mine = _merged([mine])
+        rt = lifecycle.active()
+        if self._world is None or rt is None:
+            return mine
+        with rt.guard(SHARDS_COMMIT):
+            group = rt.group("state", CPU)
+            changed = torch.tensor([mine != self._mine], dtype=torch.int64, device="cpu")
+            parts = [torch.zeros_like(changed, device="cpu") for _ in range(group.size)]
+            group.allgather(parts, changed).wait()
+            if any(map(bool, parts)):
+                self._everyones = _merged(objects.gather(group, mine))
+        self._mine = mine
+        return self._everyones
+
+    def _with_rows(
+        self, specs: dict[str, RowSpec], live: dict[str, LiveShard]
+    ) -> dict[str, LiveShard]:
+        """This rank's rows of these tensors, of some of which it has none."""
+        if not self._partitioned():
+            return live
+        return {
+            name: live[name] if name in live else LiveShard(spec.local(0, CPU), spec)
+            for name, spec in specs.items()
+        }
+
+    def _partitioned(self) -> list[ZeroOptimizerHandler]:
+        """Parts with tensors that one rank has whole."""
+        return [part for part in self._parts() if isinstance(part, ZeroOptimizerHandler)]
 
     def _compare(
         self, group: Collectives, world: ShardedWorld, bank: ShardBank, *, content: bool
@@ -265,7 +307,7 @@ class ShardedCommits:
         levels = max(map(len, world.placement), default=0)
         senders = world.senders
         kept = world.placement[world.shard] if senders[world.shard] == world.rank else ()
-        largest = bank.layout.nbytes(0)
+        largest = bank.layout.largest
         buffer = bank.buffer(world.shard)
         sent = 0
         for level in range(levels):
@@ -365,9 +407,9 @@ class ShardedCommits:
         self._world = world = ShardedWorld(
             rt.generation, rank, tuple(order), shards, choice.hosts, placement, choice.arenas
         )
-        self._number = 0
+        self._number, self._mine = 0, None
         found = self._targets(
-            specs, choice.whole.owners, world.order, shards, world.shard, choice.least
+            specs, layout, choice.whole.owners, world.order, shards, world.shard, choice.least
         )
         moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE, shards)
         with rt.guard("copy of the shards"):
@@ -413,10 +455,10 @@ class ShardedCommits:
             self._world = ShardedWorld(
                 rt.generation, rank, order, shards, met.hosts, placement, met.arenas
             )
-            self._number = 0
+            self._number, self._mine = 0, None
         shard = owners(order, shards)[rank]
-        found = self._targets(specs, (), order, shards, shard, self.least)
         layout = as_layout(specs, shards)
+        found = self._targets(specs, layout, (), order, shards, shard, self.least)
         return {each.name: (layout.rows(each, shard), found[each.name]) for each in layout.tensors}
 
     def place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
@@ -442,6 +484,12 @@ class ShardedCommits:
     def _agree(self, rt: Runtime, choice: Choice) -> dict[str, RowSpec]:
         """What the commit's sharded tensors are: those that hold nothing of it are told."""
         specs = {} if choice.bank is None else choice.bank.specs
+        if self._partitioned():
+            with rt.guard("choice of the commit"):
+                everyones = _merged(objects.gather(rt.group("state", CPU), specs))
+            if choice.bank is not None:
+                choice.bank.learn(everyones)  # the first commit has only this rank's
+            return everyones
         holding = choice.whole.ranks()
         if len(holding) == rt.place.size:
             return specs
@@ -452,6 +500,7 @@ class ShardedCommits:
     def _targets(
         self,
         specs: dict[str, RowSpec],
+        layout: ShardLayout,
         before: tuple[int | None, ...],
         order: tuple[int, ...],
         shards: int,
@@ -474,10 +523,11 @@ class ShardedCommits:
                 live = part.live_shards()
                 found.update({f"{part.name}/{key}": each.local for key, each in live.items()})
                 device = next((each.local.device for each in live.values()), device)
-        for name, spec in specs.items():
+        for each in self._partitioned():
+            each.follow(order, order[shard])
+        for tensor, (name, spec) in zip(layout.tensors, specs.items(), strict=True):
             if name not in found:
-                rows = len(rows_of(spec.shape[0], shard, shards))
-                found[name] = spec.local(rows, device)
+                found[name] = spec.local(len(tensor.rows_of(shard, shards)), device)
         return {name: found[name] for name in specs}
 
     def _new_mesh(
@@ -503,7 +553,7 @@ class ShardedCommits:
 
         def place(move: Move, rows: torch.Tensor) -> None:
             tensor = layout.tensors[move.tensor]
-            first = rows_of(tensor.rows, world.shard, shards).begin
+            first = tensor.rows_of(world.shard, shards).begin
             into = targets[move.tensor][move.rows.begin - first : move.rows.end - first]
             into.copy_(rows.view(into.dtype).view(into.shape))
 
@@ -532,7 +582,7 @@ class ShardedCommits:
 
     def _place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
         for part in self._parts():
-            if isinstance(part, ShardedOptimizerHandler):
+            if isinstance(part, ShardedOptimizerHandler | ZeroOptimizerHandler):
                 prefix = f"{part.name}/"
                 part.place_shards(
                     {
@@ -549,9 +599,21 @@ class ShardedCommits:
             for key, each in part.live_shards().items()
         }
 
-    def _mesh(self) -> Any:
+    def _position(self) -> tuple[int, int]:
+        """This rank's shard, and how many there are, in the world in which the script made its parts."""
+        if partitioned := self._partitioned():
+            return partitioned[0].position
         models = [part for part in self._parts() if isinstance(part, FullyShardedHandler)]
-        return fsdp2.mesh_of(models[0].model)
+        shards, shard = fsdp2.shards_of(fsdp2.mesh_of(models[0].model))
+        return shard, shards
+
+
+def _merged(told: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
+    """Of all ranks, in the order of their names."""
+    found: dict[str, RowSpec] = {}
+    for each in told:
+        found |= each
+    return {name: found[name] for name in sorted(found)}
 
 
 def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerArena]:

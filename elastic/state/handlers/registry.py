@@ -14,12 +14,13 @@ from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.state import sharding
-from elastic.state.fully_sharded import fsdp2
+from elastic.state.fully_sharded import fsdp2, zero
 from elastic.state.fully_sharded.live_shards import (
     FullyShardedHandler,
     ShardedOptimizerHandler,
     trains_shards,
 )
+from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
 from elastic.state.handlers.data_parallel import (
     DataParallelHandler,
     HolderHandler,
@@ -75,6 +76,8 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
                 handler = HolderHandler
             if handler is ModelStateHandler and fsdp2.sharded_params(value):
                 handler = FullyShardedHandler
+            elif handler is OptimizerStateHandler and zero.is_zero(value):
+                handler = ZeroOptimizerHandler
             elif handler is OptimizerStateHandler and trains_shards(value):
                 handler = ShardedOptimizerHandler
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:

@@ -22,10 +22,14 @@ def sharded(how: str) -> tuple[Any, Any, Any]:
     """A model, its optimizer and a process group to add up a number in, or None."""
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     group = None
-    if how == "zero":
+    if how in ("zero", "zero_overlap"):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), None
+        overlap = how == "zero_overlap"
+        zero = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, overlap_with_ddp=overlap, lr=0.1
+        )
+        return model, zero, None
     if how in ("fully_shard", "hybrid"):
         from torch.distributed.fsdp import fully_shard
 

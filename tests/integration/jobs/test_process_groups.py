@@ -35,7 +35,7 @@ def test_groups_made_in_each_world_have_names_that_newcomers_agree_on(job: Any, 
                 ("fully_shard", False, Fixed.MODULE),
                 ("hybrid", False, Fixed.MODULE),
                 ("zero", False, Fixed.OPTIMIZER),
-                ("zero", True, Fixed.OPTIMIZER),
+                ("zero_overlap", True, Fixed.OPTIMIZER),
             ]
         ),
     ],

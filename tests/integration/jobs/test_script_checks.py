@@ -70,7 +70,7 @@ def test_checks_that_are_off_report_nothing(job):
     "example",
     [
         *("minimal.py", "ddp_elastic.py", "digits.py", "timm_elastic.py", "exact.py"),
-        "fsdp_elastic.py",
+        *("fsdp_elastic.py", "zero_elastic.py"),
         *("gpt.py --steps 30", "fabric_elastic.py", "lightning_elastic.py"),
         *("accelerate_elastic.py", "transformers_elastic.py", "horovod/horovod_elastic.py"),
     ],

@@ -20,11 +20,18 @@ from elastic.sharding import inventory, moves, placement, replicas
 from elastic.sharding.bank_cycle import BankCycle, BankRecord, BankState
 from elastic.sharding.inventory import CommitId, Inventory, WholeCommit
 from elastic.sharding.moves import Move
+from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.placement import Placement, copied_to
 from elastic.sharding.replicas import MeshShape, columns, sender
-from elastic.sharding.rows import ShardedTensor, owners, rows_of
+from elastic.sharding.rows import ShardedTensor, owners
 
-TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
+WHOLE = Partition(((6, 2, 4), (5,)))
+TENSORS = (
+    ShardedTensor("weight", 7, 8),
+    ShardedTensor("bias", 1, 4),
+    ShardedTensor("odd", 5, 3),
+    *(PartitionedTensor(f"{n}.m", 3, 4, partition=WHOLE, number=n) for n in range(4)),
+)
 TICKS = 400
 Content = dict[tuple[int, int], int]  # by tensor and row, the step that it belongs to
 Script = Generator[None, None, None]
@@ -123,11 +130,7 @@ class Simulation:
         world.follow(order, shards, place(order, world.hosts, self.copies, (), shards))
 
     def _keys(self, shard: int, shards: int) -> list[tuple[int, int]]:
-        return [
-            (n, row)
-            for n, t in enumerate(TENSORS)
-            for row in range(*rows_of(t.rows, shard, shards))
-        ]
+        return [(n, row) for n, t in enumerate(TENSORS) for row in range(*t.rows_of(shard, shards))]
 
     def run(self) -> None:
         scripts = {rank: self._train(rank, False) for rank in self.world.ranks}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.errors import Fixed, Invalid, NotElastic, NotReduced
+from elastic.errors import Invalid, NotReduced
 from elastic.exact.shards import Shards
 from elastic.state import TorchState
 from elastic.state.handlers.data_parallel import rebuild_reducer
@@ -111,18 +111,6 @@ def test_a_hook_of_c_plus_plus_has_a_twin_afterwards():
     assert hook == "fp16_compress_hook"
     with raises(RuntimeError):
         model._register_builtin_comm_hook(distributed.BuiltinCommHookType.ALLREDUCE)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own import
-def test_an_optimizer_whose_state_is_spread_over_the_ranks_is_refused():
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = torch.nn.Linear(2, 1)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(NotElastic) as refused:
-        TorchState(model=model, optimizer=optimizer)
-    assert refused.value.kind is Fixed.OPTIMIZER
 
 
 def register(net: Any) -> None:

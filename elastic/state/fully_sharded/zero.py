@@ -1,0 +1,83 @@
+"""torch's ZeroRedundancyOptimizer: whether it can follow another world, and dividing its parameters anew. Acts.
+
+Names that torch keeps private are used, so there is a list of the versions of torch that this was tested with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic.sharding.partition import Partition
+
+TESTED = ("2.13",)  # versions of torch
+
+
+def is_zero(optimizer: object) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer, without importing what the script has not."""
+    known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    kind = getattr(known, "ZeroRedundancyOptimizer", None)
+    return isinstance(kind, type) and isinstance(optimizer, kind)
+
+
+def parameters(zero: Any) -> list[torch.Tensor]:
+    """Of all ranks, numbered across the groups."""
+    return [each for group in zero.param_groups for each in group["params"]]
+
+
+def partition_of(zero: Any) -> Partition:
+    return Partition(
+        tuple(tuple(each.numel() for each in group["params"]) for group in zero.param_groups)
+    )
+
+
+def obstacle(zero: Any) -> str | None:
+    """Why this optimizer can't follow another world; None: it can."""
+    if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
+        return (
+            f"is a ZeroRedundancyOptimizer, which elastic.run follows with torch {' and '.join(TESTED)}, and this is"
+            f" torch {torch.__version__}"
+        )
+    if zero._overlap_with_ddp:
+        return (
+            "has overlap_with_ddp=True: it updates parameters during the backward pass, so that a pass that breaks"
+            " leaves parameters of two steps"
+        )
+    if hasattr(zero, "gradient_layout"):
+        return "is a ZeroRedundancyOptimizer in a DistributedOptimizer, whose gradients each reduce"
+    if zero.process_group is not torch.distributed.group.WORLD:
+        return "has a process group of its own, which does not follow the world"
+    if any(hasattr(each, "device_mesh") for each in parameters(zero)):
+        return "trains DTensors, of which each rank has a part already"
+    if not steps_shard(zero, partition_of(zero), zero.rank, zero.world_size):
+        return "divides parameters by a rule that is not torch's"
+    return None
+
+
+def steps_shard(zero: Any, partition: Partition, shard: int, shards: int) -> bool:
+    """Whether this rank steps the parameters of this shard, and no others."""
+    stepped = {id(each) for group in zero.optim.param_groups for each in group["params"]}
+    owned = zip(parameters(zero), partition.owners(shards), strict=True)
+    return stepped == {id(each) for each, owner in owned if owner == shard}
+
+
+def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
+    """Divides the parameters among the ranks of another world, in place; entries are dropped.
+
+    ``order``: the rank of each shard.
+    """
+    owners = iter(partition_of(zero).owners(len(order)))
+    zero.world_size, zero.rank, zero.global_rank = len(order), rank, rank
+    zero._clear_cache()
+    zero._partition_parameters_cache = [[] for _ in order]
+    for group in zero.param_groups:
+        by_rank: list[list[torch.Tensor]] = [[] for _ in order]
+        for parameter in group["params"]:
+            by_rank[order[next(owners)]].append(parameter)
+        zero._partition_param_group(group, by_rank)
+    zero._init_local_optimizer()
+    zero._build_param_buckets()
+    zero._all_state_dicts = []  # consolidated for the world before

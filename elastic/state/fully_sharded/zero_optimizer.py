@@ -1,0 +1,132 @@
+"""A ZeroRedundancyOptimizer in a state: each rank keeps the entries of the parameters that it steps. Acts.
+
+Options are the same on all ranks. An entry is committed and sent whole, as the only shard of a tensor that has rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.errors import Invalid
+from elastic.sharding.partition import Partition, PartitionedTensor
+from elastic.state.fully_sharded import fsdp2, zero
+from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
+from elastic.state.handlers.python_values import Index
+from elastic.state.snapshots.tensor_index import plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrySpec(RowSpec):
+    """An entry that one rank has. Its rows are its elements; ``sizes`` is its own shape."""
+
+    sizes: tuple[int, ...]
+    on_host: bool  # also where the parameter lies on a GPU
+    partition: Partition
+    number: int  # of the parameter
+
+    def tensor(self, name: str) -> PartitionedTensor:
+        return PartitionedTensor(
+            name, self.shape[0], self.row_bytes, partition=self.partition, number=self.number
+        )
+
+
+class ZeroOptimizerHandler(OptimizerStateHandler):
+    """A ``ZeroRedundancyOptimizer``. ``position``: this rank's shard, and how many there are."""
+
+    value: Any
+
+    def _adopt_value(self) -> None:
+        super()._adopt_value()
+        self._by_dict = False
+        self.position = self.value.rank, self.value.world_size
+        self._partition = zero.partition_of(self.value)
+
+    def layout(self) -> list[str]:
+        kind = type(self.value.optim).__name__
+        return [f"{line} of {kind}" for line in super().layout()]
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        structure = {
+            "options": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.value.param_groups
+            ],
+            "owners": Index(),
+            "values": {},
+            "origins": Index(),
+            "loose": {},
+        }
+        return structure, {}
+
+    def bytes_to_come(self) -> int:
+        return 0  # entries are received into memory of their own
+
+    def live_shards(self) -> dict[str, LiveShard]:
+        optimizer = self.value
+        partition = zero.partition_of(optimizer)
+        if partition == self._partition:
+            partition = self._partition  # which knows the owners already
+        self._partition = partition
+        if not zero.steps_shard(optimizer, partition, *self.position):
+            raise Invalid(
+                f"{self.what} does not step the parameters that were assigned to this rank: parameters were added or"
+                " replaced since this world began; call add_param_group() before elastic.run"
+            )
+        found = {}
+        for number, parameter in enumerate(zero.parameters(optimizer)):
+            for key, entry in optimizer.optim.state.get(parameter, {}).items():
+                if not _can_be_sent(key, entry):
+                    raise Invalid(
+                        f"{self.what} keeps {key!r}, which is no dense tensor on one device: only such entries follow"
+                        " another world; use an optimizer such as SGD, Adam or AdamW"
+                    )
+                spec = EntrySpec(
+                    (entry.numel(),),
+                    entry.dtype,
+                    sizes=tuple(entry.shape),
+                    on_host=entry.device.type == "cpu",
+                    partition=partition,
+                    number=number,
+                )
+                found[f"{number}.{key}"] = LiveShard(entry.detach().reshape(-1), spec)
+        return found
+
+    def follow(self, order: Sequence[int], rank: int) -> None:
+        """This rank steps its shard of another world. ``order``: the rank of each shard."""
+        zero.repartition(self.value, order, rank)
+        self.position = list(order).index(rank), len(order)
+
+    def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
+        """Takes over the entries of this rank's parameters, by name; there are no others afterwards."""
+        state, parameters = self.value.optim.state, zero.parameters(self.value)
+        shard, shards = self.position
+        state.clear()
+        with torch.no_grad():
+            for name, (spec, local) in found.items():
+                assert isinstance(spec, EntrySpec)
+                if spec.partition.owners(shards)[spec.number] != shard:
+                    continue
+                parameter, entry = parameters[spec.number], local.view(spec.sizes)
+                if not spec.on_host:
+                    entry = entry.to(parameter.device)
+                if entry.shape == parameter.shape and not parameter.is_contiguous():
+                    entry = torch.empty_like(parameter, dtype=entry.dtype).copy_(entry)
+                state[parameter][name.partition(".")[2]] = entry
+
+    def abandon_pass(self) -> None:
+        self.abandon_step()
+
+
+def _can_be_sent(key: object, entry: object) -> bool:
+    return (
+        isinstance(key, str)
+        and isinstance(entry, torch.Tensor)
+        and not fsdp2.is_sharded(entry)
+        and plain(entry)
+        and not entry.is_meta
+    )

@@ -1,0 +1,189 @@
+"""Trains with ZeroRedundancyOptimizer, and may have to die at a failpoint; its own: forward, backward, optimizer.
+
+STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for all workers.
+WORKERS  how many that are.
+At the end every worker writes ``out/WORKER.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import elastic
+from elastic.failpoints import failpoint, set_step
+
+SIZE = 24  # of a batch: worlds of 1, 2, 3 and 4 share it equally
+FEATURES = (
+    "plain", "sgd", "adam", "fused", "groups", "frozen", "schedule", "bucket_view", "without_ddp", "few_parameters",
+    "two_optimizers", "late_entries", "channels_last",
+)  # fmt: skip
+
+
+class Network(nn.Module):
+    def __init__(self, feature: str) -> None:
+        super().__init__()
+        width = 1 if feature == "few_parameters" else 67
+        self.first = nn.Linear(20, width)
+        self.second: nn.Module = nn.Linear(width, width)
+        self.image: nn.Module = nn.Conv2d(2, 3, 3, padding=1)
+        self.third = nn.Linear(3 * width, 1)
+        self.register_buffer("steps", torch.zeros(()))
+        if feature == "few_parameters":  # fewer than ranks
+            self.second = nn.Identity()
+            self.image = nn.Flatten(1)
+            self.third = nn.Linear(2 * width, 1, bias=False)
+        if feature == "frozen":
+            self.first.weight.requires_grad_(False)
+        if feature == "channels_last":
+            weight = self.image.weight
+            assert isinstance(weight, nn.Parameter)
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(points).tanh()
+        if hidden.requires_grad:
+            failpoint("forward")
+            hidden.register_hook(lambda _: failpoint("backward"))
+        hidden = self.second(hidden).tanh()
+        hidden = self.image(hidden[:, None, None, :].expand(-1, 2, -1, -1)).flatten(1)
+        found: torch.Tensor = self.third(hidden)
+        return found
+
+
+class Training:
+    """Of one process, sharded or not."""
+
+    def __init__(self, feature: str, *, sharded: bool) -> None:
+        self.feature = feature
+        self.sharded = sharded
+        torch.manual_seed(0)
+        self.model: Any = Network(feature)
+        if sharded and feature != "without_ddp":
+            self.model = DistributedDataParallel(self.model)
+        self.optimizers = self.make_optimizers()
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        feature, parameters = self.feature, [*self.model.parameters()]
+        if feature == "sgd":
+            return [self.divided(parameters, torch.optim.SGD, lr=0.01, momentum=0.9)]
+        if feature == "two_optimizers":
+            return [
+                self.divided(parameters[:3], torch.optim.AdamW, lr=0.01),
+                torch.optim.SGD(parameters[3:], lr=0.01, momentum=0.9),
+            ]
+        groups: list[Any] = parameters
+        if feature == "groups":
+            groups = [
+                {"params": [each for each in parameters if each.dim() > 1]},
+                {"params": [each for each in parameters if each.dim() < 2], "lr": 0.003},
+            ]
+        kind = torch.optim.Adam if feature == "adam" else torch.optim.AdamW
+        return [self.divided(groups, kind, lr=0.01, fused=feature == "fused" or None)]
+
+    def divided(self, parameters: list[Any], kind: Any, **options: Any) -> torch.optim.Optimizer:
+        if not self.sharded:
+            made: torch.optim.Optimizer = kind(parameters, **options)
+            return made
+        view = self.feature == "bucket_view"
+        return ZeroRedundancyOptimizer(parameters, kind, parameters_as_bucket_view=view, **options)
+
+    def step(self, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
+        points = torch.randn(SIZE, 20, generator=torch.Generator().manual_seed(step))[rank::size]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(points), points.sin().sum(1, keepdim=True))
+        loss.backward()
+        if self.sharded and self.feature == "without_ddp":
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        if self.feature == "late_entries" and step < 6:
+            network = getattr(self.model, "module", self.model)
+            network.first.weight.grad = network.third.bias.grad = None
+        failpoint("optimizer")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.feature == "schedule":
+            self.schedule.step()
+        return loss.detach()
+
+    def objects(self) -> list[int]:
+        return [id(each) for each in (self.model, *self.optimizers, *self.model.parameters())]
+
+    def entries(self) -> int:
+        """Bytes of the optimizers' entries in this process."""
+        return sum(
+            entry.nbytes
+            for optimizer in self.optimizers
+            for entries in getattr(optimizer, "optim", optimizer).state.values()
+            for entry in entries.values()
+        )
+
+
+def alone(steps: int, feature: str) -> list[float]:
+    """The losses of one undisturbed process."""
+    training = Training(feature, sharded=False)
+    return [float(training.step(step)) for step in range(steps)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    steps, full = int(os.environ["STEPS"]), int(os.environ.get("FULL", "0"))
+    workers = int(os.environ.get("WORKERS", "4"))
+    dist.init_process_group()
+    training = Training(os.environ.get("FEATURE", "plain"), sharded=True)
+    model = training.model
+    ids = training.objects()
+    more = {f"optimizer{number}": each for number, each in enumerate(training.optimizers)}
+    copies = int(os.environ.get("COPIES", "1"))
+    state = elastic.TorchState(
+        model=model, schedule=training.schedule, step=0, losses={}, sizes={}, copies=copies, **more
+    )
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> None:
+        while state.step < steps:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            if full and state.step % full == 0 and size < workers:
+                time.sleep(0.02)
+                state.check_host_updates()
+                dist.barrier()
+                continue
+            set_step(state.step)
+            loss = training.step(state.step, rank, size)
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+            getattr(model, "module", model).steps += 1
+            state.losses[state.step] = float(loss)
+            state.sizes[state.step] = size
+            state.step += 1
+            state.commit()
+
+    train(state)
+    entries = torch.tensor(training.entries())
+    dist.all_reduce(entries)
+    found = {
+        "losses": [state.losses[step] for step in range(steps)],
+        "sizes": [state.sizes[step] for step in range(steps)],
+        "same": ids == training.objects(),
+        "counted": float(getattr(model, "module", model).steps),
+        "digest": float(sum(each.detach().double().sum() for each in model.parameters())),
+        "entries": training.entries(),
+        "entries_of_all": int(entries),
+    }
+    worker = f"{os.uname().nodename}.{os.environ['LOCAL_RANK']}.{os.getpid()}"
+    Path("out").mkdir(exist_ok=True)
+    Path("out", f"{worker}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""ZeroRedundancyOptimizer in a state: what is refused, going back in one world, and parameters divided anew."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.exact.shards import Shards
+from elastic.state import TorchState
+from elastic.state.fully_sharded import zero
+from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
+from elastic.torch_backend import sharding_guard
+
+pytestmark = [
+    pytest.mark.slow,  # imports of torch's
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(autouse=True)
+def four():
+    """Four ranks, of which three are made up, and this one is rank 1."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    distributed.destroy_process_group()
+
+
+def network() -> Any:
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3), nn.Linear(3, 2))
+
+
+def divided(model: Any, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), kind, **{"lr": 0.1} | options)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    for each in model.parameters():
+        each.grad = torch.randn_like(each)
+    optimizer.step()
+
+
+def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    found = [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
+    for parameter in model.parameters():
+        entries = optimizer.optim.state.get(parameter, {})
+        found += [entries[key].clone() for key in sorted(entries)]
+    return found
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class PythonEntries(torch.optim.SGD):
+    """Keeps a number per parameter that is no tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = 1
+        return super().step(closure)
+
+
+def overlapping(model: Any) -> Any:
+    return divided(model, overlap_with_ddp=True)
+
+
+def own_group(model: Any) -> Any:
+    return divided(model, process_group=distributed.new_group([0, 1, 2, 3]))
+
+
+def other_rule(model: Any) -> Any:
+    optimizer = divided(model)
+    optimizer.optim.param_groups[0]["params"].append(model[0].weight)
+    optimizer.optim.param_groups[0]["params"].append(model[2].weight)
+    return optimizer
+
+
+@pytest.mark.parametrize("made", [overlapping, own_group, other_rule])
+def test_an_optimizer_that_cannot_follow_another_world_is_refused(made: Any):
+    model = network()
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=model, optimizer=made(model))
+    assert refused.value.kind is Fixed.OPTIMIZER
+
+
+def test_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
+    model = network()
+    monkeypatch.setattr(zero, "TESTED", ("2.9",))
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=model, optimizer=divided(model))
+    assert refused.value.kind is Fixed.OPTIMIZER
+
+
+def test_an_optimizer_without_its_model_or_with_shards_is_refused():
+    model = network()
+    with pytest.raises(Invalid):
+        TorchState(optimizer=divided(model))
+    with pytest.raises(Invalid):
+        TorchState(model=model, optimizer=divided(model), shards=Shards(4))
+
+
+def test_an_optimizer_is_refused_before_an_update_unless_it_is_in_a_state():
+    model = network()
+    optimizer = divided(model)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 2, 4)
+    assert refused.value.kind is Fixed.OPTIMIZER
+    state = TorchState(model=model, optimizer=optimizer)
+    assert state.is_sharded()
+    sharding_guard.check(optimizer, 2, 4)
+    sharding_guard.check(optimizer.optim, 2, 4)
+
+
+def test_a_sharded_value_cannot_be_assigned_to_a_state_that_was_made_before():
+    model = network()
+    state = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(NotElastic):
+        state.optimizer = divided(model)
+    state = TorchState(model=model, optimizer=divided(model))
+    with pytest.raises(NotElastic):
+        state.optimizer = torch.optim.SGD(model.parameters())
+
+
+def test_entries_that_are_no_tensors_are_refused_by_the_commit():
+    model = network()
+    optimizer = divided(model, PythonEntries)
+    state = TorchState(model=model, optimizer=optimizer)
+    step(model, optimizer)
+    with pytest.raises(Invalid):
+        state.commit()
+
+
+@pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(kind: Any, options: Any):
+    model = network()
+    optimizer = divided(model, kind, **options)
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    ids = [id(each) for each in model.parameters()]
+    fresh = bits(model, optimizer)
+    step(model, optimizer)
+    state.restore()  # to the state as it was made, without entries
+    assert equal(bits(model, optimizer), fresh)
+    for number in range(3):
+        step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.01 * number
+        state.step = number + 1
+        state.commit()
+    kept = bits(model, optimizer)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    state.restore()
+    assert state.step == 3
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    assert equal(bits(model, optimizer), kept)
+    assert ids == [id(each) for each in model.parameters()]
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_a_commit_has_the_entries_of_this_ranks_parameters_only():
+    model = network()
+    optimizer = divided(model)
+    handler = ZeroOptimizerHandler(optimizer, "optimizer")
+    step(model, optimizer)
+    owners = zero.partition_of(optimizer).owners(4)
+    numbers = {int(name.partition(".")[0]) for name in handler.live_shards()}
+    assert numbers == {number for number, owner in enumerate(owners) if owner == 1}
+    _, tensors = handler.pack()
+    assert not tensors
+
+
+@pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}])
+def test_in_another_world_each_parameter_is_stepped_by_the_rank_of_its_shard(options: Any):
+    model = network()
+    optimizer = divided(model, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    handler = ZeroOptimizerHandler(optimizer, "optimizer")
+    step(model, optimizer)
+    schedule.step()
+    before = [each.detach().clone() for each in model.parameters()]
+    ids = [id(each) for each in zero.parameters(optimizer)]
+    owners = zero.partition_of(optimizer).owners(3)
+    for order in itertools.permutations(range(3)):
+        stepped: list[int] = []
+        for rank in range(3):
+            handler.follow(order, rank)
+            assert handler.position == (order.index(rank), 3)
+            mine = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+            assert mine == {
+                id(each)
+                for each, shard in zip(zero.parameters(optimizer), owners, strict=True)
+                if order[shard] == rank
+            }
+            stepped += mine
+            assert mine == {id(p) for p, r in optimizer._param_to_rank.items() if r == rank}
+        assert sorted(stepped) == sorted(ids)
+    assert ids == [id(each) for each in zero.parameters(optimizer)]
+    assert all(map(torch.equal, before, model.parameters()))
+    assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert not handler.live_shards(), "entries of the world before are gone"
+
+
+def test_entries_are_placed_where_they_belong_in_another_world():
+    model = network()
+    optimizer = divided(model)
+    handler = ZeroOptimizerHandler(optimizer, "optimizer")
+    everything: dict[str, Any] = {}
+    for rank in range(4):
+        handler.follow(range(4), rank)
+        step(model, optimizer)
+        everything |= {
+            name: (each.spec, each.local.clone()) for name, each in handler.live_shards().items()
+        }
+    for rank in range(3):
+        handler.follow(range(3), rank)
+        handler.place_shards(everything)
+        live = handler.live_shards()
+        owners = zero.partition_of(optimizer).owners(3)
+        wanted = {name for name, (spec, _) in everything.items() if owners[spec.number] == rank}
+        assert set(live) == wanted
+        assert all(torch.equal(live[name].local, everything[name][1]) for name in wanted)
+        step(model, optimizer)
+
+
+def test_a_consolidated_state_of_the_world_before_is_dropped():
+    model = network()
+    optimizer = divided(model)
+    handler = ZeroOptimizerHandler(optimizer, "optimizer")
+    handler.follow(range(1), 0)
+    optimizer.consolidate_state_dict()
+    optimizer.state_dict()
+    handler.follow(range(3), 1)
+    with pytest.raises(RuntimeError):
+        optimizer.state_dict()
+
+
+def test_parameters_that_are_added_in_a_world_with_another_order_of_ranks_are_refused():
+    model = network()
+    optimizer = divided(model)
+    state = TorchState(model=model, optimizer=optimizer)
+    optimizer.optim.param_groups[0]["params"].reverse()
+    state.commit()
+    optimizer.optim.param_groups[0]["params"].append(model[0].weight)
+    optimizer.optim.param_groups[0]["params"].append(model[2].weight)
+    with pytest.raises(Invalid):
+        state.commit()
