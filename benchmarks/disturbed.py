@@ -50,8 +50,8 @@ class Strike:
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind.
 
-    It trains an MLP of this width, by ``script``, in the ``way`` of ddp or fsdp, if one is given; or ``example`` says
-    which one of `stepped_example` it is.
+    It trains an MLP of this width, by ``script``, in the ``way`` of ddp, fsdp or zero, if one is given; or ``example``
+    says which one of `stepped_example` it is.
     """
 
     def __init__(

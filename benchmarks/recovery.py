@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--reference-kills", type=int, default=8)
     parser.add_argument("--ddp", action="store_true", help="train with DistributedDataParallel")
     parser.add_argument("--fsdp", action="store_true", help="train with FSDP2 (fully_shard)")
+    parser.add_argument("--zero", action="store_true", help="train with ZeroRedundancyOptimizer")
     parser.add_argument("--width", type=int, default=128, help="of the MLP (%(default)s)")
     parser.add_argument(
         "--example",
@@ -113,7 +114,8 @@ def main() -> None:
     bare = bare_gloo(options.workers, options.reference_kills, rng)
     times, ranks = [], []
     flags = BACK_SOON if options.example else ()  # it imports for seconds
-    way = "ddp" if options.ddp else "fsdp" if options.fsdp else ""
+    ways = ("ddp", "fsdp", "zero")
+    way = next((each for each in ways if getattr(options, each)), "")
     training = {"way": way, "script": options.script, "example": options.example}
     training["width"] = options.width
     with Disturbed(options.workers, *flags, **training) as job:

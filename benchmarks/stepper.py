@@ -4,8 +4,8 @@ per step. It ends at the step whose number stands in ``DIR/stop``, which all ran
 Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its
 training function is called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
 ``DIR/<pid>.ready`` has the time when it was ready to train.
-At the end it writes a digest of its weights to ``DIR/<pid>.weights``; with fsdp also what its commits have cost, beside
-a plain copy of its shard, to ``DIR/<pid>.costs``.
+At the end it writes a digest of its weights to ``DIR/<pid>.weights``; with fsdp or zero also what its commits have
+cost, beside a plain copy of its shard, to ``DIR/<pid>.costs``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Costs:
         times = []
         for _ in range(10):
             began = time.perf_counter()
-            with torch.no_grad():
-                torch._foreach_copy_(copies, shards)
+            if shards:
+                with torch.no_grad():
+                    torch._foreach_copy_(copies, shards)
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
@@ -118,9 +119,13 @@ def main(directory: str, steps: int, width: int, way: str) -> None:
         model = fully_sharded(width)
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
     optimizer: Any = torch.optim.SGD(model.parameters(), **options)
-    if way == "ddp":
+    if way in ("ddp", "zero"):
         torch.distributed.init_process_group()
         model = torch.nn.parallel.DistributedDataParallel(model)
+    if way == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
     elif not way:
         optimizer = elastic.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters()
@@ -128,7 +133,7 @@ def main(directory: str, steps: int, width: int, way: str) -> None:
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     stop = Path(directory, "stop")
     log = StepLog(directory)
-    costs = Costs(state) if way == "fsdp" else None
+    costs = Costs(state) if way in ("fsdp", "zero") else None
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:

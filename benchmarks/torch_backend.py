@@ -2,20 +2,23 @@
 
     python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
     python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
+    python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
 
 Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
 functions. The ratio of two calls of a round is what counts: below 1, ours is faster. A size is what a rank gives to an
-allreduce, and what a rank gets of the others together where it gets a part from each.
+allreduce, and what a rank gets of the others together where it gets a part from each. ``--zero``: a step of DDP with
+ZeroRedundancyOptimizer, and the optimizer's bytes of the rank that has most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import groups
@@ -30,6 +33,8 @@ IN_A_ROW_BYTES = 4 << 20
 MOST_IN_A_ROW = 30
 MARKS = {"mlp": 0.7, "gpt": 0.95, "convnet": 0.95}  # of a step
 NEVER_SLOWER = 1.0
+ZERO = "ZeRO-1"
+ZERO_MARK = 1.05  # of a step
 distributed: Any = torch.distributed  # its stubs lack what is used here
 
 
@@ -40,6 +45,7 @@ class Answer:
     ranks: int
     ms: dict[str, Spread]  # "ours", "gloo"
     to_gloo: Spread
+    share: float | None = None  # the most that a rank has of the optimizer's bytes, of all of them
 
 
 # ---- in each rank --------------------------------------------------------------------------------
@@ -107,6 +113,31 @@ def measure_steps(model: str, rounds: int) -> Answer:
     return _answer(f"a step of DDP, {model}", 0, ranks, times)
 
 
+def measure_zero(model: str, rounds: int) -> Answer:
+    ranks = distributed.get_world_size()
+    ways = {"ours": zero_steps(model, our_group()), "gloo": zero_steps(model, None)}
+    prove_gradients(ways)
+    times = groups.take_turns(ways, rounds, warmup=5)
+    for name, way in ways.items():
+        groups.same_everywhere(f"the model over {name}", list(way.model.parameters()))
+    optimizer: Any = ways["ours"].optimizer
+    entries = [each for kept in optimizer.optim.state.values() for each in kept.values()]
+    mine = torch.tensor(sum(each.nbytes for each in entries))
+    each_has = [torch.zeros_like(mine) for _ in range(ranks)]
+    distributed.all_gather(each_has, mine)
+    share = max(map(int, each_has)) / sum(map(int, each_has))
+    return replace(_answer(f"a step of {ZERO}, {model}", 0, ranks, times), share=share)
+
+
+def zero_steps(name: str, group: Any) -> models.Steps:
+    training = models.make(name, distributed.get_rank())
+    wrapped = DistributedDataParallel(training.model, process_group=group)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), torch.optim.AdamW, process_group=group, lr=1e-4
+    )
+    return models.Steps(training, wrapped, optimizer)
+
+
 def prove_gradients(ways: dict[str, models.Steps]) -> None:
     """After the first step: later, what was rounded in another order has moved a ReLU of the convnet across zero."""
     for way in ways.values():
@@ -141,11 +172,12 @@ def _answer(what: str, size: int, ranks: int, times: dict[str, list[float]]) -> 
 
 def table(answers: list[Answer], rounds: int) -> Table:
     title = f"torch.distributed on one host, ms, {rounds} rounds: median (quartiles)"
-    found = shown.table(title, "", "size", "workers", "ours", "Gloo", "ours / Gloo")
+    found = shown.table(title, "", "size", "workers", "ours", "Gloo", "ours / Gloo", "optimizer")
     for answer in answers:
         size = size_text(answer.size) if answer.size else ""
         ms = [answer.ms[name].text(3) for name in ("ours", "gloo")]
-        found.add_row(answer.what, size, str(answer.ranks), *ms, answer.to_gloo.text())
+        share = "" if answer.share is None else f"{answer.share:.0%} of its bytes"
+        found.add_row(answer.what, size, str(answer.ranks), *ms, answer.to_gloo.text(), share)
     return found
 
 
@@ -153,7 +185,11 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
     return [
         Mark(
             f"{answer.what}{', ' + size_text(answer.size) if answer.size else ''}, {answer.ranks} workers",
-            NEVER_SLOWER if answer.size else MARKS[answer.what.rpartition(" ")[2]],
+            NEVER_SLOWER
+            if answer.size
+            else ZERO_MARK
+            if ZERO in answer.what
+            else MARKS[answer.what.rpartition(" ")[2]],
             answer.to_gloo.median,
         )
         for answer in answers
@@ -167,6 +203,7 @@ def main() -> None:
     parser.add_argument("--sizes-kb", type=int, nargs="*", default=SIZES_KB)
     parser.add_argument("--only", nargs="*", default=[], help="collectives, by the table's names")
     parser.add_argument("--models", nargs="*", choices=models.MODELS, default=[])
+    parser.add_argument("--zero", nargs="*", choices=models.MODELS, default=[], help="with ZeRO-1")
     options = parser.parse_args()
     answers = []
     for ranks in options.ranks:
@@ -175,6 +212,8 @@ def main() -> None:
             answers += groups.ask(measure, ranks, sizes, options.rounds, options.only)
         for model in options.models:
             answers.append(groups.ask(measure_steps, ranks, model, options.rounds))
+        for model in options.zero:
+            answers.append(groups.ask(measure_zero, ranks, model, options.rounds))
     console = shown.console()
     console.print(table(answers, options.rounds))
     marks = marks_of(answers)

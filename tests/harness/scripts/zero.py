@@ -7,6 +7,7 @@ At the end every worker writes ``out/WORKER.json``.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -130,10 +131,15 @@ class Training:
         )
 
 
+@functools.cache
 def alone(steps: int, feature: str) -> list[float]:
     """The losses of one undisturbed process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other on a machine with more to do
     training = Training(feature, sharded=False)
-    return [float(training.step(step)) for step in range(steps)]
+    losses = [float(training.step(step)) for step in range(steps)]
+    torch.set_num_threads(threads)
+    return losses
 
 
 def main() -> None:
