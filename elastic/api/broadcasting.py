@@ -106,7 +106,8 @@ def broadcast_optimizer_state(
         process_set: only its ranks call, and only they take part.
 
     Raises:
-        ValueError: for LBFGS; on every rank, if the parameters differ in number, shape or dtype.
+        ValueError: for LBFGS, and with ``zero=1`` for one that has stepped; on every rank, if the parameters differ in
+            number, shape or dtype.
         TypeError: for what is not an optimizer.
         PeerLost: when the world breaks.
     """
@@ -115,6 +116,11 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "the state of LBFGS can't be broadcast; construct it after broadcast_parameters, with equal options"
+        )
+    if optimizer.state and hasattr(optimizer, "zero_order"):
+        raise ValueError(
+            "each rank has a part of the state of an optimizer with zero=1, and would get the root's: give the"
+            " optimizer to elastic.TorchState, or broadcast it before its first step"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lengths = [str(len(group["params"])) for group in optimizer.param_groups]

@@ -40,8 +40,8 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
         )
     if state.is_partitioned():
         raise Invalid(
-            "--checkpoint-dir: an optimizer of the state is divided among the ranks by parameters, and checkpoints of"
-            " such a state are not written; save it in the training function (ZeroRedundancyOptimizer:"
+            "--checkpoint-dir: an optimizer of the state is divided among the ranks (ZeRO-1), and checkpoints of such a"
+            " state are not written; save it in the training function (ZeroRedundancyOptimizer:"
             " consolidate_state_dict()), or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:

@@ -6,8 +6,9 @@ place costs one look at a global.
 
 A rule is a place, an action, and what must hold for it; rules are separated by ``;`` or by lines. A script may have
 places of its own: ``failpoint("evaluation")``. Those inside the library: rendezvous (said ready, waits for a world),
-bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), commit
-(about to be made), snapshot (half of it is saved), hold (at the check where a planned change stops all, or where it is
+bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet),
+zero-gather (zero=1: this rank has stepped its part of the parameters, and does not have the others'), commit (about to
+be made), snapshot (half of it is saved), hold (at the check where a planned change stops all, or where it is
 waited for the word which one that is), state-copy (between the header and the tensors), cut (told that the world is
 over, its collectives not ended yet), shutdown; of a fully sharded state: shard-copy (before this rank's shard is
 copied), shard-mirror (before it is sent to others), shard-seal (before it is known that all have it), shard-moved (in a

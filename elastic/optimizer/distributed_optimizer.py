@@ -19,8 +19,9 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, require_global, resolve
-from elastic.optimizer import adasum_optimizer, wrapped_optimizer
+from elastic.optimizer import adasum_optimizer, divided_optimizer, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
+from elastic.optimizer.divided_optimizer import DividedOptimizer
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradient_options import Options, check_compression, check_predivide_factor
 from elastic.optimizer.gradients import gradient_layout
@@ -42,6 +43,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = global_process_set,
     shards: Shards | None = None,
+    zero: int = 0,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Needs ``init()``.
 
@@ -67,6 +69,10 @@ def DistributedOptimizer(
     - ``shards``: the global batch is this many micro-batches, whatever the world, and gradients are the mean over them,
       or with Sum their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` are then those of a shard,
       and ``compression`` rounds each shard's gradient, and each sum of them.
+
+    - ``zero``: 1 keeps on each rank only its part of what the optimizer keeps (ZeRO-1): each rank steps its elements of
+      every parameter, and receives the others. Takes torch's optimizers whose updates of elements are independent of
+      each other, and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
 
     The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md. With
     ``shards`` it is over when the loop over them is.
@@ -104,12 +110,19 @@ def DistributedOptimizer(
         _check_shards(
             shards, reduction, compression, gradient_predivide_factor, groups, process_set
         )
+    if zero not in (0, 1):
+        raise Invalid(f"zero is {zero!r}; give 0, or 1 for ZeRO-1")
+    if zero:
+        _check_zero(optimizer, reduction, shards, sparse_as_dense, process_set)
     world = lifecycle.current()
     # A size that may change is checked at every step.
     if reduction is Op.ADASUM and not world.elastic:
         adasum.check(world.place.size)
 
-    optimizer_class = _subclass(type(optimizer), reduction is Op.ADASUM)  # type: ignore[arg-type]
+    added = (
+        AdasumDistributed if reduction is Op.ADASUM else DividedOptimizer if zero else Distributed
+    )
+    optimizer_class = _subclass(type(optimizer), added)  # type: ignore[arg-type]
     made = gradient_layout.Made(
         Options(reduction, gradient_predivide_factor, compression, groups),
         backward_passes_per_step,
@@ -117,6 +130,7 @@ def DistributedOptimizer(
         process_set is global_process_set,
         world.env.fusion_bytes,
         shards,
+        zero,
     )
     distributed = wrapped_optimizer.wrap(optimizer, optimizer_class, names, made)
     reducer: Reducer
@@ -146,20 +160,24 @@ def DistributedOptimizer(
             process_set=process_set,
         )
     wrapped_optimizer.reduce_with(distributed, reducer)
+    if isinstance(distributed, DividedOptimizer):
+        distributed.divide(range(world.place.size))
+        distributed.take_own_entries()
     if shards is not None or ((world.elastic or world.place.size > 1) and process_set.included()):
         reducer.install_hooks()
     return distributed
 
 
 @functools.cache
-def _subclass(optimizer_class: type[torch.optim.Optimizer], with_adasum: bool) -> type[Distributed]:
+def _subclass(
+    optimizer_class: type[torch.optim.Optimizer], added: type[Distributed]
+) -> type[Distributed]:
     attributes = {
         # As in Horovod: frameworks tell a wrapped optimizer by str(type(optimizer)).
         "__module__": "horovod.torch.optimizer",
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
     }
-    added = AdasumDistributed if with_adasum else Distributed
     return type(optimizer_class.__name__, (added, optimizer_class), attributes)
 
 
@@ -206,6 +224,26 @@ def _check_shards(
             raise Invalid(
                 f"shards can't be combined with {name}; leave it out, or train without shards"
             )
+
+
+def _check_zero(
+    optimizer: torch.optim.Optimizer,
+    reduction: Op,
+    shards: object,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+) -> None:
+    """Raises Invalid."""
+    refused = {
+        "op=Adasum, with which every rank steps by itself": reduction is Op.ADASUM,
+        "shards": shards is not None,
+        "sparse_as_dense, as only dense gradients are divided": sparse_as_dense,
+        "process_set": process_set is not global_process_set,
+    }
+    for name, given in refused.items():
+        if given:
+            raise Invalid(f"zero=1 can't be combined with {name}; leave one of the two out")
+    divided_optimizer.check(optimizer)
 
 
 def _checked_names(

@@ -15,7 +15,7 @@ import torch
 from elastic.collectives import own_gpu
 from elastic.collectives.interface import Collectives, Work
 from elastic.context import Context
-from elastic.errors import StateMismatch
+from elastic.errors import Invalid, StateMismatch
 from elastic.negotiation import submission
 from elastic.optimizer import joined_rank, plan_agreement, plan_difference
 from elastic.optimizer.gradients import gradient_reducer
@@ -36,9 +36,16 @@ def join(device: int = -1) -> int:
     the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers stay as they are.
     Other collectives of the others raise TensorMismatch there. ``device`` is accepted and has no meaning: zeros are
     made where the others' tensors are. Waits as long as the others train. Raises PeerLost when the world breaks,
-    StateMismatch if the others' optimizers don't fit together, NotInitialized before ``init()``.
+    StateMismatch if the others' optimizers don't fit together, Invalid if an optimizer here has ``zero=1``,
+    NotInitialized before ``init()``.
     """
     rt = lifecycle.current()
+    # No loop: its variable would keep one alive that the script has dropped.
+    if any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers):
+        raise Invalid(
+            "join() can't be combined with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
+            " steps, and its part of the parameters would not change; give all ranks as many batches"
+        )
     own_gpu.settle()
     handle = submission.start_join()
     last: int | None = None

@@ -123,7 +123,7 @@ class Distributed(torch.optim.Optimizer):
         # Before the values change, so that nobody takes the state for unchanged if the step fails half way.
         lifecycle.current().activity += 1
         failpoint("optimizer-step")
-        return super().step() if closure is None else super().step(closure)
+        return self._apply_gradients(super().step, closure)
 
     # torch wraps the step() of each class once, for profiling and step hooks. The user's class has been; wrapping this
     # one too would run step hooks twice.
@@ -163,6 +163,10 @@ class Distributed(torch.optim.Optimizer):
         self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
+
+    def _apply_gradients(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """With the user's own ``step``."""
+        return step() if closure is None else step(closure)
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronized() -> Any:

@@ -22,7 +22,7 @@ from elastic.state.fully_sharded import fsdp2
 from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
 from elastic.state.fully_sharded.shard_bank import ShardBank
 from elastic.state.fully_sharded.sharded_commits import Meeting, ShardedCommits
-from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
+from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -154,8 +154,12 @@ class HandledState(_OfThisProcess, ObjectState):
     def _commits_of_shards(self, copies: Any, least: Any) -> ShardedCommits | None:
         """If a model is fully sharded, or an optimizer is. Raises NotElastic, Invalid."""
         models = self._of_kind(FullyShardedHandler)
-        partitioned = self._of_kind(ZeroOptimizerHandler)
-        optimizers = self._of_kind(ShardedOptimizerHandler)
+        divided = self._of_kind(DividedOptimizerHandler)
+        partitioned: list[ZeroOptimizerHandler | DividedOptimizerHandler]
+        partitioned = [*self._of_kind(ZeroOptimizerHandler), *divided]
+        optimizers = [
+            each for each in self._of_kind(ShardedOptimizerHandler) if each not in divided
+        ]
         ours = {id(each) for model in models for each in model.model.parameters()}
         for each in optimizers:
             sharded = filter(fsdp2.is_sharded, each.parameters())
@@ -305,7 +309,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return self._sharded is not None
 
     def is_partitioned(self) -> bool:
-        return bool(self._of_kind(ZeroOptimizerHandler))
+        return bool(self._of_kind(ZeroOptimizerHandler) or self._of_kind(DividedOptimizerHandler))
 
     def capture_shards(self) -> None:
         sharded = self._sharded

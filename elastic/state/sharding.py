@@ -38,7 +38,7 @@ _followed_meshes: list[Any] = []
 _WHY = {
     Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
     Fixed.PARAMETERS: "has DTensor parameters: each rank has a part of them, and a lost rank's would be lost",
-    Fixed.OPTIMIZER: "is a ZeroRedundancyOptimizer: each rank has a part of its state, and a lost rank's would be lost",
+    Fixed.OPTIMIZER: "is sharded (ZeRO): each rank has a part of its state, and a lost rank's would be lost",
 }
 
 
@@ -52,7 +52,7 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
     """How an optimizer, or what it trains, is sharded, if it is."""
-    if zero.is_zero(optimizer):
+    if zero.is_zero(optimizer) or zero.is_divided(optimizer):
         return Fixed.OPTIMIZER
     return of_parameters(each for group in optimizer.param_groups for each in group["params"])
 
@@ -186,9 +186,9 @@ def refuse_optimizer(name: str) -> NotElastic:
 
 
 def refuse_together(model: str, optimizer: str) -> NotElastic:
-    """The error for a state with a fully sharded model and a ZeroRedundancyOptimizer."""
+    """The error for a state with a fully sharded model and an optimizer that is sharded by itself."""
     return NotElastic(
-        f"state.{model} is fully sharded and state.{optimizer} is a ZeroRedundancyOptimizer: commits of both together"
+        f"state.{model} is fully sharded and state.{optimizer} is sharded by itself (ZeRO): commits of both together"
         " are not supported; shard both models with fully_shard, or neither",
         Fixed.OPTIMIZER,
     )
@@ -225,7 +225,7 @@ def check_value(name: str, value: Any) -> None:
         if kind is Fixed.PARAMETERS:
             return  # the state looks whether it follows them
         if kind is Fixed.OPTIMIZER:
-            why = zero.obstacle(value)
+            why = zero.obstacle(value) if zero.is_zero(value) else None
             if why is None:
                 return
             raise NotElastic(f"state.{name} {why}; {_ADVICE_ZERO}", kind)

@@ -142,7 +142,7 @@ class State:
         return False
 
     def is_partitioned(self) -> bool:
-        """Whether it is sharded and has an optimizer that is divided by parameters, as ZeroRedundancyOptimizer is."""
+        """Whether it has an optimizer whose entries are divided among the ranks, while its model is not."""
         return False
 
     def capture_shards(self) -> None:

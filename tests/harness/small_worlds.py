@@ -101,7 +101,10 @@ class World:
         self.gradients = group or (Twins(size) if size > 1 else LocalCollectives())
 
     def group(self, purpose, device, ranks=None):
-        assert purpose.split()[0] in ("gradients", "buffers", "means") and device.type == "cpu"
+        assert (
+            purpose.split()[0] in ("gradients", "buffers", "means", "parameters")
+            and device.type == "cpu"
+        )
         if not isinstance(self.gradients, Meeting):
             return self.gradients
         members = tuple(range(self.place.size)) if ranks is None else ranks

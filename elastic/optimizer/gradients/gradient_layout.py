@@ -30,6 +30,7 @@ class Made:
     whole_world: bool  # else a process set, and which one may depend on the rank
     fusion_bytes: int | None  # None: by default
     shards: Shards | None = None
+    zero: int = 0
 
 
 def lines(
@@ -43,6 +44,7 @@ def lines(
         "process_set all ranks",
         f"backward_passes_per_step {made.passes}",
         f"sparse_as_dense {bool(made.sparse_as_dense)}",
+        *([f"zero {made.zero}"] if made.zero else []),
         *([] if made.shards is None else made.shards.layout),
         *made.options.lines(named, made.fusion_bytes),
     ]

@@ -146,7 +146,11 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
             parameter = parameters[int(number)]
             entries = self.value.state[parameter]
             present = entries.get(key)
-            entries[key] = local if spec.plain else fsdp2.as_sharded(local, parameter, present)
+            entries[key] = (
+                local.to(parameter.device)
+                if spec.plain
+                else fsdp2.as_sharded(local, parameter, present)
+            )
 
     def parameters(self) -> Iterator[torch.Tensor]:
         for group in self.value.param_groups:

@@ -53,7 +53,7 @@ from elastic.state.fully_sharded.live_shards import (
     ShardedOptimizerHandler,
 )
 from elastic.state.fully_sharded.shard_bank import ShardBank, as_layout
-from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
+from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.held import Held, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -264,6 +264,11 @@ class ShardedCommits:
             name: live[name] if name in live else LiveShard(spec.local(0, CPU), spec)
             for name, spec in specs.items()
         }
+
+    def _self_sharded(self) -> list[ZeroOptimizerHandler | DividedOptimizerHandler]:
+        """Optimizers that are sharded where their parameters are not."""
+        kinds = ZeroOptimizerHandler | DividedOptimizerHandler
+        return [part for part in self._parts() if isinstance(part, kinds)]
 
     def _partitioned(self) -> list[ZeroOptimizerHandler]:
         """Parts with tensors that one rank has whole."""
@@ -523,7 +528,7 @@ class ShardedCommits:
                 live = part.live_shards()
                 found.update({f"{part.name}/{key}": each.local for key, each in live.items()})
                 device = next((each.local.device for each in live.values()), device)
-        for each in self._partitioned():
+        for each in self._self_sharded():
             each.follow(order, order[shard])
         for tensor, (name, spec) in zip(layout.tensors, specs.items(), strict=True):
             if name not in found:
@@ -601,8 +606,8 @@ class ShardedCommits:
 
     def _position(self) -> tuple[int, int]:
         """This rank's shard, and how many there are, in the world in which the script made its parts."""
-        if partitioned := self._partitioned():
-            return partitioned[0].position
+        if optimizers := self._self_sharded():
+            return optimizers[0].position
         models = [part for part in self._parts() if isinstance(part, FullyShardedHandler)]
         shards, shard = fsdp2.shards_of(fsdp2.mesh_of(models[0].model))
         return shard, shards

@@ -23,6 +23,11 @@ def is_zero(optimizer: object) -> bool:
     return isinstance(kind, type) and isinstance(optimizer, kind)
 
 
+def is_divided(optimizer: object) -> bool:
+    """Whether it is a DistributedOptimizer with ``zero=1``."""
+    return hasattr(optimizer, "zero_order")
+
+
 def parameters(zero: Any) -> list[torch.Tensor]:
     """Of all ranks, numbered across the groups."""
     return [each for group in zero.param_groups for each in group["params"]]

@@ -1,6 +1,7 @@
-"""A ZeroRedundancyOptimizer in a state: each rank keeps the entries of the parameters that it steps. Acts.
+"""Optimizers in a state of which each rank has a part of the entries (ZeRO-1). Acts.
 
-Options are the same on all ranks. An entry is committed and sent whole, as the only shard of a tensor that has rows.
+Options are the same on all ranks. Of a ZeroRedundancyOptimizer, an entry is committed and sent whole, as the only shard
+of a tensor that has rows. Of a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 
 from elastic.errors import Invalid
+from elastic.runtime import lifecycle
 from elastic.sharding.partition import Partition, PartitionedTensor
+from elastic.sharding.rows import rows_of
 from elastic.state.fully_sharded import fsdp2, zero
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
+from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, ShardedOptimizerHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.tensor_index import plain
@@ -120,6 +123,38 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
 
     def abandon_pass(self) -> None:
         self.abandon_step()
+
+
+class DividedOptimizerHandler(ShardedOptimizerHandler):
+    """A ``DistributedOptimizer`` with ``zero=1``. ``position``: this rank's shard, and how many there are."""
+
+    value: Any
+
+    def _adopt_value(self) -> None:
+        OptimizerStateHandler._adopt_value(self)
+        self._by_dict = False
+        rt = lifecycle.active()
+        order = self.value.zero_order
+        self.position = order.index(0 if rt is None else rt.place.rank), len(order)
+
+    def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
+        parameters, found = list(self.parameters()), {}
+        for name, entry in tensors.items():
+            number, _, key = name.partition(".")
+            elements = parameters[int(number)].numel()
+            if entry.shape == (len(rows_of(elements, *self.position)),):
+                found[name] = RowSpec((elements,), entry.dtype, plain=True)
+            elif entry.dim():
+                raise Invalid(
+                    f"{self.what} keeps {key} of shape {list(entry.shape)} for a part of a parameter of {elements}"
+                    " elements: only entries of each element, and single numbers, follow another world"
+                )
+        return found
+
+    def follow(self, order: Sequence[int], rank: int) -> None:
+        """This rank steps its shard of another world. ``order``: the rank of each shard."""
+        self.value.divide(order)
+        self.position = list(order).index(rank), len(order)
 
 
 def _can_be_sent(key: object, entry: object) -> bool:

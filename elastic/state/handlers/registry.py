@@ -20,7 +20,7 @@ from elastic.state.fully_sharded.live_shards import (
     ShardedOptimizerHandler,
     trains_shards,
 )
-from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
+from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handlers.data_parallel import (
     DataParallelHandler,
     HolderHandler,
@@ -78,6 +78,8 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
                 handler = FullyShardedHandler
             elif handler is OptimizerStateHandler and zero.is_zero(value):
                 handler = ZeroOptimizerHandler
+            elif handler is OptimizerStateHandler and zero.is_divided(value):
+                handler = DividedOptimizerHandler
             elif handler is OptimizerStateHandler and trains_shards(value):
                 handler = ShardedOptimizerHandler
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:

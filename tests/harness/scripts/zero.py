@@ -1,4 +1,5 @@
-"""Trains with ZeroRedundancyOptimizer, and may have to die at a failpoint; its own: forward, backward, optimizer.
+"""Trains with ZeroRedundancyOptimizer, or where OURS is 1 with a DistributedOptimizer that has ``zero=1``, and may have
+to die at a failpoint; its own: forward, backward, optimizer.
 
 STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for all workers.
 WORKERS  how many that are.
@@ -28,6 +29,18 @@ FEATURES = (
     "plain", "sgd", "adam", "fused", "groups", "frozen", "schedule", "bucket_view", "without_ddp", "few_parameters",
     "two_optimizers", "late_entries", "channels_last",
 )  # fmt: skip
+OF_OURS = (
+    "plain",
+    "sgd",
+    "adam",
+    "fused",
+    "groups",
+    "frozen",
+    "schedule",
+    "few_parameters",
+    "two_optimizers",
+    "adagrad",
+)
 
 
 class Network(nn.Module):
@@ -64,12 +77,12 @@ class Network(nn.Module):
 class Training:
     """Of one process, sharded or not."""
 
-    def __init__(self, feature: str, *, sharded: bool) -> None:
+    def __init__(self, feature: str, sharded: str = "") -> None:
         self.feature = feature
-        self.sharded = sharded
+        self.sharded = sharded  # by torch, ours
         torch.manual_seed(0)
         self.model: Any = Network(feature)
-        if sharded and feature != "without_ddp":
+        if sharded == "torch" and feature != "without_ddp":
             self.model = DistributedDataParallel(self.model)
         self.optimizers = self.make_optimizers()
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
@@ -81,8 +94,10 @@ class Training:
         if feature == "two_optimizers":
             return [
                 self.divided(parameters[:3], torch.optim.AdamW, lr=0.01),
-                torch.optim.SGD(parameters[3:], lr=0.01, momentum=0.9),
+                self.reduced(torch.optim.SGD(parameters[3:], lr=0.01, momentum=0.9)),
             ]
+        if feature == "adagrad":  # has entries before its first step
+            return [self.divided(parameters, torch.optim.Adagrad, lr=0.01)]
         groups: list[Any] = parameters
         if feature == "groups":
             groups = [
@@ -96,8 +111,19 @@ class Training:
         if not self.sharded:
             made: torch.optim.Optimizer = kind(parameters, **options)
             return made
+        if self.sharded == "ours":
+            return self.reduced(kind(parameters, **options), zero=1)
         view = self.feature == "bucket_view"
         return ZeroRedundancyOptimizer(parameters, kind, parameters_as_bucket_view=view, **options)
+
+    def reduced(self, optimizer: torch.optim.Optimizer, zero: int = 0) -> torch.optim.Optimizer:
+        """Where DDP doesn't reduce gradients."""
+        if self.sharded != "ours":
+            return optimizer
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        names = [(n, each) for n, each in self.model.named_parameters() if id(each) in trained]
+        made: torch.optim.Optimizer = elastic.DistributedOptimizer(optimizer, names, zero=zero)
+        return made
 
     def step(self, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
         points = torch.randn(SIZE, 20, generator=torch.Generator().manual_seed(step))[rank::size]
@@ -105,7 +131,7 @@ class Training:
             optimizer.zero_grad()
         loss = nn.functional.mse_loss(self.model(points), points.sin().sum(1, keepdim=True))
         loss.backward()
-        if self.sharded and self.feature == "without_ddp":
+        if self.sharded == "torch" and self.feature == "without_ddp":
             for parameter in self.model.parameters():
                 dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
         if self.feature == "late_entries" and step < 6:
@@ -136,7 +162,7 @@ def alone(steps: int, feature: str) -> list[float]:
     """The losses of one undisturbed process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other on a machine with more to do
-    training = Training(feature, sharded=False)
+    training = Training(feature)
     losses = [float(training.step(step)) for step in range(steps)]
     torch.set_num_threads(threads)
     return losses
@@ -147,7 +173,8 @@ def main() -> None:
     steps, full = int(os.environ["STEPS"]), int(os.environ.get("FULL", "0"))
     workers = int(os.environ.get("WORKERS", "4"))
     dist.init_process_group()
-    training = Training(os.environ.get("FEATURE", "plain"), sharded=True)
+    how = "ours" if os.environ.get("OURS") == "1" else "torch"
+    training = Training(os.environ.get("FEATURE", "plain"), how)
     model = training.model
     ids = training.objects()
     more = {f"optimizer{number}": each for number, each in enumerate(training.optimizers)}

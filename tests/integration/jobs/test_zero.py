@@ -54,10 +54,13 @@ def check(found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain
 
 
 @pytest.mark.timeout(300)
-def test_a_kill_in_backward_and_a_join_leave_the_losses_of_one_process(job: Any):
+@pytest.mark.parametrize("ours", ["0", "1"])
+def test_a_kill_in_backward_and_a_join_leave_the_losses_of_one_process(job: Any, ours: str):
     rules = "backward kill slot=1 incarnation=1 step=5"
-    found = trained(job, rules, BACK, 14, 3, FULL="10")
+    found = trained(job, rules, BACK, 14, 3, FULL="10", OURS=ours)
     check(found, 14)
+    if ours == "1":
+        assert all(each["entries"] <= 1.2 / 3 * each["entries_of_all"] for each in found)
     assert len(found) == 3
     assert found[0]["sizes"][5] == 2
     assert found[0]["sizes"][10] == 3
@@ -70,6 +73,25 @@ def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
     found = trained(job, f"{place} kill rank={rank} step=5 size=4")
     check(found)
     assert len(found) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("place", [*PLACES, "optimizer-step", "zero-gather"])
+def test_a_kill_where_each_rank_has_elements_of_every_entry(job: Any, place: str, rank: int):
+    found = trained(job, f"{place} kill rank={rank} step=5 size=4", OURS="1")
+    check(found)
+    assert len(found) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("feature", zero.OF_OURS)
+def test_features_of_a_distributed_optimizer_survive_a_kill_and_a_join(job: Any, feature: str):
+    rules = "backward kill slot=1 incarnation=1 step=5"
+    found = trained(job, rules, BACK, 14, FULL="10", FEATURE=feature, OURS="1")
+    check(found, 14, feature)
+    assert len(found) == 4
 
 
 @pytest.mark.nightly

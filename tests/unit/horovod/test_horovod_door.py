@@ -18,7 +18,10 @@ import horovod.torch as hvd
 from elastic.errors import Invalid
 from elastic.horovod_errors import HorovodVersionMismatchError
 from elastic.launcher import launch_function
+from elastic.optimizer.adasum_optimizer import AdasumDistributed
 from elastic.optimizer.distributed_optimizer import _subclass
+from elastic.optimizer.divided_optimizer import DividedOptimizer
+from elastic.optimizer.wrapped_optimizer import Distributed
 from harness.golden import raises, warns
 from horovod import absent
 from horovod.common import util
@@ -195,8 +198,8 @@ def test_the_command_line_runs_under_its_path(monkeypatch, capsys):
 
 
 def test_a_wrapped_optimizer_is_found_by_its_class():
-    for with_adasum in (False, True):
-        assert issubclass(_subclass(torch.optim.SGD, with_adasum), _DistributedOptimizer)
+    for added in (Distributed, AdasumDistributed, DividedOptimizer):
+        assert issubclass(_subclass(torch.optim.SGD, added), _DistributedOptimizer)
     assert not issubclass(torch.optim.SGD, _DistributedOptimizer)
 
 

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer in a state: what is refused, going back in one world, and parameters divided anew."""
+"""Optimizers of ZeRO-1 in a state: what is refused, going back in one world, and parameters divided anew."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import distributed, nn
 
+import elastic
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
+from elastic.sharding.rows import rows_of
 from elastic.state import TorchState
 from elastic.state.fully_sharded import zero
-from elastic.state.fully_sharded.zero_optimizer import ZeroOptimizerHandler
+from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.torch_backend import sharding_guard
 
 pytestmark = [
@@ -254,3 +256,89 @@ def test_parameters_that_are_added_in_a_world_with_another_order_of_ranks_are_re
     optimizer.optim.param_groups[0]["params"].append(model[2].weight)
     with pytest.raises(Invalid):
         state.commit()
+
+
+# ---- DistributedOptimizer with zero=1 --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A world without a driver, of this process."""
+    monkeypatch.delenv("RANK", raising=False)
+    elastic.init()
+    yield
+    elastic.shutdown()
+
+
+def distributed_optimizer(model: Any, kind: Any = torch.optim.AdamW) -> Any:
+    plain = kind(model.parameters(), lr=0.1)
+    return elastic.DistributedOptimizer(plain, model.named_parameters(), zero=1)
+
+
+def parts(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    found = [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
+    return found + [
+        each.clone() for entries in optimizer.state.values() for each in entries.values()
+    ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_restore_sets_exactly_the_committed_bits_of_this_ranks_elements(own, kind: Any):
+    model = network()
+    optimizer = distributed_optimizer(model, kind)
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    assert state.is_sharded()
+    fresh = parts(model, optimizer)
+    step(model, optimizer)
+    state.restore()
+    assert equal(parts(model, optimizer), fresh)
+    for number in range(3):
+        step(model, optimizer)
+        state.step = number + 1
+        state.commit()
+    kept = parts(model, optimizer)
+    step(model, optimizer)
+    state.restore()
+    assert state.step == 3
+    assert equal(parts(model, optimizer), kept)
+
+
+def test_a_distributed_optimizer_is_refused_before_an_update_unless_it_is_in_a_state(own):
+    model = network()
+    optimizer = distributed_optimizer(model)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 2, 4)
+    assert refused.value.kind is Fixed.OPTIMIZER
+    with pytest.raises(Invalid):
+        TorchState(optimizer=optimizer)
+    TorchState(model=model, optimizer=optimizer)
+    sharding_guard.check(optimizer, 2, 4)
+
+
+def test_its_layout_differs_from_that_of_a_whole_optimizer(own):
+    model = network()
+    divided_one = TorchState(model=model, optimizer=distributed_optimizer(model))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    whole = elastic.DistributedOptimizer(plain, model.named_parameters())
+    assert divided_one.layout() != TorchState(model=model, optimizer=whole).layout()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_a_part_has_the_elements_of_its_shard(own, shards: int):
+    model = network()
+    optimizer = distributed_optimizer(model)
+    handler = DividedOptimizerHandler(optimizer, "optimizer")
+    for shard in range(shards):
+        order = [(rank + shard) % shards for rank in range(shards)]
+        handler.follow(order, order[shard])
+        assert handler.position == (shard, shards)
+        for parameter in model.parameters():
+            rows = rows_of(parameter.numel(), shard, shards)
+            optimizer.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.zeros(len(rows)),
+            }
+        live = handler.live_shards()
+        assert len(live) == len(list(model.parameters()))
+        _, replicated = handler.pack()
+        assert {name.partition(".")[2] for name in replicated} == {"step"}

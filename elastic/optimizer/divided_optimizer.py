@@ -1,0 +1,186 @@
+"""ZeRO-1 for `DistributedOptimizer`: each rank steps its elements of every parameter, and receives the others. Acts.
+
+Gradients are reduced as usual. The elements of each flat parameter are divided among the shards as rows are in
+`elastic.sharding.rows`. ``optimizer.state`` has, by whole parameter, what the optimizer keeps of this rank's elements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.failpoints import failpoint
+from elastic.optimizer.gather_plan import Slice, gathers
+from elastic.optimizer.wrapped_optimizer import Distributed
+from elastic.runtime import lifecycle
+from elastic.sharding.rows import owners, rows_of
+
+# Their update of an element depends on no other element.
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+NUMBERS = ("step", "eta", "mu", "mu_product")  # that they keep for a parameter as a whole
+GATHERED_BYTES = 4 << 20  # of each rank, in one gather
+
+
+def check(optimizer: torch.optim.Optimizer) -> None:
+    """Raises Invalid for an optimizer that can't step some elements of a parameter."""
+    kind = type(optimizer)
+    if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+        raise Invalid(
+            f"zero=1 takes one of torch.optim's {', '.join(ELEMENTWISE)}, whose updates of elements are independent of"
+            f" each other, and this is {kind.__module__}.{kind.__name__}; use one of them, or leave zero out"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if not parameter.is_contiguous():
+                raise Invalid(
+                    f"zero=1 takes contiguous parameters, and parameter {index} of group {number} has strides"
+                    f" {tuple(parameter.stride())}; leave out memory_format, or zero"
+                )
+
+
+class DividedOptimizer(Distributed):
+    """A `DistributedOptimizer` with ``zero=1``. ``zero_order``: the rank of each shard."""
+
+    zero_order: tuple[int, ...]
+    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # by what it was made for
+
+    def divide(self, order: Sequence[int]) -> None:
+        """The parameters are divided among the ranks of another world. Entries stay those of the shard before."""
+        self.zero_order = tuple(order)
+        self._gather_memory = {}
+
+    def take_own_entries(self) -> None:
+        """Entries of whole parameters, as a ``state_dict()`` of a plain optimizer has them, become this rank's."""
+        for parameter, entries in self.state.items():
+            own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
+            for key, entry in entries.items():
+                if (
+                    isinstance(entry, torch.Tensor)
+                    and entry.shape == parameter.shape
+                    and key not in NUMBERS
+                ):
+                    entries[key] = entry.reshape(-1)[own.begin : own.end].clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises Invalid: each rank has a part."""
+        raise Invalid(
+            "each rank has a part of this optimizer's state (zero=1), so that there is no whole state_dict() of it;"
+            " give the optimizer to elastic.TorchState, which commits all parts"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the ``state_dict()`` of a plain optimizer, whole; keeps this rank's part."""
+        super().load_state_dict(state_dict)
+        self.take_own_entries()
+
+    def _apply_gradients(
+        self, step: Callable[..., Any], closure: Callable[[], Any] | None = None
+    ) -> Any:
+        size = lifecycle.current().place.size
+        if size != len(self.zero_order):
+            raise NotElastic(
+                f"this optimizer (zero=1) is divided among {len(self.zero_order)} workers, and there are {size} now:"
+                " put it into elastic.TorchState with its model",
+                Fixed.OPTIMIZER,
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        wholes = [list(group["params"]) for group in self.param_groups]
+        everything = [parameter for group in wholes for parameter in group]
+        entries = self.state
+        parts = [[self._part(parameter) for parameter in group] for group in wholes]
+        kept: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for whole, part in zip(everything, [p for group in parts for p in group], strict=True):
+            if whole in entries:
+                kept[part] = entries[whole]
+        try:
+            for group, some in zip(self.param_groups, parts, strict=True):
+                group["params"] = some
+            self.state = kept
+            step()
+        finally:
+            for group, some in zip(self.param_groups, wholes, strict=True):
+                group["params"] = some
+            self.state = entries
+        for whole, part in zip(everything, [p for group in parts for p in group], strict=True):
+            if kept.get(part):
+                entries[whole] = kept[part]
+        failpoint("zero-gather")
+        self._gather([each for each in everything if each.requires_grad])
+        return loss
+
+    def _shard(self) -> int:
+        return owners(self.zero_order)[lifecycle.current().place.rank]
+
+    def _part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's elements, with their gradients, in the parameter's own memory."""
+        own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
+        part = parameter.detach().view(-1)[own.begin : own.end]
+        gradient = parameter.grad
+        if gradient is not None:
+            if gradient.is_sparse:
+                raise Invalid(
+                    "zero=1 takes dense gradients, and a parameter has a sparse one; pass sparse=False to its"
+                    " Embedding, or leave zero out"
+                )
+            part.grad = gradient.detach().reshape(-1)[own.begin : own.end]
+        return part
+
+    def _gather(self, parameters: list[torch.Tensor]) -> None:
+        """Brings the elements that other ranks have stepped. Raises PeerLost."""
+        rt = lifecycle.current()
+        if rt.place.size == 1 or not parameters:
+            return
+        with rt.guard("gather of the parameters"), torch.no_grad():
+            kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for parameter in parameters:
+                flat = parameter.detach().view(-1)
+                kinds.setdefault((flat.device, flat.dtype), []).append(flat)
+            for (device, dtype), flats in kinds.items():
+                group = rt.group("parameters", device)
+                limit = max(1, GATHERED_BYTES // dtype.itemsize)
+                for slices in gathers(tuple(map(len, flats)), group.size, limit):
+                    self._gather_slices(group, flats, slices)
+
+    def _gather_slices(
+        self, group: Collectives, flats: list[torch.Tensor], slices: list[Slice]
+    ) -> None:
+        shards = len(self.zero_order)
+        sizes = [each.end - each.begin for each in slices]
+        kind = flats[0].device, flats[0].dtype
+        memory = self._gather_memory.get(kind)
+        if memory is None or memory.shape[1] < sum(sizes):
+            memory = self._gather_memory[kind] = flats[0].new_zeros((shards + 1, sum(sizes)))
+        buffer = [row[: sum(sizes)] for row in memory]
+
+        def views(
+            shard: int, received: torch.Tensor
+        ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            """Of the parameters, and of what a rank has sent."""
+            ours, theirs = [], []
+            for each, room in zip(slices, received.split(sizes), strict=True):
+                rows = each.of(shard, len(flats[each.parameter]), shards)
+                if len(rows):
+                    ours.append(flats[each.parameter][rows.begin : rows.end])
+                    theirs.append(room[: len(rows)])
+            return ours, theirs
+
+        mine = buffer.pop()
+        stepped, room = views(self._shard(), mine)
+        if stepped:
+            torch._foreach_copy_(room, stepped)
+        group.allgather(buffer, mine).wait()
+        for shard, rank in enumerate(self.zero_order):
+            if rank != group.rank:
+                stale, fresh = views(shard, buffer[rank])
+                if stale:
+                    torch._foreach_copy_(stale, fresh)

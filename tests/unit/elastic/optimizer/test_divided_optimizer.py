@@ -1,0 +1,202 @@
+"""DistributedOptimizer with zero=1: parts of optimizers among threads, beside the whole optimizer in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.collectives.interface import Op
+from elastic.errors import Invalid, NotElastic
+from elastic.exact.shards import Shards
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer import divided_optimizer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.join import join
+from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler
+from harness.small_worlds import Rounding, net, take_steps, train_once
+
+WIDTHS = 5, 7, 1
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.01},
+    "AdamW": {"amsgrad": True},
+}
+
+
+def made(kind: str, model: Any, **options: Any) -> Any:
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, **OPTIONS.get(kind, {}))
+    return DistributedOptimizer(optimizer, model.named_parameters(), zero=1, **options)
+
+
+def whole(kind: str, steps: int) -> list[torch.Tensor]:
+    model = net(*WIDTHS)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, **OPTIONS.get(kind, {}))
+    take_steps(model, optimizer, steps)
+    return [each.detach() for each in model.parameters()]
+
+
+def entry_bytes(optimizer: Any) -> int:
+    return sum(
+        entry.nbytes for kept in optimizer.state.values() for entry in kept.values() if entry.dim()
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", divided_optimizer.ELEMENTWISE)
+def test_all_ranks_have_the_parameters_of_the_whole_optimizer(threads, kind: str, size: int):
+    def train(rank: int) -> tuple[list[torch.Tensor], int]:
+        model = net(*WIDTHS)
+        optimizer = made(kind, model)
+        take_steps(model, optimizer, 4)
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        return [each.detach() for each in model.parameters()], entry_bytes(optimizer)
+
+    wanted = whole(kind, 4)
+    found = threads(size, train)
+    for parameters, _ in found:
+        for ours, theirs in zip(parameters, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # a mean over 3 ranks
+    elements = sum(each.numel() for each in wanted)
+    largest, all_bytes = max(n for _, n in found), sum(n for _, n in found)
+    assert largest <= all_bytes / size * (1 + size * len(wanted) / elements)
+
+
+def test_parameters_that_exceed_one_gather_are_brought_in_several(threads, monkeypatch):
+    monkeypatch.setattr(divided_optimizer, "GATHERED_BYTES", 12)  # three elements
+
+    def train(rank: int) -> list[torch.Tensor]:
+        model = net(*WIDTHS)
+        take_steps(model, made("Adam", model), 2)
+        return [each.detach() for each in model.parameters()]
+
+    for parameters in threads(3, train):
+        for ours, theirs in zip(parameters, whole("Adam", 2), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_groups_frozen_parameters_schedules_and_closures_work_as_in_the_whole_optimizer(threads):
+    def steps(zero: int) -> list[torch.Tensor]:
+        model = net(*WIDTHS)
+        first, *others = model.parameters()
+        first.requires_grad_(False)
+        groups = [{"params": others[:1]}, {"params": [first, *others[1:]], "lr": 0.3}]
+        optimizer: Any = torch.optim.Adam(groups, lr=0.05)
+        if zero:
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), zero=1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(1, WIDTHS[0])).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            assert torch.is_tensor(optimizer.step(closure))
+            schedule.step()
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(0.3 / 8)
+        return [each.detach() for each in model.parameters()]
+
+    wanted = steps(0)
+    for parameters in threads(2, lambda rank: steps(1)):
+        assert all(map(torch.allclose, parameters, wanted))
+
+
+def test_the_state_of_a_whole_optimizer_is_loaded_by_parts(threads):
+    model = net(*WIDTHS)
+    plain = torch.optim.Adam(model.parameters(), lr=0.05)
+    take_steps(model, plain, 2)
+    saved = copy.deepcopy(plain.state_dict())
+    weights = [each.detach().clone() for each in model.parameters()]
+    take_steps(model, plain, 2)
+
+    def go_on(rank: int) -> list[torch.Tensor]:
+        mine = net(*WIDTHS)
+        with torch.no_grad():
+            for each, value in zip(mine.parameters(), weights, strict=True):
+                each.copy_(value)
+        optimizer = made("Adam", mine)
+        optimizer.load_state_dict(copy.deepcopy(saved))  # which torch does not copy
+        take_steps(mine, optimizer, 2)
+        with pytest.raises(Invalid):
+            optimizer.state_dict()
+        return [each.detach() for each in mine.parameters()]
+
+    for parameters in threads(3, go_on):
+        assert all(map(torch.allclose, parameters, model.parameters()))
+
+
+class NormOfAll(torch.optim.SGD):
+    """An update of one element depends on others."""
+
+
+def test_what_cannot_be_divided_is_refused(world):
+    model = net(*WIDTHS)
+    for optimizer in (
+        NormOfAll(model.parameters(), lr=0.1),
+        torch.optim.Adafactor(model.parameters()),
+        torch.optim.LBFGS(model.parameters()),
+    ):
+        with pytest.raises(Invalid):
+            DistributedOptimizer(optimizer, model.named_parameters(), zero=1)
+    across = torch.nn.Parameter(torch.zeros(3, 4).t())
+    with pytest.raises(Invalid):
+        DistributedOptimizer(torch.optim.SGD([across], lr=0.1), [("across", across)], zero=1)
+    for options in (
+        {"zero": 2},
+        {"zero": 1, "shards": Shards(4)},
+        {"zero": 1, "sparse_as_dense": True},
+        {"zero": 1, "op": int(Op.ADASUM)},
+        {"zero": 1, "process_set": ProcessSet([0])},
+    ):
+        with pytest.raises(Invalid):
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+            )
+
+
+def test_a_step_in_a_world_for_which_it_was_not_divided_is_refused(world):
+    model = net(*WIDTHS)
+    optimizer = made("SGD", model)
+    before = [each.detach().clone() for each in model.parameters()]
+    world.become(1)
+    with pytest.raises(NotElastic):
+        train_once(model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_join_is_refused_where_a_rank_would_step_no_more(world):
+    optimizer = made("SGD", net(*WIDTHS))
+    with pytest.raises(Invalid):
+        join()
+    assert optimizer.zero_order == (0, 1)
+
+
+def test_compression_and_passes_go_with_it(threads):
+    def train(rank: int) -> None:
+        model = net(*WIDTHS)
+        optimizer = made("SGD", model, compression=Rounding, backward_passes_per_step=2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(1, WIDTHS[0])).sum()).backward()
+            (model(torch.ones(1, WIDTHS[0])).sum()).backward()
+            optimizer.step()
+
+    threads(2, train)
+
+
+def test_another_world_gets_each_element_of_each_entry_from_the_rank_that_had_it(threads):
+    def parts(rank: int) -> dict[str, Any]:
+        model = net(*WIDTHS)
+        optimizer = made("Adam", model)
+        handler = DividedOptimizerHandler(optimizer, "optimizer")
+        handler.follow(optimizer.zero_order, rank)
+        take_steps(model, optimizer, 2)
+        return {name: each.local.clone() for name, each in handler.live_shards().items()}
+
+    three, (one,) = threads(3, parts), threads(1, parts)
+    assert len(one) == 8  # exp_avg and exp_avg_sq of four parameters
+    for name, entry in one.items():
+        assert torch.allclose(torch.cat([part[name] for part in three]), entry)
