@@ -7,7 +7,8 @@
 Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
 functions. The ratio of two calls of a round is what counts: below 1, ours is faster. A size is what a rank gives to an
 allreduce, and what a rank gets of the others together where it gets a part from each. ``--zero``: a step of DDP with
-ZeroRedundancyOptimizer, and the optimizer's bytes of the rank that has most.
+ZeroRedundancyOptimizer over both, one of DistributedOptimizer with zero=1 beside that over Gloo, and the optimizer's
+bytes of the rank that has most.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import groups
 import models
 import shown
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.torch_backend import registration
 from figures import Mark, Spread, ratio, size_text, spread
 
@@ -35,6 +37,9 @@ MARKS = {"mlp": 0.7, "gpt": 0.95, "convnet": 0.95}  # of a step
 NEVER_SLOWER = 1.0
 ZERO = "ZeRO-1"
 ZERO_MARK = 1.05  # of a step
+SHARE_MARK = (
+    1.2  # of the mean of all ranks' shares of the optimizer's bytes, by DistributedOptimizer
+)
 distributed: Any = torch.distributed  # its stubs lack what is used here
 
 
@@ -113,20 +118,36 @@ def measure_steps(model: str, rounds: int) -> Answer:
     return _answer(f"a step of DDP, {model}", 0, ranks, times)
 
 
-def measure_zero(model: str, rounds: int) -> Answer:
+def measure_zero(model: str, rounds: int) -> list[Answer]:
     ranks = distributed.get_world_size()
-    ways = {"ours": zero_steps(model, our_group()), "gloo": zero_steps(model, None)}
+    gloo, backend, own = zero_steps(model, None), zero_steps(model, our_group()), zero_one(model)
+    ways = {"gloo": gloo, "backend": backend, "own": own}
     prove_gradients(ways)
     times = groups.take_turns(ways, rounds, warmup=5)
     for name, way in ways.items():
-        groups.same_everywhere(f"the model over {name}", list(way.model.parameters()))
-    optimizer: Any = ways["ours"].optimizer
-    entries = [each for kept in optimizer.optim.state.values() for each in kept.values()]
-    mine = torch.tensor(sum(each.nbytes for each in entries))
-    each_has = [torch.zeros_like(mine) for _ in range(ranks)]
+        groups.same_everywhere(f"the model of {name}", list(way.model.parameters()))
+    answers = []
+    for name, title in (("backend", ZERO), ("own", f"{ZERO} by DistributedOptimizer")):
+        pair = {"ours": times[name], "gloo": times["gloo"]}
+        answer = _answer(f"a step of {title}, {model}", 0, ranks, pair)
+        answers.append(replace(answer, share=largest_share(ways[name].optimizer)))
+    return answers
+
+
+def largest_share(optimizer: Any) -> float:
+    """The most that a rank has of the bytes of all entries."""
+    state = getattr(optimizer, "optim", optimizer).state
+    mine = torch.tensor(sum(each.nbytes for kept in state.values() for each in kept.values()))
+    each_has = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(each_has, mine)
-    share = max(map(int, each_has)) / sum(map(int, each_has))
-    return replace(_answer(f"a step of {ZERO}, {model}", 0, ranks, times), share=share)
+    return max(map(int, each_has)) / sum(map(int, each_has))
+
+
+def zero_one(name: str) -> models.Steps:
+    training = models.make(name, distributed.get_rank())
+    plain = torch.optim.AdamW(training.model.parameters(), lr=1e-4)
+    optimizer = DistributedOptimizer(plain, training.model.named_parameters(), zero=1)
+    return models.Steps(training, training.model, optimizer)
 
 
 def zero_steps(name: str, group: Any) -> models.Steps:
@@ -142,13 +163,14 @@ def prove_gradients(ways: dict[str, models.Steps]) -> None:
     """After the first step: later, what was rounded in another order has moved a ReLU of the convnet across zero."""
     for way in ways.values():
         way()
-    for one, other in zip(*(way.model.parameters() for way in ways.values()), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        largest, off = (float(each.abs().max()) for each in (other.grad, one.grad - other.grad))
-        groups.agree(
-            "has Gloo's gradients", off <= 1e-5 * largest, f"one is {off:.2g} off, of {largest:.2g}"
-        )
+    gloos = list(ways["gloo"].model.parameters())
+    for way in ways.values():
+        for one, other in zip(way.model.parameters(), gloos, strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            largest, off = (float(each.abs().max()) for each in (other.grad, one.grad - other.grad))
+            what = f"one is {off:.2g} off, of {largest:.2g}"
+            groups.agree("has Gloo's gradients", off <= 1e-5 * largest, what)
 
 
 def steps(name: str, group: Any) -> models.Steps:
@@ -193,6 +215,12 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
             answer.to_gloo.median,
         )
         for answer in answers
+    ] + [
+        Mark(
+            f"{answer.what}, {answer.ranks} workers, bytes", SHARE_MARK, answer.share * answer.ranks
+        )
+        for answer in answers
+        if answer.share is not None and "DistributedOptimizer" in answer.what
     ]
 
 
@@ -213,7 +241,7 @@ def main() -> None:
         for model in options.models:
             answers.append(groups.ask(measure_steps, ranks, model, options.rounds))
         for model in options.zero:
-            answers.append(groups.ask(measure_zero, ranks, model, options.rounds))
+            answers += groups.ask(measure_zero, ranks, model, options.rounds)
     console = shown.console()
     console.print(table(answers, options.rounds))
     marks = marks_of(answers)

@@ -173,12 +173,12 @@ def test_workers_that_leave_together_take_no_entry_along(
     training = job(
         "-np 4 --min-np 1",
         ["python", SCRIPTS / "zero.py"],
-        env={"STEPS": "600", "XDG_RUNTIME_DIR": str(tmp_path)},
+        env={"STEPS": "300", "XDG_RUNTIME_DIR": str(tmp_path)},
     )
     training.until(lambda: len(training.worlds()) >= 2, "a world of elastic.run", 90)
     elastic.Job().scale(2)
     training.wait_for_world(2, 60)
     training.succeed(250)
     found = [json.loads(file.read_text()) for file in training.folder.glob("out/*.json")]
-    check(found, 600)
+    check(found, 300)
     assert len(found) == 2
