@@ -17,6 +17,7 @@ from elastic.checkpoints.shard_reader import ShardReader
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
 from elastic.runtime.worker import Runtime
+from elastic.state.fully_sharded import zero
 from elastic.state.fully_sharded.sharded_commits import Meeting
 from elastic.state.handled_state import HandledState, shards_of
 from elastic.state.state import ObjectState, State
@@ -38,11 +39,11 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
             f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
         )
-    if state.is_partitioned():
+    if any(zero.is_zero(each) or zero.is_divided(each) for each in state.handled()):
         raise Invalid(
-            "--checkpoint-dir: an optimizer of the state is divided among the ranks (ZeRO-1), and checkpoints of such a"
-            " state are not written; save it in the training function (ZeroRedundancyOptimizer:"
-            " consolidate_state_dict()), or train without --checkpoint-dir"
+            "--checkpoint-dir: the state has an optimizer of which each rank keeps a part (ZeroRedundancyOptimizer, or"
+            " DistributedOptimizer with zero=1), and checkpoints of parts of optimizers are not written; save in the"
+            " training function, with consolidate_state_dict(), or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(

@@ -308,9 +308,6 @@ class HandledState(_OfThisProcess, ObjectState):
     def is_sharded(self) -> bool:
         return self._sharded is not None
 
-    def is_partitioned(self) -> bool:
-        return bool(self._of_kind(ZeroOptimizerHandler) or self._of_kind(DividedOptimizerHandler))
-
     def capture_shards(self) -> None:
         sharded = self._sharded
         if sharded is not None:

@@ -141,10 +141,6 @@ class State:
         """Whether each rank holds a part of it, so that all commit, and go back to a commit, together."""
         return False
 
-    def is_partitioned(self) -> bool:
-        """Whether it has an optimizer whose entries are divided among the ranks, while its model is not."""
-        return False
-
     def capture_shards(self) -> None:
         """Of a sharded state: a training begins with it as it is, in the world of ``init()``."""
 

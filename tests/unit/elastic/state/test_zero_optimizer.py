@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from torch import distributed, nn
 
 import elastic
+from elastic.checkpoints import durable, options
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
+from elastic.runtime.worker import Runtime
 from elastic.sharding.rows import rows_of
 from elastic.state import TorchState
 from elastic.state.fully_sharded import zero
@@ -321,6 +325,19 @@ def test_its_layout_differs_from_that_of_a_whole_optimizer(own):
     plain = torch.optim.AdamW(model.parameters(), lr=0.1)
     whole = elastic.DistributedOptimizer(plain, model.named_parameters())
     assert divided_one.layout() != TorchState(model=model, optimizer=whole).layout()
+
+
+def test_durable_commits_of_an_optimizer_in_parts_are_refused(
+    own, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(options.DIR, str(tmp_path))
+    runtime = create_autospec(Runtime, instance=True)
+    model = network()
+    for optimizer in (divided(model), distributed_optimizer(model)):
+        state = TorchState(model=model, optimizer=optimizer)
+        with pytest.raises(Invalid), durable.commits(runtime, state):
+            pass
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
