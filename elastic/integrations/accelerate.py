@@ -26,6 +26,7 @@ from elastic.data.conversion import from_torch
 from elastic.errors import Invalid
 from elastic.integrations import versions
 from elastic.runtime import lifecycle
+from elastic.state import sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
@@ -49,6 +50,7 @@ class PreparedState(TorchState):
     def __init__(self, accelerator: Accelerator, **values: Any) -> None:
         versions.check("accelerate")
         refuse(accelerator)
+        sharding.check_trainer("Accelerate", [each.optimizer for each in accelerator._optimizers])
         kept = {name: _kept(accelerator, value) for name, value in values.items()}
         for number, optimizer in enumerate(accelerator._optimizers):
             kept[f"optimizer_{number}"] = optimizer.optimizer

@@ -29,6 +29,7 @@ from elastic.data import DataLoader
 from elastic.errors import Invalid
 from elastic.integrations import accelerate, schedules, versions
 from elastic.run_loop import run
+from elastic.state import sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
@@ -347,6 +348,7 @@ class _Loss(Carried):
 
 
 def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
+    sharding.check_trainer("transformers", [trainer.optimizer.optimizer])
     values: dict[str, Any] = {
         "loader": loader,
         "optimizer": trainer.optimizer.optimizer,

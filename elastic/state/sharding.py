@@ -210,6 +210,16 @@ def of_value(value: object) -> Fixed | None:
     return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
 
 
+def check_trainer(trainer: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises NotElastic for an optimizer of which each rank has a part: a trainer saves and loads whole ones."""
+    if any(of_optimizer(each) is Fixed.OPTIMIZER for each in optimizers):
+        raise NotElastic(
+            f"an optimizer is sharded by itself (ZeRO), which an elastic job of {trainer} does not support: use a plain"
+            " optimizer, or a training loop of your own with elastic.TorchState",
+            Fixed.OPTIMIZER,
+        )
+
+
 def check_value(name: str, value: Any) -> None:
     """Raises NotElastic for a value of a state that is sharded."""
     kind = None

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import Metric
 
 from elastic.data import DataLoader
+from elastic.state import sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
@@ -22,6 +23,7 @@ _LOADERS = "combined_loader"
 
 def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
     """Of a trainer that is set up to fit: the values are the trainer's own objects."""
+    sharding.check_trainer("Lightning", trainer.strategy.optimizers)
     values: dict[str, Any] = {"loader": loader}
     for number, optimizer in enumerate(trainer.strategy.optimizers):
         values[f"optimizer_{number}"] = optimizer

@@ -98,6 +98,20 @@ def test_parameters_offloaded_by_torch_stay_in_host_memory_over_another_mesh(fou
     assert all(each._local_tensor.device.type == "cpu" for each in model.parameters())
 
 
+def test_a_sharded_value_cannot_be_assigned_to_a_state_that_commits_no_shards_of_it(four):
+    state = TorchState(model=nn.Linear(5, 7), step=0)
+    with pytest.raises(NotElastic):
+        state.model = network()
+    model = network()
+    state = TorchState(model=model, step=0)
+    with pytest.raises(NotElastic):
+        state.model = network()
+    with pytest.raises(NotElastic):
+        state.model = nn.Linear(5, 7)
+    state.model = model
+    assert state.is_sharded()
+
+
 def test_results_of_operators_have_the_mesh_of_the_present_world_and_no_equal_one(four):
     model = network()
     model[0].weight.detach()

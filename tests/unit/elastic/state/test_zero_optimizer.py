@@ -17,7 +17,7 @@ from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.runtime.worker import Runtime
 from elastic.sharding.rows import rows_of
-from elastic.state import TorchState
+from elastic.state import TorchState, sharding
 from elastic.state.fully_sharded import zero
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.torch_backend import sharding_guard
@@ -125,6 +125,14 @@ def test_an_optimizer_is_refused_before_an_update_unless_it_is_in_a_state():
     assert state.is_sharded()
     sharding_guard.check(optimizer, 2, 4)
     sharding_guard.check(optimizer.optim, 2, 4)
+
+
+def test_a_trainer_that_saves_whole_optimizers_takes_none_in_parts():
+    model = network()
+    sharding.check_trainer("Accelerate", [torch.optim.SGD(model.parameters())])
+    with pytest.raises(NotElastic) as refused:
+        sharding.check_trainer("Accelerate", [divided(model)])
+    assert refused.value.kind is Fixed.OPTIMIZER
 
 
 def test_a_sharded_value_cannot_be_assigned_to_a_state_that_was_made_before():
