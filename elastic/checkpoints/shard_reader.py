@@ -89,7 +89,9 @@ class ShardReader:
             storage, lambda: resuming.proposal(storage, options, self._passed)
         )
         if found is None:
-            _say(f"{storage.url} has no checkpoint to go on from")
+            lost = self._met is not None and self._met.whole is None
+            end = "" if lost else ": training begins anew"
+            _say(f"{storage.url} has no checkpoint to go on from{end}")
         return found is not None
 
     def _load(self) -> Chosen | None:

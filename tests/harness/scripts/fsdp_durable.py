@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsdp
+import fsdp  # type: ignore[import-not-found]
 import torch
 import torch.distributed as dist
 

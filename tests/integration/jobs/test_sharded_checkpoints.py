@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.afterwards import checkpoints_cli
 from elastic.driver.reasons import Why
 from harness.history import SCRIPTS
+
+sys.path.append(str(SCRIPTS))
+fsdp = pytest.importorskip("fsdp")
+fsdp_durable = pytest.importorskip("fsdp_durable")
 
 TRAINING = ["python", str(SCRIPTS / "fsdp_durable.py")]
 GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
@@ -35,14 +41,18 @@ def started(job: Any, folder: Path, size: int, steps: int, flags: str = "", **en
     )
 
 
-def trained(*args: Any, **env: str) -> list[dict[str, Any]]:
-    training = started(*args, **env)
+def trained(
+    job: Any, folder: Path, size: int, steps: int, flags: str = "", **env: str
+) -> list[dict[str, Any]]:
+    training = started(job, folder, size, steps, flags, **env)
     training.succeed(150)
     return begins(training)
 
 
 @pytest.mark.timeout(300)
-def test_two_workers_go_on_from_what_three_have_written(job: Any, tmp_path: Path):
+def test_two_workers_go_on_from_what_three_have_written_and_a_plain_model_loads_it(
+    job: Any, tmp_path: Path
+):
     folder = tmp_path / "all"
     assert trained(job, folder, 3, 4)[0]["step"] == 0
     assert checkpoints_cli.main(["--verify", str(folder)]) == 0
@@ -52,6 +62,13 @@ def test_two_workers_go_on_from_what_three_have_written(job: Any, tmp_path: Path
     assert found.sharded and found.size == 3 and found.step == 4
     (second,) = trained(job, folder, 2, 6)
     assert (second["step"], second["size"], second["same"]) == (4, 2, True)
+    file = tmp_path / "all.pt"
+    assert checkpoints_cli.main(["export", str(folder), "--out", str(file)]) == 0
+    exported, plain = torch.load(file), fsdp.Training("plain", sharded=False)
+    plain.model.load_state_dict(exported["model"])
+    plain.optimizers[0].load_state_dict(exported["optimizer0"])
+    assert exported["step"] == 6
+    assert fsdp_durable.digest(plain) == exported["seen"], "the bits of the last commit"
 
 
 @pytest.mark.nightly
@@ -91,7 +108,7 @@ def test_survivors_go_back_to_a_checkpoint_in_their_processes_where_shards_are_l
     assert second["size"] == 2 and second["same"]
     assert second["pid"] == first["pid"]
     assert len(training.events("WorkerConnected")) == 4, "no worker was started anew"
-    assert [each["from_checkpoint"] for each in training.actions("ReportRecovery")][-1]
+    assert training.actions("ReportRecovery")[-1].get("from_checkpoint")
 
 
 @pytest.mark.nightly

@@ -35,7 +35,10 @@ def network(seed: int) -> Any:
 
 
 def optimizer_of(net: Any) -> torch.optim.Optimizer:
-    groups = [{"params": [*net[0].parameters()], "lr": 0.1}, {"params": [*net[2].parameters()]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [*net[0].parameters()], "lr": 0.1},
+        {"params": [*net[2].parameters()]},
+    ]
     return torch.optim.AdamW(groups, lr=0.01)
 
 
