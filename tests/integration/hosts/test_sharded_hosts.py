@@ -35,19 +35,23 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("copies", "lost"), [(1, HOSTS[1:2]), (2, HOSTS[1:3])])
+@pytest.mark.parametrize(
+    ("copies", "lost", "least"),
+    [(1, HOSTS[1:2], None), (2, HOSTS[1:3], None), (1, HOSTS[1:2], 4), (2, HOSTS[1:3], 2)],
+)
 def test_as_many_hosts_as_there_are_copies_can_be_lost_at_once(
-    tmp_path: Path, copies: int, lost: tuple[str, ...]
+    tmp_path: Path, copies: int, lost: tuple[str, ...], least: int | None
 ):
-    """Each has two workers, which map each other's memory."""
+    """Each has two workers, which map each other's memory. ``least``: shards, of which there are replicas."""
     with Bench(tmp_path) as bench:
         bench.start_etcd()
         joined = ["--etcd", ENDPOINT, "--job", "sharded", "--secret-file", str(bench.secret)]
         for host in HOSTS:
             words = ["elasticrun", "agent", *joined, "--host", host, "--slots", "2"]
             Program(bench.network.hosts[host], f"agent-{host}", words, tmp_path)
-        words = ["elasticrun", "-np", "8", "--min-np", "2", "--max-np", "8", *joined]
+        words = ["elasticrun", "-np", "8", "--min-np", str(least or 2), "--max-np", "8", *joined]
         words += ["env", f"STEPS={STEPS}", f"COPIES={copies}", "SLOW=0.1"]
+        words += [] if least is None else [f"LEAST={least}"]
         words += [sys.executable, str(SCRIPTS / "fsdp.py")]
         driver = Program(bench.network.hosts[DRIVER], "driver", words, tmp_path)
         driver.wait_for("started in", 150)
