@@ -161,19 +161,15 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     places = torch.tensor(order, device="cpu").view(-1, shards)
-    own = distributed.get_rank()
-    groups: list[Any] = []
-    # init_device_mesh sorts the ranks of each group, and a rank that takes over a shard is out of order.
-    for lines in (places.T, places):
-        for line in lines.tolist():
-            everyone = line == list(range(len(order)))
-            made = (
-                distributed.group.WORLD
-                if everyone
-                else distributed.new_group(line, sort_ranks=False)
-            )
-            if own in line:
-                groups.append(made)
+    row, column = divmod(list(order).index(distributed.get_rank()), shards)
+    groups: list[Any] = [
+        distributed.group.WORLD
+        if line == list(range(len(order)))
+        # In the order of the mesh, which is not that of ranks where a worker has taken over a shard. Only the members
+        # make it: the others would have to call new_group() for each row and column.
+        else distributed.new_group(line, sort_ranks=False, use_local_synchronization=True)
+        for line in (places[:, column].tolist(), places[row].tolist())
+    ]
     names = like.mesh_dim_names if like.ndim == 2 else ("replicate", "shard")
     return DeviceMesh.from_group(groups, like.device_type, places, mesh_dim_names=names)
 
