@@ -114,9 +114,8 @@ class Choice:
     bank: ShardBank | None
     arenas: Mapping[int, PeerArena]
     lasting: Sequence[bool]  # whether the memory of each rank outlives it
-    least: (
-        int | None
-    )  # shards, of a mesh of replicas by shards; None: each rank has a shard of its own
+    # Shards of a mesh of replicas by shards; None: each rank has a shard of its own.
+    least: int | None
 
     @property
     def root(self) -> int:
