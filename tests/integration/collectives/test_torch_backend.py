@@ -595,7 +595,7 @@ def gradients_of_a_hook_that_reduces_twice(rank: int, size: int) -> Any:
     def hook(_, bucket):
         first = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
 
-        def again(future: torch.futures.Future[Any]) -> torch.Tensor:
+        def again(future: torch.futures.Future[Any]) -> Any:
             twice = future.value()[0].clone()
             return distributed.all_reduce(twice, async_op=True).get_future().wait()[0]
 

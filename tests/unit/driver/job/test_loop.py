@@ -514,6 +514,7 @@ async def test_sigterm_twice_within_one_call_of_the_handler_is_one_request(tmp_p
     async def talk(s):
         await s.train(A, B)
         loop, handler = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
+        assert callable(handler)
         now = loop.time
 
         def interrupted() -> float:

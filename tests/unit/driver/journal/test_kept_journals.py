@@ -74,11 +74,9 @@ def test_a_log_line_of_another_level_is_another_decision(tmp_path):
     for kept in JOURNALS:
         header, lines = lines_of(unpacked(kept, tmp_path))
         for line in lines:
-            reports = (
-                [a for a in line.actions if isinstance(a, Report)]
-                if isinstance(line, Entry)
-                else []
-            )
+            if not isinstance(line, Entry):
+                continue
+            reports = [action for action in line.actions if isinstance(action, Report)]
             if reports:
                 line.actions = [
                     msgspec.structs.replace(a, level="debug") if a is reports[0] else a

@@ -116,7 +116,7 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
     rt, monkeypatch, tmp_path, commit, folder, there, reads
 ):
     held = () if commit is None else (HeldShard(commit, 1, 0, True),)
-    met = Meeting([held], ("h",), {}, [False])
+    met = Meeting([held], ("h",), {}, [False], [None])
     sharded = create_autospec(ShardedCommits, instance=True)
     sharded.meet.return_value = met
     state = create_autospec(State, instance=True)
