@@ -29,7 +29,7 @@ def digest(training: Any) -> str:
         entry
         for optimizer in training.optimizers
         for parameter in optimizer.param_groups[0]["params"]
-        for entry in optimizer.state.get(parameter, {}).values()
+        for _, entry in sorted(optimizer.state.get(parameter, {}).items())
     ]
     for each in [*training.model.parameters(), *training.model.buffers(), *entries]:
         whole = getattr(each, "full_tensor", lambda each=each: each)()
