@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.errors import Fixed, Invalid, NotElastic, NotPicklable
 from elastic.failpoints import failpoint
 from elastic.optimizer.gather_plan import Slice, gathers
 from elastic.optimizer.wrapped_optimizer import Distributed
@@ -79,6 +79,12 @@ class DividedOptimizer(Distributed):
         """Takes the ``state_dict()`` of a plain optimizer, whole; keeps this rank's part."""
         super().load_state_dict(state_dict)
         self.take_own_entries()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise NotPicklable(
+            f"a {type(self).__name__} with zero=1 can't be copied or pickled: each rank has a part of its state; copy"
+            " the optimizer before it is wrapped"
+        )
 
     def _apply_gradients(
         self, step: Callable[..., Any], closure: Callable[[], Any] | None = None

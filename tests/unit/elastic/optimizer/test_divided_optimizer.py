@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 from elastic.collectives.interface import Op
-from elastic.errors import Invalid, NotElastic
+from elastic.errors import Invalid, NotElastic, NotPicklable
 from elastic.exact.shards import Shards
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer import divided_optimizer
@@ -165,6 +166,13 @@ def test_a_step_in_a_world_for_which_it_was_not_divided_is_refused(world):
     with pytest.raises(NotElastic):
         train_once(model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_copy_which_would_have_this_ranks_part_as_a_whole_is_refused(world):
+    optimizer = made("SGD", net(*WIDTHS))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(NotPicklable):
+            copied(optimizer)
 
 
 def test_join_is_refused_where_a_rank_would_step_no_more(world):
