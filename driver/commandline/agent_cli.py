@@ -34,15 +34,15 @@ from elastic.driver.reasons import counted
 from elastic.errors import Invalid
 
 AGENT = """\
-Offers this host to the jobs of one name: starts, watches and ends their workers, one job after the other, until it is
-stopped itself. It is found by etcd, or calls the driver."""
+Run an agent that offers this host to the jobs of one name. It starts, watches and stops their workers, one job after
+another. It registers in etcd, or connects to the driver."""
 
 GRACE = "ELASTIC_GRACE_SECONDS"
 READY_FILE = "ELASTIC_READY_FILE"
 
 SECRET = """\
-Makes a file with a new secret, which only you can read. Whoever has it may act as driver, agent or worker of the jobs
-that use it: copy it to their hosts, and give it there with --secret-file."""
+Create a file with a new secret, readable only by you. The secret grants full access to the jobs that use it, as
+driver, agent or worker: copy the file to their hosts, and pass it there with --secret-file."""
 
 
 @dataclass
@@ -52,33 +52,37 @@ class AgentOptions(Options):
     drivers: list[str] | None = flag(
         "--driver",
         "HOST:PORT,...",
-        "Call the driver there; a name is looked up anew at each try.",
+        "Addresses of the driver; a name is resolved anew at each attempt.",
         action=Names,
     )
-    host: str | None = flag("--host", "NAME", "Be listed by this name (default: the host's name).")
+    host: str | None = flag("--host", "NAME", "Name to register (default: the host name).")
     slots: str | None = flag(
-        "--slots", "N", "Workers at once; auto: as many as there are GPUs, else cores (default)."
+        "--slots", "N", "Number of slots; auto: one per GPU, else one per core (default: auto)."
     )
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
         "LIST",
-        "Workers talk over the first of these that this host has: interfaces, networks or"
-        " addresses (default: what leads to the driver).",
+        "Interfaces, networks or addresses for worker traffic; the first that exists is used"
+        " (default: the route to the driver).",
         action=Names,
     )
     grace: float | None = flag(
         "--grace",
         "S",
-        f"From SIGTERM to SIGKILL: so long have workers to leave (default: {GRACE}, or 30).",
+        f"Seconds for workers to leave between SIGTERM and SIGKILL (default: {GRACE}, or 30).",
         seconds,
     )
     ready_file: str | None = flag(
         "--ready-file",
         "FILE",
-        f"Exists while this agent serves a driver, for a readiness probe (default: {READY_FILE}, or none).",
+        "File that exists while a driver is connected, for readiness probes (default:"
+        f" {READY_FILE}, or none).",
     )
     log_level: str | None = flag(
-        "--log-level", "LEVEL", f"One of {', '.join(LOG_LEVELS)} (default: INFO).", log_level
+        "--log-level",
+        "LEVEL",
+        f"Lowest level to log: {', '.join(LOG_LEVELS)} (default: INFO).",
+        log_level,
     )
 
 
@@ -90,13 +94,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _secret(arguments: Sequence[str]) -> int:
     parser = Parser(prog="elasticrun secret", usage="elasticrun secret FILE", description=SECRET)
-    parser.group("general")("-h --help", None, None, "Show this.", action="help")
+    parser.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     own, files = parser.split(arguments)
     parser.parse_args(own)
     if len(files) != 1:
-        raise Invalid("give one file to make, as in: elasticrun secret job.secret")
+        raise Invalid("no file given: pass one, as in elasticrun secret job.secret")
     make_secret_file(files[0])
-    print(f"made {files[0]}: copy it to every host of the job, and keep it from everybody else")
+    print(f"created {files[0]}: copy it to every host of the job, and keep it from other users")
     return 0
 
 
@@ -107,15 +111,15 @@ def agent_parser() -> Parser:
         usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags]",
         description=AGENT,
     )
-    add = parser.group("where the driver is", "One of --etcd and --driver.")
+    add = parser.group("driver", "Exactly one of --etcd and --driver.")
     add_declared(add, EtcdFlags)
     add_declared(add, AgentOptions, "drivers")
     here = ("host", "slots", "network_interfaces", "grace", "ready_file")
-    add_declared(parser.group("this host"), AgentOptions, *here)
-    add_declared(parser.group("security", "As the driver's."), SecurityFlags)
+    add_declared(parser.group("host"), AgentOptions, *here)
+    add_declared(parser.group("security", "The same as for the driver."), SecurityFlags)
     add = parser.group("general")
     add_declared(add, AgentOptions, "log_level")
-    add("-h --help", None, None, "Show this.", action="help")
+    add("-h --help", None, None, "Show this help and exit.", action="help")
     return parser
 
 
@@ -125,7 +129,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     options = AgentOptions()
     parser.parse_args(own, namespace=options)
     if rest:
-        raise Invalid(f"an agent takes no {rest[0]!r}; see elasticrun agent --help")
+        raise Invalid(f"unexpected argument {rest[0]!r}; see elasticrun agent --help")
     bootstrap = agent_bootstrap(options, environ)
     agent_process.check(bootstrap)
     level = {"TRACE": "debug", "FATAL": "error"}.get(bootstrap.log_level, bootstrap.log_level)
@@ -143,15 +147,17 @@ def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootst
     """What an agent that is started by hand has to know. Raises Invalid."""
     etcd = etcd_access(options, environ)
     if options.job_name is None:
-        raise Invalid("--job is missing; give the name of the driver's --job")
+        raise Invalid("--job is missing: pass the driver's --job")
     job_root(options.job_name)
     if (etcd is None) == (options.drivers is None):
-        raise Invalid("give one of --etcd HOST:PORT and --driver HOST:PORT, to find the driver by")
+        raise Invalid(
+            "pass exactly one of --etcd HOST:PORT and --driver HOST:PORT, to find the driver"
+        )
     for address in options.drivers or ():
         parse_address(address)
     secret = read_secret(options.secret_file, environ)
     if secret is None:
-        raise Invalid("--secret-file is missing; give the file that the driver was given")
+        raise Invalid("--secret-file is missing: pass a copy of the driver's secret file")
     choose_address.check_wanted(options.network_interfaces or [])
     host = socket.gethostname() if options.host is None else options.host
     check_host(host)
@@ -177,13 +183,13 @@ def _grace_s(options: AgentOptions, environ: Mapping[str, str]) -> float:
     try:
         return seconds(text)
     except (ValueError, argparse.ArgumentTypeError):
-        raise Invalid(f"{GRACE}={text!r} is not a time; give seconds above 0") from None
+        raise Invalid(f"{GRACE}={text!r} is not a number of seconds above 0") from None
 
 
 def _ready_file(path: str) -> str:
     folder = os.path.dirname(os.path.abspath(path)) if path else ""
     if path and not os.access(folder, os.W_OK):
-        raise Invalid(f"--ready-file {path} can't be made: {folder} is no folder to write in")
+        raise Invalid(f"--ready-file {path} can't be created: {folder} is not a writable folder")
     return path
 
 
@@ -193,4 +199,6 @@ def _slots(text: str | None) -> int:
     try:
         return check_slots(whole(1)(str(text)))
     except Exception:
-        raise Invalid(f"--slots {text!r} is not a number of workers; give one, or auto") from None
+        raise Invalid(
+            f"--slots {text!r} is not a number of workers: pass a number, or auto"
+        ) from None

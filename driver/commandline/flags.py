@@ -48,24 +48,23 @@ Run a training script on several workers; keep training when workers fail or joi
 EXAMPLES = """\
 examples:
   elasticrun -np 4 python train.py --lr 0.1
-      four workers on this machine; the first that fails ends the job
+      four workers on this machine; the first failure ends the job
   elasticrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
-      start with four, go on with as few as two, grow to as many as eight as the script lists more slots
+      start with four workers; continue with two to eight as hosts join and leave
   elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4 --output-filename out python train.py
-      two machines, reached over ssh; what each worker prints goes to out/rank.0/stdout and so on
+      two machines, reached over ssh; the output of rank 0 is in out/rank.0/stdout and so on
   elasticrun -np 8 --min-np 4 --etcd etcd1:2379 --job bert --secret-file job.secret python train.py
-      on every host on which `elasticrun agent` runs for this job, as they come and go
+      all hosts that run `elasticrun agent` for this job
   elasticrun -np 4 --min-np 2 --journal job.journal --resume python train.py
-      training outlives this driver; the same command again goes on with it
+      workers outlive this driver; rerun the same command to continue
 
-commands on a job that runs (elasticrun COMMAND --help):
+commands on a running job (elasticrun COMMAND --help):
   jobs, status, scale, drain, remove, stacks, logs, stop
-afterwards, from the file of --journal, or from the folder of --checkpoint-dir:
+commands on a finished job, with the file of --journal or the folder of --checkpoint-dir:
   explain, replay; checkpoints
 setup:
-  agent (one on each host, with --etcd); secret (makes the file of --secret-file); k8s (a job on Kubernetes);
-  doctor (checks hosts); docs (the pages of the documentation)
-"""
+  agent (one per host, with --etcd); secret (create the file of --secret-file); k8s (a job on Kubernetes);
+  doctor (check hosts); docs (print the documentation)"""
 
 
 @dataclass
@@ -73,22 +72,27 @@ class WorkerFlags:
     """How many, and when to give up."""
 
     num_proc: int | None = flag(
-        "-np --num-proc", "N", "Workers to start with (elastic: default --min-np).", whole(1)
+        "-np --num-proc",
+        "N",
+        "Number of workers to start with (default of an elastic job: --min-np).",
+        whole(1),
     )
     min_num_proc: int | None = flag(
-        "--min-np --min-num-proc", "N", "Elastic: go on with as few (default: -np).", whole(1)
+        "--min-np --min-num-proc",
+        "N",
+        "Elastic: smallest number of workers to continue with (default: -np).",
+        whole(1),
     )
     max_num_proc: int | None = flag(
         "--max-np --max-num-proc",
         "N",
-        "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are slots).",
+        "Elastic: largest number of workers (default: -np; the number of slots if hosts are discovered).",
         whole(1),
     )
     standbys: int | None = flag(
         "--standbys",
         "N",
-        "Elastic: keep N workers beyond --max-np in free slots, ready to take the place of one that is lost (default:"
-        " ELASTIC_STANDBYS, or 0).",
+        "Elastic: spare workers that replace a lost one at once (default: ELASTIC_STANDBYS, or 0).",
         whole(0),
         variable="ELASTIC_STANDBYS",
         keys=("standbys.count",),
@@ -96,15 +100,14 @@ class WorkerFlags:
     elastic_timeout: float | None = flag(
         "--elastic-timeout",
         "S",
-        f"Give up after waiting this long for --min-np workers (default: {Settings.elastic_timeout_s:g}, or"
-        " HOROVOD_ELASTIC_TIMEOUT).",
+        f"Longest wait for --min-np workers (default: {Settings.elastic_timeout_s:g}, or HOROVOD_ELASTIC_TIMEOUT).",
         seconds,
         variable="HOROVOD_ELASTIC_TIMEOUT",
     )
     start_timeout: float | None = flag(
         "--start-timeout",
         "S",
-        f"Give a worker this long from its start to hvd.init() (default: {Settings.start_timeout_s:g}, or"
+        f"Start-up timeout of a worker, up to hvd.init() (default: {Settings.start_timeout_s:g}, or"
         " HOROVOD_START_TIMEOUT).",
         seconds,
         variable="HOROVOD_START_TIMEOUT",
@@ -112,13 +115,13 @@ class WorkerFlags:
     reset_limit: int | None = flag(
         "--reset-limit",
         "N",
-        "Survive N failures, then end the job; planned changes do not count (default: no limit).",
+        "Failures to survive before the job ends, without planned changes (default: no limit).",
         whole(0),
     )
     cooldown_range: Sequence[float] | None = flag(
         "--blacklist-cooldown-range",
         ("MIN", "MAX"),
-        "Use a slot again MIN seconds after its worker failed, doubling up to MAX (default:"
+        "Cooldown of a slot whose worker failed, doubling from MIN to MAX seconds (default:"
         f" {Settings.cooldown_min_s:g} {Settings.cooldown_max_s:g}).",
         seconds,
         nargs=2,
@@ -126,13 +129,13 @@ class WorkerFlags:
     slot_attempts: int | None = flag(
         "--slot-attempts",
         "N",
-        f"Give a slot up after N workers in a row died there before they trained (default: {Settings.slot_attempts}).",
+        f"Stop using a slot after N consecutive start-up failures (default: {Settings.slot_attempts}).",
         whole(1),
     )
     host_attempts: int | None = flag(
         "--host-attempts",
         "N",
-        "Give a host up once N of its slots were given up (default: never).",
+        "Stop using a host after N of its slots were given up (default: never).",
         whole(1),
     )
 
@@ -142,24 +145,27 @@ class HostFlags:
     """Where they run."""
 
     hosts: str | None = flag(
-        "-H --hosts", "LIST", "Hosts and slots, as in gpu1:4,gpu2:4 or [::1]:2, each once."
+        "-H --hosts", "LIST", "Hosts and slots, each host once: gpu1:4,gpu2:4 or [::1]:2."
     )
     hostfile: str | None = flag(
-        "-hostfile --hostfile", "FILE", "A file with one host a line, as in gpu1 slots=4."
+        "-hostfile --hostfile", "FILE", "Read hosts from a file, one per line: gpu1 slots=4."
     )
     host_discovery_script: str | None = flag(
         "--host-discovery-script",
         "SCRIPT",
-        "A program that is run every second and prints the hosts there are now, one host or host:slots a line.",
+        "Program that prints the current hosts, one host[:slots] per line; run every second.",
     )
     slots_per_host: int | None = flag(
-        "--slots-per-host", "N", "Slots of a host listed without a number (default: 1).", whole(1)
+        "--slots-per-host",
+        "N",
+        "Slots of a host that is listed without a number (default: 1).",
+        whole(1),
     )
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
         "LIST",
-        "Talk over the first of these that a host has: interfaces, networks or addresses, as in"
-        " eth1,10.0.0.0/8,fd00::/8 (default: what leads to the other hosts; on one machine loopback).",
+        "Interfaces, networks or addresses for worker traffic; each host uses the first it has:"
+        " eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single machine).",
         action=Names,
     )
 
@@ -170,20 +176,20 @@ class CommunicationFlags:
 
     controller: str = choice(  # two are there to be refused
         "gloo",
-        given("--gloo", "gloo", "Start workers without MPI, as is always done."),
-        given("--mpi", "mpi", "Refused: MPI does not start our workers."),
-        given("--jsrun", "jsrun", "Refused: jsrun does not start our workers."),
+        given("--gloo", "gloo", "Start workers without MPI (always the case)."),
+        given("--mpi", "mpi", "Rejected: workers are not started with MPI."),
+        given("--jsrun", "jsrun", "Rejected: workers are not started with jsrun."),
     )
     gloo_timeout_seconds: float | None = flag(
         "--gloo-timeout-seconds",
         "S",
-        "End a collective that has waited this long, whoever is to blame (default: HOROVOD_GLOO_TIMEOUT_SECONDS,"
-        " ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute); also the time to connect (default: 30).",
+        "Collective timeout and connection timeout (default: HOROVOD_GLOO_TIMEOUT_SECONDS,"
+        " ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout plus 60; 30 to connect).",
         seconds,
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         keys=("library_options.gloo_timeout_seconds",),
     )
-    tcp: bool = switch("--tcp", "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
+    tcp: bool = switch("--tcp", "Disable InfiniBand in NCCL (sets NCCL_IB_DISABLE=1).")
 
 
 @dataclass
@@ -193,15 +199,15 @@ class TuningFlags:
     fusion_threshold_mb: float | None = flag(
         "--fusion-threshold-mb",
         "MB",
-        "Fuse small tensors into collectives of up to so many MiB; 0: never (default:"
-        " HOROVOD_FUSION_THRESHOLD, in bytes, or 128).",
+        "Fuse small tensors into collectives of up to N MiB; 0: off (default: HOROVOD_FUSION_THRESHOLD, in bytes,"
+        " or 128).",
         number,
         keys=("params.fusion_threshold_mb",),
     )
     cycle_time_ms: float | None = flag(
         "--cycle-time-ms",
         "MS",
-        "Wait this long for more to fuse before a round of negotiation (default: HOROVOD_CYCLE_TIME, or 1).",
+        "Milliseconds to wait for more tensors before a negotiation round (default: HOROVOD_CYCLE_TIME, or 1).",
         number,
         variable="HOROVOD_CYCLE_TIME",
         keys=("params.cycle_time_ms",),
@@ -209,7 +215,7 @@ class TuningFlags:
     cache_capacity: int | None = flag(
         "--cache-capacity",
         "N",
-        "Remember the negotiation of so many tensors; 0: of none (default: HOROVOD_CACHE_CAPACITY, or 1024).",
+        "Number of tensors whose negotiation is cached; 0: off (default: HOROVOD_CACHE_CAPACITY, or 1024).",
         whole(0),
         variable="HOROVOD_CACHE_CAPACITY",
         keys=("params.cache_capacity",),
@@ -217,8 +223,8 @@ class TuningFlags:
     thread_affinity: str | None = flag(
         "--thread-affinity",
         "CORES",
-        "Keep each worker's background thread on one core: their numbers, one for each worker of a"
-        " host, as in 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or any core).",
+        "Cores of the background threads, one per worker of a host: 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or"
+        " not pinned).",
         cores,
         variable="HOROVOD_THREAD_AFFINITY",
         keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
@@ -232,42 +238,40 @@ class DetectionFlags:
     lease: float | None = flag(
         "--lease",
         "S",
-        "Fence a worker that was not able to run for this long, as its process is stopped, or that"
-        f" the network does not reach (default: {Settings.lease_s:g}).",
+        f"Kill a worker that has been stopped or unreachable for S seconds (default: {Settings.lease_s:g}).",
         seconds,
     )
     idle_timeout: float | None = flag(
         "--idle-timeout",
         "S",
-        "Fence a worker that others wait for and that uses neither processor nor disk for this"
-        f" long; 0: never (default: {Settings.idle_s:g}; in a job of a fixed size, --busy-timeout).",
+        f"Kill an idle worker after others have waited S seconds for it; 0: never (default: {Settings.idle_s:g}; in a job of"
+        " fixed size, --busy-timeout).",
         number,
     )
     busy_warning: float | None = flag(
         "--busy-warning",
         "S",
-        "Name a busy worker once others have waited for it this long; 0: never (default:"
-        f" {Settings.busy_warning_s:g}).",
+        f"Log a busy worker after others have waited S seconds for it; 0: never (default: {Settings.busy_warning_s:g}).",
         number,
     )
     busy_timeout: float | None = flag(
         "--busy-timeout",
         "S",
-        f"Fence a busy worker once others have waited for it this long; 0: never (default: {Settings.busy_s:g}).",
+        f"Kill a busy worker after others have waited S seconds for it; 0: never (default: {Settings.busy_s:g}).",
         number,
     )
     gpu_hang_timeout: float | None = flag(
         "--gpu-hang-timeout",
         "S",
-        "Fence a worker whose GPU has not come to a collective this long after those of the others; where all have"
-        f" come, form a new world after three times as long; 0: never (default: {Settings.gpu_hang_s:g}).",
+        f"Kill a worker whose GPU is S seconds late for a collective; 0: never (default: {Settings.gpu_hang_s:g})."
+        " If all GPUs hang, form a new world after three times as long.",
         number,
     )
     stall_warning: float | None = flag(
         "--stall-check-warning-time-seconds",
         "S",
-        "As --busy-warning, and name tensors that some ranks have not submitted for this long, and"
-        " these ranks (default: HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
+        "Log tensors that some ranks have not submitted, and set --busy-warning (default:"
+        " HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
         number,
         variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
         keys=("stall_check.warning_time_seconds",),
@@ -275,8 +279,8 @@ class DetectionFlags:
     stall_shutdown: float | None = flag(
         "--stall-check-shutdown-time-seconds",
         "S",
-        "As --busy-timeout, and fail collectives that some ranks have not submitted for this long;"
-        " 0: never (default: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
+        "Fail collectives that some ranks have not submitted, and set --busy-timeout; 0: never (default:"
+        " HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
         number,
         variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         keys=("stall_check.shutdown_time_seconds",),
@@ -286,7 +290,7 @@ class DetectionFlags:
         given(
             "--no-stall-check",
             False,
-            "Turn the last five off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
+            "Disable the last five; also HOROVOD_STALL_CHECK_DISABLE=1. --stall-check: leave them enabled.",
             variable="HOROVOD_STALL_CHECK_DISABLE",
             keys=("stall_check.enabled=false",),
         ),
@@ -301,23 +305,23 @@ class OutputFlags:
     output_filename: str | None = flag(
         "--output-filename",
         "DIR",
-        "Also write what each worker prints to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+        "Copy the output of each worker to DIR/rank.N/stdout and DIR/rank.N/stderr.",
     )
     stdin: int | None = flag(
         "--stdin",
         "RANK",
-        "Pass standard input to the worker of this rank, on this machine (default: every worker's is empty).",
+        "Pass standard input to the worker of this rank on this machine (default: no worker).",
         whole(0),
         keys=("stdin.rank",),
     )
     prefix_output_with_timestamp: bool = switch(
         "-prefix-timestamp --prefix-output-with-timestamp",
-        "Put the time before each line that a worker prints.",
+        "Prefix each line of worker output with the time.",
     )
     timeline_filename: str | None = flag(
         "--timeline-filename",
         "FILE",
-        "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev (default: HOROVOD_TIMELINE).",
+        "Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev (default: HOROVOD_TIMELINE).",
         variable="HOROVOD_TIMELINE",
         keys=("timeline.filename",),
     )
@@ -326,8 +330,8 @@ class OutputFlags:
         given(
             "--timeline-mark-cycles",
             True,
-            "Mark every round of negotiation there, as HOROVOD_TIMELINE_MARK_CYCLES=1 does."
-            " Off: --no-timeline-mark-cycles.",
+            "Mark negotiation rounds in the timeline; also HOROVOD_TIMELINE_MARK_CYCLES=1. Off:"
+            " --no-timeline-mark-cycles.",
             variable="HOROVOD_TIMELINE_MARK_CYCLES",
             keys=("timeline.mark_cycles=true",),
         ),
@@ -336,84 +340,80 @@ class OutputFlags:
     journal: str | None = flag(
         "--journal",
         "FILE",
-        "Write every event and decision of the driver to FILE. Those of five jobs before stay; FILE.1 is the newest.",
+        "Record all events and decisions of the driver. Five earlier files are kept as FILE.1 (newest) to"
+        " FILE.5.",
     )
     summary: bool = switch(
         "--summary",
-        "Say at the end how the time of the job and of each worker went: training, committing, waiting, recovering,"
-        " lost; as ELASTIC_SUMMARY=1 does.",
+        "Print how the time of the job and of each worker was spent; also ELASTIC_SUMMARY=1.",
         variable="ELASTIC_SUMMARY",
         keys=("summary.enabled=true",),
     )
     report: str | None = flag(
         "--report",
         "FILE",
-        "Write a page about the job to FILE when it ends: what happened and why, a timeline, what was reported, how the"
-        " time went (default: ELASTIC_REPORT, or none).",
+        "Write a page about the job when it ends (default: ELASTIC_REPORT, or none).",
         variable="ELASTIC_REPORT",
         keys=("report.file",),
     )
     digests: bool = switch(
         "--digests",
-        "Have workers report a digest of every tensor of the state at each commit, into --journal; two runs are then"
-        " compared by python -m elastic.chaos exact.",
+        "Record digests of all state tensors at each commit in --journal, for python -m elastic.chaos exact.",
     )
     strict: bool = switch(
         "--strict",
-        "End the job with exit code 2 if its first steps show a mistake in the script, and with 1 if it finishes on"
-        " fewer workers than it started because scripts failed.",
+        "Exit 2 on script mistakes in the first steps; 1 if failed scripts left fewer workers.",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
     )
     allow_inexact: bool = switch(
         "--allow-inexact",
-        "Where training in shards is to be exact, let workers in that compute differently (other threads, instructions,"
-        " versions), and say from which step on.",
+        "elastic.Shards: allow workers whose results are not bitwise identical, and log the first such step.",
     )
     metrics_port: int | None = flag(
         "--metrics-port",
         "PORT",
-        "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics.",
+        "Serve Prometheus metrics at http://127.0.0.1:PORT/metrics.",
         whole(1),
     )
     metrics_host: str | None = flag(
-        "--metrics-host", "ADDRESS", "Serve them on this address, to whoever reaches it."
+        "--metrics-host", "ADDRESS", "Address to serve metrics on, without access control."
     )
     dashboard: str | None = flag(
         "--dashboard",
         "[ADDRESS]:PORT",
-        "Serve a live page of the job at http://127.0.0.1:PORT/, or on another address, to who has the link that is"
-        " shown at the start, which holds a token (default: ELASTIC_DASHBOARD, or no page).",
+        "Serve a live page on 127.0.0.1 or ADDRESS (default: ELASTIC_DASHBOARD, or none). Access requires the"
+        " tokenized URL printed at startup.",
         variable="ELASTIC_DASHBOARD",
         keys=("dashboard.address",),
     )
     opentelemetry: bool = switch(
         "--opentelemetry",
-        "Send a trace of each recovery and each change of the world, with its phases as spans, to where the OTEL_*"
-        " variables say (OTEL_EXPORTER_OTLP_ENDPOINT); as ELASTIC_OPENTELEMETRY=1 does.",
+        "Export traces of recoveries and world changes, configured by OTEL_EXPORTER_OTLP_ENDPOINT; also"
+        " ELASTIC_OPENTELEMETRY=1.",
         variable="ELASTIC_OPENTELEMETRY",
         keys=("opentelemetry.enabled=true",),
     )
     tensorboard: str | None = flag(
         "--tensorboard",
         "DIR",
-        "Write what workers report, recoveries and the number of workers into DIR as scalars for TensorBoard.",
+        "Write reported values, recoveries and worker counts to DIR for TensorBoard.",
     )
     log_level: str | None = flag(
         "--log-level",
         "LEVEL",
-        f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or HOROVOD_LOG_LEVEL).",
+        f"Lowest level to log: {', '.join(LOG_LEVELS)} (default: INFO, or HOROVOD_LOG_LEVEL).",
         log_level,
         variable="HOROVOD_LOG_LEVEL",
         keys=("logging.level",),
     )
-    verbose: bool = switch("--verbose", "The same as --log-level DEBUG.")
+    verbose: bool = switch("--verbose", "Same as --log-level DEBUG.")
     log_timestamps: bool | None = choice(
         None,
         given(
             "--log-without-timestamp --log-hide-timestamp",
             False,
-            "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does. On: --log-with-timestamp.",
+            "Omit the time from log lines; also HOROVOD_LOG_HIDE_TIME=1. On: --log-with-timestamp.",
             variable="HOROVOD_LOG_HIDE_TIME",
             keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
         ),
@@ -430,11 +430,13 @@ class GeneralFlags:
     """The rest."""
 
     config_file: str | None = flag(
-        "--config-file", "FILE", "Read a YAML file of Horovod's form; flags given here win."
+        "--config-file",
+        "FILE",
+        "Read flags from a YAML file of Horovod's format; command-line flags take precedence.",
     )
-    check_build: bool = switch("-cb --check-build", "Show what is available here, and end.")
-    version: bool = switch("-v --version", "Show the version, and end.")
-    disable_cache: bool = switch("--disable-cache", "Changes nothing: no checks are cached anyway.")
+    check_build: bool = switch("-cb --check-build", "Print build information and exit.")
+    version: bool = switch("-v --version", "Print the version and exit.")
+    disable_cache: bool = switch("--disable-cache", "No effect: checks are not cached.")
 
 
 @dataclass
@@ -466,50 +468,50 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "At most one of the first three. Without them and without --etcd: this machine, with as many slots as workers,"
-        "\n  up to 8 a core.",
+        "At most one of the first three. Default, without --etcd: this machine, with one slot per worker, up to 8"
+        " per core.",
         (HostFlags,),
     ),
     (
         "several hosts",
-        "Hosts of a list are reached over ssh; on those of --etcd runs `elasticrun agent`."
-        "\n  More: elasticrun docs many-hosts",
+        "Listed hosts are reached over ssh. With --etcd, hosts are those that run `elasticrun agent`.\n  More:"
+        " elasticrun docs many-hosts",
         (SshFlags, EtcdFlags, KubernetesFlags),
     ),
     (
         "checkpoints",
-        "Commits that outlive all workers and the driver. More: elasticrun docs checkpoints",
+        "Checkpoints that outlive all workers and the driver. More: elasticrun docs checkpoints",
         (CheckpointFlags,),
     ),
     (
         "preemption",
-        "Workers leave before their machine is reclaimed; others replace them. More: elasticrun docs spot",
+        "Leave a machine before it is reclaimed, and replace lost workers. More: elasticrun docs spot",
         (PreemptionFlags,),
     ),
     (
         "driver failover",
-        "Workers belong to agents that outlive the driver; another driver continues. More: elasticrun docs many-hosts",
+        "Workers outlive the driver, and another driver continues. More: elasticrun docs many-hosts",
         (FailoverFlags,),
     ),
     (
         "security",
-        "Every connection is authenticated; TLS also encrypts. More: elasticrun docs security",
+        "Authentication of all connections; encryption with TLS. More: elasticrun docs security",
         (SecurityFlags,),
     ),
     ("communication", None, (CommunicationFlags,)),
     (
         "small tensors",
-        "Tensors submitted together are negotiated and reduced together. More: elasticrun docs negotiation",
+        "Negotiate and reduce small tensors together. More: elasticrun docs negotiation",
         (TuningFlags,),
     ),
     (
         "failure detection",
-        "Hung and slow workers are named, then killed so that the others continue. More: elasticrun docs detection",
+        "Report hung and slow workers, then kill them. More: elasticrun docs detection",
         (DetectionFlags,),
     ),
     (
         "torch.distributed, and torchrun's flags",
-        "Scripts for torchrun run unedited. More: elasticrun docs pytorch",
+        "Run scripts written for torchrun unedited. More: elasticrun docs pytorch",
         (TorchrunFlags,),
     ),
     ("output", None, (OutputFlags,)),
@@ -562,20 +564,13 @@ def build_parser() -> Parser:
         add = parser.group(title, text)
         for kind in kinds:
             add_declared(add, kind)
-    add(
-        "-h --help",
-        None,
-        None,
-        "Show the most used flags on one screen, and exit.",
-        action=ShortHelp,
-        nargs=0,
-    )
-    add("--help-all", None, None, "Show every flag, and exit.", action="help")
+    add("-h --help", None, None, "Show the most used flags and exit.", action=ShortHelp, nargs=0)
+    add("--help-all", None, None, "Show all flags and exit.", action="help")
     add_refused(add)
     _add_without_meaning(
         parser.group(
-            "accepted from Horovod, without meaning here",
-            "A line at the start names those that were given, and says why.",
+            "accepted from Horovod, without effect",
+            "A log line at the start lists those that were given, with the reason.",
         )
     )
     return parser
@@ -587,19 +582,27 @@ parser = functools.cache(build_parser)
 def _add_without_meaning(add: Group) -> None:
     valued: tuple[tuple[str, Any, str, dict[str, Any]], ...] = (
         (
-            *("--autotune-log-file", str, "Where autotuning writes its trials."),
+            *("--autotune-log-file", str, "File for autotuning trials."),
             {"variable": "HOROVOD_AUTOTUNE_LOG", "keys": ["autotune.log_file"]},
         ),
         (
-            *("--autotune-warmup-samples", whole(0), "Samples that autotuning discards first."),
+            *(
+                "--autotune-warmup-samples",
+                whole(0),
+                "Number of first samples that autotuning discards.",
+            ),
             {"keys": ["autotune.warmup_samples"]},
         ),
         (
-            *("--autotune-steps-per-sample", whole(0), "Steps in a sample of autotuning."),
+            *("--autotune-steps-per-sample", whole(0), "Number of steps per autotuning sample."),
             {"keys": ["autotune.steps_per_sample"]},
         ),
         (
-            *("--autotune-bayes-opt-max-samples", whole(0), "Most samples of autotuning."),
+            *(
+                "--autotune-bayes-opt-max-samples",
+                whole(0),
+                "Largest number of autotuning samples.",
+            ),
             {"keys": ["autotune.bayes_opt_max_samples"]},
         ),
         (
@@ -611,19 +614,16 @@ def _add_without_meaning(add: Group) -> None:
             {"variable": "HOROVOD_NUM_NCCL_STREAMS", "keys": ["library_options.num_nccl_streams"]},
         ),
         ("--mpi-args", str, "Arguments of mpirun.", {}),
-        ("--binding-args", str, "Binding of processes under MPI.", {}),
+        ("--binding-args", str, "Process binding under MPI.", {}),
     )
     for name, convert, text, rest in valued:
         add(name, "X", convert, text, action=WithoutMeaning, dest=name, const=True, **rest)
     for name, text, key in (
-        ("hierarchical-allreduce", "Allreduce in two levels.", "params.hierarchical_allreduce"),
-        ("hierarchical-allgather", "Allgather in two levels.", "params.hierarchical_allgather"),
-        ("torus-allreduce", "Allreduce on a torus.", "params.torus_allreduce"),
-        ("autotune", "Tune fusion and cycle time while training.", "autotune.enabled"),
-        (
-            *("mpi-threads-disable", "Turn MPI's threads off."),
-            "library_options.mpi_threads_disable",
-        ),
+        ("hierarchical-allreduce", "Two-level allreduce.", "params.hierarchical_allreduce"),
+        ("hierarchical-allgather", "Two-level allgather.", "params.hierarchical_allgather"),
+        ("torus-allreduce", "Torus allreduce.", "params.torus_allreduce"),
+        ("autotune", "Tune fusion and cycle time during training.", "autotune.enabled"),
+        (*("mpi-threads-disable", "Disable MPI threads."), "library_options.mpi_threads_disable"),
     ):
         on, off = f"--{name}", f"--no-{name}"
         variable = f"HOROVOD_{name.upper().replace('-', '_')}"

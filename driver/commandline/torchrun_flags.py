@@ -103,8 +103,9 @@ class TorchrunFlags:
     torch_backend: str | None = flag(
         "--torch-backend",
         "WHICH",
-        "elastic: a script that asks torch.distributed for gloo, nccl or no backend gets this system's; off: it gets"
-        " torch's own, which does not outlive a worker (default: ELASTIC_TORCH_BACKEND, or elastic).",
+        "elastic: use this backend for gloo, nccl or none in torch.distributed; off: torch's"
+        " own, which does not survive a lost worker (default: ELASTIC_TORCH_BACKEND, or"
+        " elastic).",
         _backend,
         variable="ELASTIC_TORCH_BACKEND",
         keys=("torch.backend",),
@@ -112,37 +113,38 @@ class TorchrunFlags:
     nproc_per_node: str | None = flag(
         "--nproc-per-node --nproc_per_node",
         "N",
-        "Workers on each host; auto, gpu: as many as it has GPUs; auto without one, cpu: as many as cores.",
+        "Workers per host: a number, or one per core (cpu), GPU (gpu), or GPU else core (auto).",
         _per_host,
     )
     nnodes: tuple[int, int] | None = flag(
         "--nnodes",
         "N[:M]",
-        "Hosts; with a range the job is elastic, from N times --nproc-per-node workers up to M times.",
+        "Number of hosts; a range makes the job elastic, with N to M times --nproc-per-node"
+        " workers.",
         _hosts,
     )
-    standalone: bool = switch("--standalone", "One host, as without any flag of hosts.")
+    standalone: bool = switch("--standalone", "Run on this host only.")
     max_restarts: int | None = flag(
         "--max-restarts --max_restarts",
         "N",
-        "Elastic: survive N failures, as --reset-limit; in a job of a fixed size only 0 has a meaning.",
+        "Elastic: same as --reset-limit. In a job of fixed size, only 0 is meaningful.",
         whole(0),
     )
-    rdzv_id: str | None = flag("--rdzv-id --rdzv_id", "NAME", "The job's name, as --job.")
+    rdzv_id: str | None = flag("--rdzv-id --rdzv_id", "NAME", "Same as --job.")
     rdzv_backend: str | None = flag(
         "--rdzv-backend --rdzv_backend",
         "WHICH",
-        "c10d and static say nothing here; etcd-v2 and etcd: --rdzv-endpoint is --etcd.",
+        "etcd and etcd-v2: use --rdzv-endpoint as --etcd; c10d and static: no effect.",
     )
     rdzv_endpoint: str | None = flag(
         "--rdzv-endpoint --rdzv_endpoint",
         "HOST:PORT",
-        "With --rdzv-backend etcd, as --etcd. Without, it may be this host alone.",
+        "Same as --etcd, with --rdzv-backend etcd; else this host.",
     )
     master_addr: str | None = flag(
         "--master-addr --master_addr",
         "HOST",
-        "MASTER_ADDR of the workers (default: where rank 0 will listen).",
+        "MASTER_ADDR of the workers (default: the address of rank 0).",
     )
     master_port: int | None = flag(
         "--master-port --master_port",
@@ -150,8 +152,8 @@ class TorchrunFlags:
         "MASTER_PORT of the workers (default: a free port).",
         whole(1),
     )
-    module: bool = switch("-m --module", "The program is the name of a Python module.")
-    no_python: bool = switch("--no-python --no_python", "Run the program as it is, also a script.")
+    module: bool = switch("-m --module", "Run the program as a Python module.")
+    no_python: bool = switch("--no-python --no_python", "Run the program without python.")
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:

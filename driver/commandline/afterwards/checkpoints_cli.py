@@ -16,12 +16,12 @@ from elastic.driver.commandline.arguments import Parser, add_declared, flag, swi
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Lists the checkpoints of a folder, oldest first, and says which of them can be taken.
+List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
 EXPORT = "export"  # the first word
 EXPORT_DESCRIPTION = """\
-Writes the newest checkpoint of a folder, or the commit that is given, as one file with whole tensors. Needs no job."""
+Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. Needs no job."""
 
 
 @dataclass
@@ -30,12 +30,12 @@ class CheckpointsOptions:
 
     verify: bool = switch(
         "--verify",
-        "Read every file and compare its checksum; exit with 1 if one is damaged, or if there is no checkpoint.",
+        "Read all files and compare checksums; exit with 1 if one is corrupted or none exists.",
     )
     prune: int | None = flag(
         "--prune",
         "N",
-        "Remove all but the newest N, and what was never completed. No job may be writing here.",
+        "Remove all but the newest N, and incomplete ones; no job may be writing.",
         whole(1),
     )
 
@@ -71,8 +71,8 @@ def parser() -> Parser:
         "       elasticrun checkpoints export [--out FILE] DIR-OR-URL[@COMMIT]",
         description=DESCRIPTION,
     )
-    add_declared(made.group("what to do"), CheckpointsOptions)
-    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    add_declared(made.group("actions"), CheckpointsOptions)
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == EXPORT:
         return _export(arguments[1:])
     options = CheckpointsOptions()
-    wanted = "give one folder, as in: elasticrun checkpoints /shared/checkpoints"
+    wanted = "pass one folder, as in: elasticrun checkpoints /shared/checkpoints"
     folder = parser().with_one(arguments, options, wanted)
     storage = Storage(folder)
     try:
@@ -89,15 +89,16 @@ def main(arguments: Sequence[str]) -> int:
             writer = catalog.writing_here(storage)
             if writer is not None:
                 raise Invalid(
-                    f"{storage.url}: process {writer.pid} of this machine writes its checkpoints there, and removes old"
-                    " ones itself (--checkpoint-keep); prune it once that has ended"
+                    f"{storage.url}: process {writer.pid} of this machine writes checkpoints"
+                    " there, and removes old ones itself (--checkpoint-keep); prune the folder"
+                    " after the job has ended"
                 )
             for name in catalog.prune(storage, options.prune):
                 print(f"removed {name}")
         entries = [catalog.entry(storage, name) for name in catalog.names(storage)]
         if not entries:
             if not storage.exists():
-                raise Invalid(f"{storage.url}: there is no such folder")
+                raise Invalid(f"{storage.url} does not exist")
             print(f"{storage.url} has no checkpoints")
             return 1 if options.verify else 0
         damaged = 0

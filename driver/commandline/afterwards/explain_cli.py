@@ -21,13 +21,13 @@ from elastic.driver.monitoring.time_spent import summary
 from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\
-Says what happened in a job: who was lost and why, what the others did, what it cost, what to change.
-JOURNAL is the file of --journal; the job may run, have ended, or have been killed."""
+Explain a job: which workers were lost and why, what the others did, the cost, and what to change.
+JOURNAL is the file of --journal, of a running, finished or killed job."""
 
 
 _NAMES = (
-    "h:2#1 is the first process in slot 2 of host h; each new world is a generation, and commit g3c25 the 25th"
-    " of generation 3, which began with g3c0"
+    "h:2#1 is the first process in slot 2 of host h; each new world is a generation, and commit"
+    " g3c25 is the 25th of generation 3, which started with g3c0"
 )
 
 
@@ -36,11 +36,9 @@ class ExplainOptions:
     """Flags as given."""
 
     html: str | None = flag(
-        "--html",
-        "FILE",
-        "Write a page with the same, and the job's timeline to zoom into. It needs nothing else, and no network.",
+        "--html", "FILE", "Write the same as a self-contained page with a zoomable timeline."
     )
-    json: bool = switch("--json", "Print the findings, their facts and sentences as JSON.")
+    json: bool = switch("--json", "Print findings, facts and sentences as JSON.")
 
 
 def parser() -> Parser:
@@ -50,15 +48,15 @@ def parser() -> Parser:
         usage="elasticrun explain [flags] JOURNAL",
         description=DESCRIPTION,
     )
-    add_declared(made.group("what to write"), ExplainOptions)
-    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    add_declared(made.group("output"), ExplainOptions)
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code. Raises Invalid."""
     options = ExplainOptions()
-    wanted = "give one journal, as in: elasticrun explain job.journal"
+    wanted = "pass one journal, as in: elasticrun explain job.journal"
     journal = parser().with_one(arguments, options, wanted)
     reading = read_journal(Path(journal))
     if reading.source.runs and reading.offset is not None:

@@ -36,8 +36,8 @@ from elastic.driver.monitoring.explain.run_report import write_page
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Plays a job again on the live page, at any speed, as its journal tells it; or makes a film of it.
-JOURNAL is the file of --journal. Ctrl-C ends it."""
+Replay the journal of a job on the live page at any speed, or render it as a film.
+JOURNAL is the file of --journal. Stop with Ctrl-C."""
 LOOPBACK = "127.0.0.1"
 FILM_S = 40.0
 TICK_S = 0.05  # of real time, between two looks at what is due
@@ -50,31 +50,33 @@ class ReplayOptions:
     speed: float = flag(
         "--speed",
         "X",
-        "Play X seconds of the job in one second (default: 10).",
+        "Play X seconds of the job per second (default: 10).",
         positive,
         default=10.0,
     )
     begin: float = flag(
         "--begin",
         "S",
-        "Begin S seconds after the start of the job (default: 0).",
+        "Start S seconds after the start of the job (default: 0).",
         number,
         default=0.0,
     )
     port: int = flag(
         "--port",
         "PORT",
-        "Serve the page at http://127.0.0.1:PORT/ (default: a free port).",
+        "Port of the page on 127.0.0.1 (default: a free port).",
         whole(1),
         default=0,
     )
     svg: str | None = flag(
-        "--svg",
-        "FILE",
-        "Write a film to FILE, as an SVG that moves by itself, also in a README, and serve no page.",
+        "--svg", "FILE", "Write a film as an animated SVG file, and serve no page."
     )
     length: float = flag(
-        "--length", "S", f"The film takes S seconds (default: {FILM_S:g}).", seconds, default=FILM_S
+        "--length",
+        "S",
+        f"Length of the film in seconds (default: {FILM_S:g}).",
+        seconds,
+        default=FILM_S,
     )
 
 
@@ -83,16 +85,16 @@ def parser() -> Parser:
     made = Parser(
         prog="elasticrun replay", usage="elasticrun replay [flags] JOURNAL", description=DESCRIPTION
     )
-    add_declared(made.group("on the page"), ReplayOptions, "speed", "begin", "port")
-    add_declared(made.group("as a film"), ReplayOptions, "svg", "length")
-    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    add_declared(made.group("page"), ReplayOptions, "speed", "begin", "port")
+    add_declared(made.group("film"), ReplayOptions, "svg", "length")
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code. Raises Invalid."""
     options = ReplayOptions()
-    wanted = "give one journal, as in: elasticrun replay --speed 10 job.journal"
+    wanted = "pass one journal, as in: elasticrun replay --speed 10 job.journal"
     journal = parser().with_one(arguments, options, wanted)
     path = Path(journal)
     if options.svg is not None:
@@ -133,7 +135,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         played = iter(found)
         first = next(played, None)
         if first is None:
-            raise Invalid(f"the journal {str(path)!r} has no events to play")
+            raise Invalid(f"the journal {str(path)!r} contains no events")
         reading = found.reading
         model = _model(reading, path)
         begins = first.at + (reading.offset or 0.0) + options.begin
@@ -148,7 +150,8 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, over.set)
         print(  # from here on Ctrl-C is what it says
-            f"the job, {options.speed:g} times as fast: http://{LOOPBACK}:{port}/#{token} (Ctrl-C ends it)",
+            f"replaying the job at {options.speed:g} times its speed:"
+            f" http://{LOOPBACK}:{port}/#{token} (stop with Ctrl-C)",
             flush=True,
         )
         try:
@@ -161,7 +164,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
                 play(model, entry, at)
                 server.changed()
             clock.stop()
-            print("that was all; the page stays until Ctrl-C", flush=True)
+            print("end of the journal; the page is served until Ctrl-C", flush=True)
             await over.wait()
         finally:
             server.close()
@@ -170,7 +173,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
 def _model(reading: JournalReading, path: Path) -> PageModel:
     settings = reading.settings
     return PageModel(
-        name=f"{reading.header.job or path.name}, played again",
+        name=f"{reading.header.job or path.name}, replayed",
         command=reading.header.command,
         least=settings.workers_min if settings else 1,
         most=settings.workers_max if settings else 1,

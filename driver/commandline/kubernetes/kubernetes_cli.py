@@ -19,8 +19,8 @@ from elastic.driver.commandline.kubernetes.kubernetes_release import (
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Runs a training job in the cluster of the kubeconfig, or tells of one. `run` installs the chart, shows what the driver
-says, and removes the release at the end of the job, or at Ctrl-C. Needs helm."""
+Run a training job in the cluster of the kubeconfig, or manage one. `run` installs the chart, prints the driver's log,
+and removes the release at the end of the job or at Ctrl-C. Requires helm."""
 
 USAGE = """\
 elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
@@ -41,34 +41,35 @@ VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # and how many words fo
 class KubernetesOptions:
     """Flags as given."""
 
-    image: str | None = flag(
-        "--image", "IMAGE", "What driver and workers run, as in registry/train:1.2."
-    )
+    image: str | None = flag("--image", "IMAGE", "Image of driver and workers: registry/train:1.2.")
     workers: str | None = flag(
         "--workers",
         "MIN[:PODS]",
-        "Start PODS worker pods, and go on with as few as MIN workers (default of PODS: MIN).",
+        "Worker pods to start, and smallest number of workers to continue with (default of"
+        " PODS: MIN).",
     )
     gpus: int = flag(
         "--gpus",
         "N",
-        "GPUs of each worker pod, with a worker for each (default: 0).",
+        "GPUs per worker pod, with one worker each (default: 0).",
         whole(0),
         default=0,
     )
-    name: str | None = flag("--name", "NAME", "Of the job (default: train- and a number).")
+    name: str | None = flag("--name", "NAME", "Name of the job (default: train- and a number).")
     values: list[str] | None = flag(
-        "--values", "FILE", "Values for the chart; what flags say wins. Repeatable.", action=Names
+        "--values",
+        "FILE",
+        "Values file for the chart; flags take precedence. Repeatable.",
+        action=Names,
     )
     settings: list[str] | None = flag(
-        "--set",
-        "KEY=VALUE",
-        "One more value for the chart, as helm takes it. Repeatable.",
-        action="append",
+        "--set", "KEY=VALUE", "Chart value, in helm's syntax. Repeatable.", action="append"
     )
-    detach: bool = switch("--detach", "Return once it is installed; it is not removed at its end.")
+    detach: bool = switch(
+        "--detach", "Return after installation; the release is not removed at the end."
+    )
     namespace: str | None = flag(
-        "-n --namespace", "NAME", "Where it is (default: the kubeconfig's)."
+        "-n --namespace", "NAME", "Namespace (default: that of the kubeconfig)."
     )
 
 
@@ -76,10 +77,10 @@ def kubernetes_parser() -> Parser:
     """All flags of ``elasticrun k8s``."""
     made = Parser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
     of_run = ("image", "workers", "gpus", "name", "values", "settings", "detach")
-    add_declared(made.group("the job", "Of run."), KubernetesOptions, *of_run)
+    add_declared(made.group("job", "For run."), KubernetesOptions, *of_run)
     add = made.group("general")
     add_declared(add, KubernetesOptions, "namespace")
-    add("-h --help", None, None, "Show this.", action="help")
+    add("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     if verb != RUN and verb not in VERBS:
         made.parse_args([verb] if verb in ("-h", "--help") else [])
         known = ", ".join([RUN, *VERBS])
-        raise Invalid(f"elasticrun k8s knows no {verb!r}; say one of {known}")
+        raise Invalid(f"unknown verb {verb!r}: use one of {known}")
     options = KubernetesOptions()
     own, words = made.split(rest)
     if verb != RUN:
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             return _run(options, words)
         if len(words) != VERBS[verb]:
             wanted = "NAME PODS" if verb == "scale" else "NAME"
-            raise Invalid(f"give a job, as in: elasticrun k8s {verb} [flags] {wanted}")
+            raise Invalid(f"no job given: pass one, as in elasticrun k8s {verb} [flags] {wanted}")
         release = ChartRelease(job_name(words[0]), options.namespace)
         if verb == "status":
             print("\n".join(release.lines()), flush=True)
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             pods = int(words[1]) if words[1].isdecimal() else -1
             if not 0 <= pods <= MOST_PODS:
-                raise Invalid(f"{words[1]!r} is not a number of pods; give 0 to {MOST_PODS:,}")
+                raise Invalid(f"{words[1]!r} is not a number of pods: pass 0 to {MOST_PODS:,}")
             print(f"{release.name}: {release.scale(pods)} -> {pods} worker pods")
     except ApiSilent as error:
         raise Invalid(f"{error}; try again") from None
@@ -126,7 +127,8 @@ def job_name(name: str) -> str:
     """Raises Invalid."""
     if NAME.fullmatch(name) is None:
         raise Invalid(
-            f"{name!r} can't name a job in Kubernetes; give a letter of a-z and up to 44 more of a-z, 0-9 and -"
+            f"{name!r} is not a valid name of a job in Kubernetes: use a letter of a-z and"
+            " up to 44 more of a-z, 0-9 and -"
         )
     return name
 
@@ -143,10 +145,10 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
         raise Invalid(f"--workers {options.workers!r} is not MIN or MIN:PODS, as in 2:8")
     least, pods = int(found[1]), int(found[2] or found[1])
     if least > pods * max(1, options.gpus):
-        raise Invalid(f"--workers {options.workers}: {pods} pods can't have {least} workers")
+        raise Invalid(f"--workers {options.workers}: {pods} pods can't run {least} workers")
     if IMAGE.fullmatch(options.image) is None:
         raise Invalid(
-            f"--image {options.image!r} names no image; give one as in registry/train:1.2"
+            f"--image {options.image!r} is not an image name: pass one as in registry/train:1.2"
         )
     repository, tag, digest = image_parts(options.image)
     return {
@@ -177,7 +179,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         release.install(options.values or [], values, options.settings or [])
     except KeyboardInterrupt:
         _uninstall(release, if_there=True)
-        _say(f"interrupted: nothing of job {release.name} is left")
+        _say(f"interrupted: job {release.name} was removed")
         return 130
     except NameTaken:  # by one that was started at the same time
         raise
@@ -187,7 +189,8 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     _say(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
         _say(
-            f"see it with `elasticrun k8s status {where}`, end it with `elasticrun k8s stop {where}`"
+            f"show it with `elasticrun k8s status {where}`, stop it with `elasticrun k8s"
+            f" stop {where}`"
         )
         return 0
     try:
@@ -195,7 +198,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = 130
     except (Invalid, BrokenPipeError):  # who reads what we write may have seen enough
-        _say(f"the release is still there; remove it with `elasticrun k8s stop {where}`")
+        _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)
     _say(f"removed job {release.name}; exit code {code}")
@@ -210,7 +213,7 @@ def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
         release.uninstall(if_there=if_there)
     except Invalid as error:
         again = f"elasticrun k8s stop -n {release.namespace} {release.name}"
-        _say(f"job {release.name} may still be there; remove it with `{again}`: {error}")
+        _say(f"job {release.name} may still exist; remove it with `{again}`: {error}")
         if not if_there:
             raise
 

@@ -145,7 +145,7 @@ def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow
     if code is not None:
         return JobOver(code)
     if left and left[-1].trouble:
-        return Wait(f"driver pod {left[-1].name} does not run: {left[-1].trouble}")
+        return Wait(f"driver pod {left[-1].name} is not running: {left[-1].trouble}")
     return Wait("waiting for a driver pod")
 
 
@@ -157,7 +157,7 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
     how = "runs" if code is None else f"has ended with exit code {code}"
     serving = sum(pod.ready and not pod.leaving for pod in workers)
     name = job["metadata"]["name"].removesuffix("-driver")
-    lines = [f"job {name} {how}; {serving} of {wanted} worker pods serve it"]
+    lines = [f"job {name} {how}; {serving} of {wanted} worker pods are ready"]
     rows = [("pod", "node", "address", "state", "restarts")]
     for pod in sorted(pods, key=lambda pod: (pod.component, natural(pod.name))):
         rows.append((pod.name, pod.node, pod.address, _state(pod), str(pod.restarts)))

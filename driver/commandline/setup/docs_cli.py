@@ -12,7 +12,7 @@ from elastic.driver.commandline.arguments import Parser
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Prints a page of the documentation, or one section of it; without a name, lists the pages."""
+Print a page of the documentation, or one section of it; without a name, list the pages."""
 _HEADING = re.compile(r"(#+) +(.*)")
 
 
@@ -21,7 +21,7 @@ def parser() -> Parser:
     made = Parser(
         prog="elasticrun docs", usage="elasticrun docs [PAGE[#SECTION]]", description=DESCRIPTION
     )
-    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str]) -> int:
             if not name.startswith("decisions/"):
                 print(f"{name:<24}{_title(path.read_text(encoding='utf-8'))}")
         return 0
-    word = parser().with_one(arguments, None, "give one page, as in: elasticrun docs many-hosts")
+    word = parser().with_one(arguments, None, "pass one page, as in: elasticrun docs many-hosts")
     name, _, section = word.partition("#")
     known = pages()
     name = name.removeprefix("docs/").removesuffix(".md")
     if name not in known:
-        raise Invalid(f"there is no page {name}{_near(name, list(known))}; see elasticrun docs")
+        raise Invalid(f"no page is called {name}{_near(name, list(known))}; see elasticrun docs")
     text = known[name].read_text(encoding="utf-8")
     if section:
         sections = by_section(text)
@@ -58,7 +58,7 @@ def pages() -> dict[str, Path]:
         (each for each in (package / "docs", package.parent / "docs") if each.is_dir()), None
     )
     if folder is None:
-        raise Invalid(f"the pages of the documentation are not installed in {package}")
+        raise Invalid(f"the documentation is not installed in {package}")
     found = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.md")
     }

@@ -26,15 +26,15 @@ MODULE = "elastic.driver.commandline.setup.host_facts"
 ANSWER_S = 120.0  # from the login to the facts; torch is imported meanwhile, maybe from a cold disk
 AT_ONCE = 32  # hosts
 DESCRIPTION = """\
-Checks torch, the C++ library, GPUs and NCCL, ports, network, shared memory, clocks and other packages, here and on the
-hosts of -H, over ssh. Exits with 1 if a check failed."""
+Check torch, the C++ library, GPUs and NCCL, ports, network, shared memory, clocks and conflicting packages, on this
+host and on those of -H, over ssh. Exit with 1 if a check failed."""
 
 
 @dataclass
 class DoctorOptions(SshFlags):
     """Flags as given."""
 
-    hosts: str | None = flag("-H --hosts", "LIST", "Hosts to check too: gpu1,gpu2, as for a job.")
+    hosts: str | None = flag("-H --hosts", "LIST", "Other hosts to check: gpu1,gpu2.")
     json: bool = switch("--json", "Print the checks of each host as JSON.")
 
 
@@ -43,10 +43,10 @@ def parser() -> Parser:
     made = Parser(
         prog="elasticrun doctor", usage="elasticrun doctor [flags]", description=DESCRIPTION
     )
-    add_declared(made.group("what to check"), DoctorOptions, "hosts", "json")
+    add_declared(made.group("checks"), DoctorOptions, "hosts", "json")
     ssh = ("ssh_port", "ssh_identity_file", "ssh_config", "remote_python")
     add_declared(made.group("ssh"), DoctorOptions, *ssh)
-    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 

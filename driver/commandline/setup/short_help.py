@@ -14,20 +14,20 @@ Run a training script on several workers; keep training when workers fail or joi
   elasticrun -np 8 -H gpu1:4,gpu2:4 python train.py     two machines, reached over ssh
 
 workers
-  -np N                        workers to start with
+  -np N                        number of workers to start with
   --min-np N                   smallest number of workers to continue with; makes the job elastic
   --max-np N                   largest number of workers (default: -np)
-  --standbys N                 extra workers that replace a lost one at once (default: 0)
+  --standbys N                 spare workers that replace a lost one at once (default: 0)
   --reset-limit N              failures to survive before the job ends (default: no limit)
 hosts
   -H, --hosts LIST             hosts and slots: gpu1:4,gpu2:4 (default: this machine)
-  --hostfile FILE              the same in a file, one host a line: gpu1 slots=4
+  --hostfile FILE              the same in a file, one host per line: gpu1 slots=4
   --host-discovery-script CMD  program that prints the current hosts, run every second
   --etcd, --kubernetes, --network-interface, --ssh-port, --secret-file: elasticrun docs many-hosts
 checkpoints and driver failover
   --checkpoint-dir DIR         write commits to a shared folder or URL; resume from the newest
   --checkpoint-every EVERY     60s, 10m, 500commits or manual (default: 60s)
-  --from DIR@COMMIT, --fresh   start from this commit, or start anew
+  --from DIR@COMMIT, --fresh   start from this commit, or start a new job
   --journal FILE               record every event, for elasticrun explain and --resume
   --resume                     continue the job of --journal; workers outlive the driver
 preemption and failure detection
@@ -37,17 +37,17 @@ preemption and failure detection
 output
   --dashboard :PORT            serve a live page of the job
   --report FILE                write a page about the job when it ends
-  --metrics-port PORT          serve metrics for Prometheus
-  --output-filename DIR        write the output of each worker to a file of its own
-  --verbose                    log phases of recoveries and details of decisions
+  --metrics-port PORT          serve Prometheus metrics
+  --output-filename DIR        copy the output of each worker to its own file
+  --verbose                    log recovery phases and details of decisions
   --strict                     end the job if its first steps show a mistake in the script
 
-  --help-all                   every flag, also those of horovodrun and torchrun
-  --version, --check-build     print the version, or what is installed here
+  --help-all                   all flags, including those of horovodrun and torchrun
+  --version, --check-build     print the version, or build information
 
 on a running job: jobs, status, scale, drain, remove, stacks, logs, stop
 after a job: explain, replay, checkpoints      setup: doctor, docs, agent, secret, k8s
-Each has a --help of its own: elasticrun status --help. Pages of the documentation: elasticrun docs"""
+Each command has its own --help: elasticrun status --help. Documentation: elasticrun docs"""
 
 
 class ShortHelp(argparse.Action):

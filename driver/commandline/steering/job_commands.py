@@ -30,8 +30,8 @@ from elastic.driver.processes.console import shown
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Says what a running job does, or changes it. A job is found by its name, by the process of its driver, or by its
-journal; where just one runs on this machine, it is that. One that is led from another machine is found by etcd."""
+JOB is a name, the process ID of a driver, or omitted if this user runs one job on this machine. Find a job by its
+journal with --journal, one that is led from another machine with --etcd, and a detached job of Ray with --ray."""
 
 WATCH_S = 0.5
 FOLLOW_S = 0.2
@@ -49,31 +49,36 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "jobs": Verb("", "The jobs of this user on this machine.", (0, 0), ("json",), named=False),
-    "status": Verb("[JOB]", "Workers, world, commits, goodput.", (0, 0), ("json", "watch")),
-    "scale": Verb("[JOB] N", "From here on the job wants N workers.", (1, 1), ("wait",)),
+    "jobs": Verb("", "List the jobs of this user on this machine.", (0, 0), ("json",), named=False),
+    "status": Verb(
+        "[JOB]",
+        "Show the workers, step, checkpoint age and goodput of a running job.",
+        (0, 0),
+        ("json", "watch"),
+    ),
+    "scale": Verb("[JOB] N", "Set the number of workers of a running job to N.", (1, 1), ("wait",)),
     "drain": Verb(
         "[JOB] HOST",
-        "Its workers leave, if enough others stay; nobody is started there.",
+        "Move the workers off a host, if --min-np allows it, and start none there.",
         (1, 1),
         ("off",),
     ),
     "remove": Verb(
-        "[JOB] WORKER", "A worker, by rank or as host:slot, leaves at its next commit.", (1, 1)
+        "[JOB] WORKER", "Remove a worker, given as rank or host:slot, at its next commit.", (1, 1)
     ),
     "stacks": Verb(
         "[JOB] [RANK]",
-        "Where the training of a worker, or of the first eight, is: its Python stack, the script's frames first.",
+        "Show Python stacks of one worker, or of the first eight, with the frames of the script first.",
         (0, 1),
         ("all_threads", "log", "json"),
     ),
     "logs": Verb(
         "[JOB] [RANK]",
-        "The last lines of the driver and the workers, or of one.",
+        "Show the last log lines of the driver and of all workers, or of one worker.",
         (0, 1),
         ("json", "follow", "least_lines"),
     ),
-    "stop": Verb("[JOB]", "End the job, as SIGTERM does; a second time at once.", (0, 0)),
+    "stop": Verb("[JOB]", "Stop a running job, as with SIGTERM; a second time, at once.", (0, 0)),
 }
 
 
@@ -81,18 +86,16 @@ VERBS: dict[str, Verb] = {
 class CommandOptions(Options):
     """Flags as given."""
 
-    json: bool = switch("--json", "As JSON.")
-    watch: bool = switch("--watch", "Go on, until Ctrl-C.")
-    all_threads: bool = switch("--all-threads", "Every thread with every frame.")
-    log: bool = switch("--log", "Write them into the job's log too.")
-    follow: bool = switch("-f --follow", "Go on, until Ctrl-C or the end of the job.")
-    least_lines: int | None = flag("--lines", "N", "So many (default: 100).", whole(1))
-    off: bool = switch("--off", "Workers may be started there again.")
-    wait: float | None = flag(
-        "--wait", "S", "Return when so many train together, within S seconds.", seconds
-    )
-    journal: str | None = flag("--journal", "FILE", "The one that writes this journal.")
-    ray: bool = switch("--ray", "A detached job of the Ray cluster of RAY_ADDRESS, by its name.")
+    json: bool = switch("--json", "Print JSON.")
+    watch: bool = switch("--watch", "Refresh until Ctrl-C.")
+    all_threads: bool = switch("--all-threads", "Show all threads and all frames.")
+    log: bool = switch("--log", "Also write the stacks to the job's log.")
+    follow: bool = switch("-f --follow", "Follow the log until Ctrl-C or the end of the job.")
+    least_lines: int | None = flag("--lines", "N", "Number of lines (default: 100).", whole(1))
+    off: bool = switch("--off", "Undo: allow workers on the host again.")
+    wait: float | None = flag("--wait", "S", "Wait up to S seconds until N workers train.", seconds)
+    journal: str | None = flag("--journal", "FILE", "Select the job that writes this journal.")
+    ray: bool = switch("--ray", "Select a detached job of the Ray cluster of RAY_ADDRESS.")
 
 
 def command_parser(name: str) -> Parser:
@@ -104,14 +107,14 @@ def command_parser(name: str) -> Parser:
         description=f"{verb.text}\n\n{DESCRIPTION}",
     )
     if verb.flags:
-        add_declared(parser.group("what"), CommandOptions, *verb.flags)
+        add_declared(parser.group("options"), CommandOptions, *verb.flags)
     if verb.named:
-        add = parser.group("which job")
+        add = parser.group("job")
         add_declared(add, CommandOptions, "journal", "ray")
         add_declared(add, EtcdFlags)
         add_declared(add, SecurityFlags)
     add = parser.group("general")
-    add("-h --help", None, None, "Show this.", action="help")
+    add("-h --help", None, None, "Show this help and exit.", action="help")
     return parser
 
 
@@ -128,7 +131,7 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
         job, *words = words
     if not least <= len(words) <= most:
         raise Invalid(
-            f"elasticrun {name} takes {verb.usage or 'no words'}; see elasticrun {name} --help"
+            f"elasticrun {name} takes {verb.usage or 'no arguments'}; see elasticrun {name} --help"
         )
     if name == "jobs":
         return _jobs(options, environ)
@@ -172,11 +175,11 @@ def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> Job
     if etcd is None:
         return find_job(job, environ, journal=options.journal)
     if not job:
-        raise Invalid("--etcd needs --job NAME: which of the jobs that are led there?")
+        raise Invalid("--etcd needs --job NAME, the name of the job")
     secret = read_secret(options.secret_file, environ)
     if secret is None:
         raise Invalid(
-            "--etcd needs --secret-file FILE, the job's secret, by which operators prove themselves"
+            "--etcd needs --secret-file FILE: the job accepts only commands that prove its secret"
         )
     files = tls_files(options.tls_cert, options.tls_key, options.tls_ca)
     tls = None
@@ -253,7 +256,7 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
         workers = whole(1)(words[0])
     except argparse.ArgumentTypeError as error:
         raise Invalid(
-            f"elasticrun scale: {error}; say how many workers, as in: elasticrun scale {client.job.name} 4"
+            f"elasticrun scale: {error}; pass a number of workers, as in: elasticrun scale {client.job.name} 4"
         ) from None
     began = time.monotonic()
     code = _told(client, client.ask(messages.AskScale, workers))
@@ -263,11 +266,11 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
         job = json.loads(client.ask(messages.AskStatus).data)["set"]["job"]
         if job["size"] == workers and job["phase"] == "training":
             took = time.monotonic() - began
-            print(f"job {client.job.name}: {workers} train together, after {took:.1f} s")
+            print(f"job {client.job.name}: {workers} workers train after {took:.1f} s")
             return 0
         time.sleep(0.1)
     print(
-        f"job {client.job.name}: {job['size']} of {workers} train after {options.wait:g} s",
+        f"job {client.job.name}: {job['size']} of {workers} workers train after {options.wait:g} s",
         file=sys.stderr,
     )
     return 1

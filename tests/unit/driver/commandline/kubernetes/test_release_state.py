@@ -91,7 +91,7 @@ def test_why_a_driver_does_not_run_is_said_in_kubernetes_words():
         "message": "0/3 nodes fit",
     }
     pending = a_pod("bert-driver-x", conditions=[unplaced])
-    said = "driver pod bert-driver-x does not run: Unschedulable: 0/3 nodes fit"
+    said = "driver pod bert-driver-x is not running: Unschedulable: 0/3 nodes fit"
     assert next_step(a_job(), [pending], set()) == Wait(said)
     pulling = a_pod(
         "bert-driver-x",
