@@ -16,16 +16,16 @@ from types import ModuleType
 from elastic.errors import Invalid
 
 COMMANDS = {
-    "run": "kill, freeze, slow down and cut off workers of your own job; a report at the end",
-    "check": "check a job's journal: was anything lost that must not be lost?",
-    "replay": "decide again what a journal has recorded, and compare",
-    "exact": "run a job that trains in shards undisturbed and under faults; compare every commit",
-    "simulate": "run driver and workers by the thousand on a virtual clock, under drawn faults",
-    "matrix": "try every fault on real processes, in every phase",
-    "fuzz": "feed the control plane what nobody should send",
+    "run": "kill, freeze, slow down and disconnect workers of your own job, with a report at the end",
+    "check": "check the journal of a job for lost commits and other broken invariants",
+    "replay": "replay a journal and compare the decisions",
+    "exact": "run a sharded job undisturbed and under faults; compare every commit",
+    "simulate": "run thousands of drivers and workers on a virtual clock, under random faults",
+    "matrix": "inject every fault in every phase, on real processes",
+    "fuzz": "fuzz the control-plane protocol",
     "reductions": "kill and freeze ranks that reduce in shared memory; check every bit",
-    "soak": "train for twenty minutes under fire, and look for what grows",
-    "hosts": "kill hosts, links, etcd, agents and drivers of a job on many hosts",
+    "soak": "train for twenty minutes under faults, and look for leaks",
+    "hosts": "kill hosts, links, etcd, agents and drivers of a job on several hosts",
 }
 MODULES = {
     "run": "inject.command",
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = words
     if name not in COMMANDS:
         print(
-            f"python -m elastic.chaos: there is no command {name!r}; give one of {', '.join(COMMANDS)}",
+            f"python -m elastic.chaos: unknown command {name!r}; choose from {', '.join(COMMANDS)}",
             file=sys.stderr,
         )
         return 2
@@ -109,7 +109,7 @@ def parse(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Names
     if hasattr(options, "command"):
         options.command = program
     elif program:
-        parser.error("it takes no program after --")
+        parser.error("unexpected program after --")
     return options
 
 
@@ -125,11 +125,11 @@ def overview() -> str:
     lines = [
         "usage: python -m elastic.chaos COMMAND [options]",
         "",
-        "Makes things go wrong on purpose, and says what became of it.",
+        "Inject faults into jobs, and report their outcomes.",
         "",
         *(f"  {name:12}{text}" for name, text in COMMANDS.items()),
         "",
-        "python -m elastic.chaos COMMAND --help says more. To begin with:",
+        "For details: python -m elastic.chaos COMMAND --help. To start with:",
         "  python -m elastic.chaos run --mean-time-between-faults 20 -- \\",
         "      elasticrun -np 4 --min-np 1 python train.py",
     ]

@@ -22,20 +22,20 @@ from elastic.driver.journal import journal
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Runs a job that trains in shards (elastic.Shards) twice: undisturbed, then with workers killed and frozen at random.
-Compares the digests of every tensor at every commit, and names the step and the tensors that differ first."""
+Run a job that trains with elastic.Shards twice: undisturbed, then with workers killed and frozen at random. Compare
+the digests of all tensors at every commit, and report the first step and the tensors that differ."""
 
 EXAMPLES = """\
 examples:
   python -m elastic.chaos exact -- elasticrun -np 3 --min-np 1 python train.py
   python -m elastic.chaos exact --mean-time-between-faults 2 -- elasticrun -np 3 --min-np 1 python train.py
-      where training takes seconds
+      for a training that takes seconds
   python -m elastic.chaos exact --undisturbed first/journal.jsonl -- elasticrun -np 2 --min-np 1 python train.py
-      compares with a run of before, of elasticrun --digests --journal: of another size, on another machine
+      compares with an earlier run of elasticrun --digests --journal, also of another size or on another machine
 
-The exit code is 0 where all commits that both have are equal, 1 where some differ or one run ended after another
-step, 2 where they have none of the same step or no fault came. Set OMP_NUM_THREADS where the two have other numbers
-of workers. `elasticrun docs exact` says what is needed."""
+The exit code is 0 if all commits of the same step are equal, 1 if some differ or the runs ended after different
+steps, 2 if the comparison was inconclusive: no common step, or no fault. Set OMP_NUM_THREADS if the runs have
+different numbers of workers. `elasticrun docs exact` lists the requirements."""
 
 MEAN_S = 5.0
 EQUAL, DIFFER, NOTHING = 0, 1, 2
@@ -50,18 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--undisturbed",
         type=Path,
         metavar="JOURNAL",
-        help="of a run with --digests: compare with that one, and run the job only once",
+        help="compare with this journal of a run with --digests, and run the job only once",
     )
     add(
         "--mean-time-between-faults",
         type=float,
         default=MEAN_S,
         metavar="S",
-        help=f"this many seconds apart on average (default: {MEAN_S:g})",
+        help=f"mean seconds between faults (default: {MEAN_S:g})",
     )
-    add("--faults", metavar="LIST", help="which ones to draw (default: kill,freeze)")
-    add("--seed", type=int, metavar="N", help="draw the same faults at the same times again")
-    add("--duration", type=float, metavar="S", help="draw faults for so long, then leave it alone")
+    add("--faults", metavar="LIST", help="kinds of fault to draw (default: kill,freeze)")
+    add("--seed", type=int, metavar="N", help="seed of the random faults")
+    add("--duration", type=float, metavar="S", help="stop injecting faults after S seconds")
     parser.set_defaults(plan=None)
 
 
@@ -71,47 +71,46 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(tempfile.gettempdir(), name)
     disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
     if disturbed.journal.parent != folder / "disturbed":
-        raise Invalid("there are two runs, each with a journal of its own: leave --journal out")
+        raise Invalid("each of the two runs writes a journal of its own: leave --journal out")
     faults.check_plan(plan, disturbed.settings, digests=True)
     if options.undisturbed is None:
         if DIR in disturbed.settings.env:
             raise Invalid(
-                "the job has a --checkpoint-dir, so the second run would go on where the first one ended: leave it out,"
-                " or run the job with --digests --journal FILE first, and give --undisturbed FILE and another folder"
+                "the job has a --checkpoint-dir, so the second run would resume where the first one ended: leave"
+                " it out, or run the job with --digests --journal FILE first, and pass --undisturbed FILE and"
+                " another folder"
             )
         first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
         code, _ = _run(first, Plan(), "undisturbed")
         if code:
-            print(
-                f"the undisturbed run ended with exit code {code}: there is nothing to compare with"
-            )
+            print(f"the undisturbed run ended with exit code {code}: nothing to compare with")
             return NOTHING
         before = first.journal
     else:
         before = options.undisturbed
         if not before.exists():
             raise Invalid(
-                f"there is no file {before}: give --undisturbed the journal of a run of before, which"
-                " elasticrun --digests --journal FILE has written"
+                f"{before} does not exist: pass to --undisturbed a journal that elasticrun --digests --journal FILE"
+                " wrote"
             )
     wanted, _ = _read(before)
     if not wanted:
         raise Invalid(
-            f"{before} has no digests of tensors: the job's state needs an elastic.Shards, and has to commit;"
-            " a run of before needs elasticrun --digests"
+            f"{before} has no digests of tensors: the state of the job needs an elastic.Shards and has to commit;"
+            " an earlier run needs elasticrun --digests"
         )
     inside = digests.difference(wanted, wanted)
     if inside is not None:
         print(f"journal: {before}")
-        print(f"already undisturbed, workers do not agree: {inside.sentence()}")
+        print(f"workers already disagree without faults: {inside.sentence()}")
         return DIFFER
     _say_faults(plan)
     code, count = _run(disturbed, plan, "under faults")
     verdict = _verdict(before, disturbed.journal, code)
     if verdict == EQUAL and not count and options.undisturbed is None:
         print(
-            "but no fault came, so nothing was shown: train for longer, or give a shorter --mean-time-between-faults,"
-            f" which is {options.mean_time_between_faults:g} s"
+            "but no fault occurred, so the comparison is inconclusive: train for longer, or lower"
+            f" --mean-time-between-faults, which is {options.mean_time_between_faults:g} s"
         )
         return NOTHING
     return verdict
@@ -136,9 +135,10 @@ def _check_steps(story: Story, driver: int, now: float) -> None:
     """Ends the job at its first commit, where nothing of it could be compared. Raises Invalid."""
     if story.no_steps:
         raise Invalid(
-            "the job's state has no elastic.Shards, so its steps are not counted and two runs of it can't be compared:"
-            " train in shards, and give them to the state, as in elastic.TorchState(model=model, optimizer=optimizer,"
-            " shards=shards, loader=loader); `elasticrun docs exact` shows what changes in a script"
+            "the state of the job has no elastic.Shards, so its steps are not counted and two runs can't be"
+            " compared: train with elastic.Shards, and pass it to the state, as in elastic.TorchState(model=model,"
+            " optimizer=optimizer, shards=shards, loader=loader); `elasticrun docs exact` shows the changes to a"
+            " script"
         )
 
 
@@ -165,16 +165,16 @@ def _verdict(before: Path, disturbed: Path, code: int) -> int:
     compared = digests.in_both(wanted, found)
     if not compared:
         print(
-            f"nothing was compared: none of the disturbed run's {len(found)} commits is of a step after which the"
-            f" undisturbed run committed, which it did after {len(steps)} steps; let shards.step say when to commit"
+            f"nothing was compared: none of the {len(found)} commits of the disturbed run is of a step at which the"
+            f" undisturbed run committed; it committed after {len(steps)} steps: decide by shards.step when to commit"
         )
         return NOTHING
     last = max(each.step for each in found)
     if whole and ended and last != max(steps):
         print(
-            f"both runs ended by themselves, but the undisturbed one committed last after {max(steps)} steps, and the"
-            f" disturbed one after {last}: steps are missing, or too many; or commit once more at the end, so that ends"
-            " can be compared"
+            f"both runs finished, but the last commit of the undisturbed one is after {max(steps)} steps, and that"
+            f" of the disturbed one after {last}: steps are missing or repeated; or commit once more at the end, so"
+            " that the ends can be compared"
         )
         return DIFFER
     both = {each.step for each in compared}
@@ -184,6 +184,6 @@ def _verdict(before: Path, disturbed: Path, code: int) -> int:
     )
     if code:
         print(
-            f"but the disturbed run ended with exit code {code}, and what it would have done is not compared"
+            f"but the disturbed run ended with exit code {code}; its remaining steps are not compared"
         )
     return code

@@ -49,25 +49,25 @@ class Choice:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--pairwise", action="store_true", help="a few cells that cover every pair")
+    add("--pairwise", action="store_true", help="run a small set of cells that covers every pair")
     add(
         "--only",
         metavar="WHAT",
         action="append",
         default=[],
-        help="as in victim=driver,phase=bucket",
+        help="run only these cells: victim=driver,phase=bucket",
     )
-    add("--skip", metavar="WHAT", action="append", default=[], help="not these, as for --only")
-    add("--again", action="store_true", help="also run what has passed before")
-    add("--list", action="store_true", help="print the cells, run nothing")
+    add("--skip", metavar="WHAT", action="append", default=[], help="leave these cells out")
+    add("--again", action="store_true", help="also run cells that passed before")
+    add("--list", action="store_true", help="print the cells and exit")
     add(
         "--no-run",
         action="store_true",
-        help="run nothing: with --report, the page from old results",
+        help="run nothing; write the page of --report from earlier results",
     )
-    add("--jobs", type=int, default=1, metavar="N", help="jobs at a time (default: 1)")
+    add("--jobs", type=int, default=1, metavar="N", help="parallel jobs (default: 1)")
     add("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
-    add("--report", type=Path, metavar="FILE", help=f"write the page to FILE, e.g. {PAGE}")
+    add("--report", type=Path, metavar="FILE", help=f"write the page to FILE, such as {PAGE}")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -127,12 +127,16 @@ def conditions(text: str) -> dict[str, str]:
         elif axis:  # a name with a comma of its own
             found[axis] += f",{word}"
         else:
-            raise Invalid(f"{text!r} names no cells; write it as in victim=driver,phase=bucket")
+            raise Invalid(
+                f"{text!r} does not select cells: write it as in victim=driver,phase=bucket"
+            )
     for axis, value in found.items():
         if axis not in AXES:
             raise Invalid(f"{text!r}: {axis!r} is not one of {', '.join(AXES)}")
         if value not in AXES[axis]:
-            raise Invalid(f"{text!r}: {value!r} is no {axis}; give one of {'; '.join(AXES[axis])}")
+            raise Invalid(
+                f"{text!r}: unknown {axis} {value!r}; choose from {'; '.join(AXES[axis])}"
+            )
     return found
 
 
@@ -143,7 +147,7 @@ def not_here(cell: Cell) -> str:
     if cell.fault == faults.DROP:
         return _no_partition()
     if cell.victim == faults.DRIVER and cell.fault == faults.DISK and os.geteuid() != 0:
-        return "a small full disk can be mounted by root only"
+        return "only root can mount a small full disk"
     return ""
 
 

@@ -18,9 +18,8 @@ from elastic.chaos.fuzz.server import OnLoopback
 from elastic.chaos.fuzz.tally import Tally, memory, table
 from elastic.errors import Invalid
 
-DESCRIPTION = (
-    """Feeds spoilt, forged, repeated and endless messages to the decoders and to a real server."""
-)
+DESCRIPTION = """\
+Fuzz the message decoders and a real server with corrupted, forged, repeated and endless messages."""
 EXAMPLES = """\
 examples:
   python -m elastic.chaos fuzz --seconds 60
@@ -33,8 +32,8 @@ WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=60.0, help="for how long (default: 60)")
-    parser.add_argument("--seed", type=int, default=1, help="the same draws the same (default: 1)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds to run (default: 60)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random input (default: 1)")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -74,8 +73,8 @@ def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
     server.strangers.findings += first.strangers.findings
     server.turncoats.findings += first.turncoats.findings
     words.append(
-        f"server: honest workers said {server.words:,} words meanwhile, the longest wait for an answer was"
-        f" {server.answered_s * 1e3:.0f} ms; {server.lines} lines of log; memory grew by {grown / 1e6:.1f} MB"
+        f"server: valid clients exchanged {server.words:,} messages meanwhile, the slowest answer took"
+        f" {server.answered_s * 1000.0:.0f} ms; {server.lines} log lines; memory grew by {grown / 1000000.0:.1f} MB"
     )
     return [decoders.tally, streams.tally, server.strangers, server.turncoats], words
 

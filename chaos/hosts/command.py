@@ -20,9 +20,9 @@ from elastic.chaos.inject.faulty_job import say
 from elastic.errors import ElasticError, Invalid
 
 DESCRIPTION = """\
-Makes hosts of network namespaces on this machine, with an agent each, an etcd and drivers, trains on them, and kills
-hosts, cuts and spoils links, kills etcd, agents and drivers. Passes if training goes on in time, no committed step is
-lost and all invariants hold. Needs root, and nothing of this machine's own network is touched."""
+Create hosts as network namespaces of this machine, with an agent each, an etcd and drivers. Train on them, and kill
+hosts, cut and slow down links, and kill etcd, agents and drivers. Passes if training continues in time, no committed
+step is lost and all invariants hold. Requires root; the network of this machine is not changed."""
 
 EXAMPLES = """\
 examples:
@@ -39,9 +39,14 @@ ends, and a long link is a pair of taps that delays every frame."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--only", metavar="LIST", help=f"some of {', '.join(SCENARIOS)}")
-    add("--seed", type=int, metavar="N", help="instead: faults drawn by this seed, several at once")
-    add("--rounds", type=int, default=10, metavar="N", help="of drawn faults (default: 10)")
+    add("--only", metavar="LIST", help=f"scenarios to run: {', '.join(SCENARIOS)}")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="inject faults drawn from this seed instead, several at once",
+    )
+    add("--rounds", type=int, default=10, metavar="N", help="rounds of drawn faults (default: 10)")
     add("--report", type=Path, metavar="FILE", help="write a page about this run to FILE")
 
 
@@ -50,17 +55,17 @@ def main(options: argparse.Namespace) -> int:
     names = options.only.split(",") if options.only else list(SCENARIOS)
     for name in names:
         if name not in SCENARIOS:
-            raise Invalid(
-                f"--only: there is no scenario {name!r}; give some of {', '.join(SCENARIOS)}"
-            )
+            raise Invalid(f"--only: unknown scenario {name!r}; choose from {', '.join(SCENARIOS)}")
     if options.seed is not None and (options.only or options.report):
         raise Invalid(
-            "--seed plays drawn faults only, and writes no page; leave out --only and --report"
+            "--seed runs drawn faults only and writes no page; leave out --only and --report"
         )
     if options.rounds < 1:
         raise Invalid(f"--rounds is {options.rounds}; give 1 or more")
     if options.report is not None and not options.report.resolve().parent.is_dir():
-        raise Invalid(f"{options.report}: there is no folder {options.report.resolve().parent}")
+        raise Invalid(
+            f"{options.report}: the folder {options.report.resolve().parent} does not exist"
+        )
     check_possible()
     folder = Path(tempfile.mkdtemp(prefix="elastic-hosts-"))
     say(f"programs write to {folder}")

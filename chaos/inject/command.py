@@ -42,22 +42,22 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Starts a job with elasticrun and lets things go wrong with its workers, by a plan or at random. The script needs no
-change and knows nothing of it. At the end: the faults and what became of each, how long the recoveries took, whether
-a committed step was lost, whether the replicas agree, and how much of the time went into training."""
+Start a job with elasticrun and inject faults into its workers, by a plan or at random. The script needs no change.
+The report at the end lists the faults and their outcomes, recovery times, lost committed steps, whether replicas
+agree, and the share of time spent in training."""
 
 EXAMPLES = f"""\
 faults:
-{chr(10).join(f"  {kind:14} {text}" for kind, text in KINDS.items())}
+{chr(10).join((f"  {kind:14} {text}" for kind, text in KINDS.items()))}
 
 examples:
   python -m elastic.chaos run --mean-time-between-faults 20 -- elasticrun -np 4 --min-np 1 python train.py
-      kills and freezes workers at random, one about every 20 s
+      kills and freezes workers at random, about every 20 s
   python -m elastic.chaos run --plan plan.toml --dry-run -- elasticrun -np 4 --min-np 1 python train.py
-      says what the plan would do, and starts nothing
+      shows what the plan would do, and starts nothing
 
-The exit code is the job's own; where that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
-is broken, or no training was seen. `elasticrun docs chaos` has a plan to begin with."""
+The exit code is that of the job. If that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
+is broken, or nothing was trained. `elasticrun docs chaos` shows a plan to start from."""
 
 DRAWN_SHOWN = 10  # of the drawn faults, by --dry-run
 PAUSE_SHARE = 0.7  # of the lease: the longest pause of a slowed worker
@@ -68,22 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=[])
     parser.usage = f"{parser.prog} [options] -- elasticrun [flags] program [arguments]"
     add = parser.add_argument
-    add("--plan", type=Path, metavar="FILE", help="a plan in TOML: elasticrun docs chaos")
+    add("--plan", type=Path, metavar="FILE", help="plan of faults, in TOML: elasticrun docs chaos")
     add(
         "--mean-time-between-faults",
         type=float,
         metavar="S",
-        help="without a plan: draw faults at random, this many seconds apart on average",
+        help="mean seconds between random faults, instead of a plan",
     )
-    add("--faults", metavar="LIST", help="which ones to draw (default: kill,freeze)")
-    add("--seed", type=int, metavar="N", help="draw the same faults at the same times again")
-    add("--duration", type=float, metavar="S", help="draw faults for so long, then leave it alone")
-    add("--dry-run", action="store_true", help="check everything, say what would be done, and end")
+    add("--faults", metavar="LIST", help="kinds of fault to draw (default: kill,freeze)")
+    add("--seed", type=int, metavar="N", help="seed of the random faults")
+    add("--duration", type=float, metavar="S", help="stop injecting faults after S seconds")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print what would be done, and exit",
+    )
     add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     add(
         "--no-digests",
         action="store_true",
-        help="do not have the replicas compared at every commit (it costs a pass over the parameters)",
+        help="do not compare replicas at every commit, which costs a pass over the parameters",
     )
 
 
@@ -102,9 +106,7 @@ def main(options: argparse.Namespace) -> int:
         say(f"faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
     if not job.journal.stat().st_size:  # elasticrun has said why
-        print(
-            f"the job ended with exit code {faulty_job.code}, before anything could be done to it"
-        )
+        print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
         return faulty_job.code or 1
     found = report_of(faulty_job)
     tables.show(found)
@@ -133,7 +135,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise Invalid(f"--seed is {options.seed}; give 0 or more")
     if options.plan is not None:
         if given:
-            raise Invalid(f"{given[0]} and --plan are given together; put it into the plan")
+            raise Invalid(f"{given[0]} and --plan exclude each other: put it into the plan")
         try:
             text = options.plan.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -142,11 +144,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
         plan = read_plan(text, str(options.plan))
         if options.seed is not None and plan.chance is None:
             raise Invalid(
-                f"--seed is given, but {options.plan} draws nothing at random; leave it out, or"
-                " give [random] in the plan"
+                f"--seed is given, but {options.plan} draws nothing at random: leave it out, or add [random] to the"
+                " plan"
             )
         if options.seed is not None and plan.chance is not None and plan.chance.seed is not None:
-            raise Invalid(f"--seed is given, and {options.plan} has a seed too; keep one of them")
+            raise Invalid(f"--seed is given, and {options.plan} has a seed too: keep one of them")
     else:
         plan = Plan(chance=_chance_of(options))
     return plan.seeded(secrets.randbelow(2**31) if options.seed is None else options.seed)
@@ -155,7 +157,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def _chance_of(options: argparse.Namespace) -> Chance:
     mean, duration = options.mean_time_between_faults, options.duration
     if mean is None:
-        raise Invalid("say what is to go wrong: give --plan FILE or --mean-time-between-faults S")
+        raise Invalid("no faults given: pass --plan FILE or --mean-time-between-faults S")
     for flag, value in (("--mean-time-between-faults", mean), ("--duration", duration)):
         if value is not None and not 0 < value < float("inf"):
             raise Invalid(f"{flag} is {value:g}; give a number of seconds above 0")
@@ -169,7 +171,7 @@ def _chance_of(options: argparse.Namespace) -> Chance:
     kinds = [kind.strip() for kind in words.split(",")]
     for kind in kinds:
         if kind not in KINDS:
-            raise Invalid(f"--faults: {kind!r} is not a fault; give some of {','.join(KINDS)}")
+            raise Invalid(f"--faults: unknown fault {kind!r}; choose from {','.join(KINDS)}")
     return Chance(mean, tuple(kinds), duration_s=duration)
 
 
@@ -181,7 +183,8 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
     at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
     if at is None:
         raise Invalid(
-            "give the job after --, started with elasticrun, as in: -- elasticrun -np 4 --min-np 1 python train.py"
+            "no job given: pass it after --, started with elasticrun, as in -- elasticrun -np 4 --min-np 1"
+            " python train.py"
         )
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
@@ -190,8 +193,8 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
         catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
         raise Invalid(
-            "this job is not elastic, so that its first lost worker ends it: give --min-np, as in"
-            " elasticrun -np 4 --min-np 1 python train.py"
+            "this job is not elastic, so the first lost worker ends it: add --min-np, as in elasticrun -np 4"
+            " --min-np 1 python train.py"
         )
     if checked.journal is not None:
         return Job(list(command), Path(checked.journal), checked.settings)
@@ -210,8 +213,8 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         network.check_cut()
     if plan.counts_commits() and not digests:
         raise Invalid(
-            "after_commits needs digests, by which commits are seen; drop --no-digests, and faults that flip bits, with"
-            " which there are none"
+            "after_commits needs digests, which show the commits: drop --no-digests, and faults that flip bits,"
+            " which exclude them"
         )
     if plan.flips():
         check_flips(plan, settings)
@@ -219,8 +222,8 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         word, _, rest = fault.victim.partition(" ")
         if word == "rank" and int(rest) >= settings.workers_max:
             raise Invalid(
-                f"the plan has a fault for rank {rest}, and the job has at most"
-                f" {settings.workers_max} workers: give a rank of at most {settings.workers_max - 1}"
+                f"the plan has a fault for rank {rest}, but the job has at most {settings.workers_max} workers:"
+                f" give a rank of at most {settings.workers_max - 1}"
             )
     longest = PAUSE_SHARE * settings.lease_s
     factors = [fault.factor for fault in plan.faults if fault.kind == "slow"]
@@ -228,9 +231,9 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         factors.append(plan.chance.factor)
     if factors and RUN_S * (max(factors) - 1) > longest:
         raise Invalid(
-            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at"
-            f" a time, and counts as frozen where the lease is {settings.lease_s:g} s: give a factor"
-            f" of at most {1 + int(10 * longest / RUN_S) / 10:g}"
+            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at a time and"
+            f" counts as frozen, since the lease is {settings.lease_s:g} s: give a factor of at most"
+            f" {1 + int(10 * longest / RUN_S) / 10:g}"
         )
 
 
@@ -238,28 +241,29 @@ def check_flips(plan: Plan, settings: Settings) -> None:
     """Whether this job notices a bit that changes. Raises Invalid."""
     if DIR not in settings.env:
         raise Invalid(
-            "bits that flip are found at durable commits: give the job --checkpoint-dir, and for a short test"
+            "flipped bits are detected at durable commits: give the job --checkpoint-dir, and for a short test"
             " --checkpoint-every 10commits"
         )
     if plan.kinds() & {*FLIPPED} and settings.workers_max < 3:
         raise Invalid(
-            "of two replicas that differ nobody can say which is right: give the job three workers or more"
+            "with two replicas that differ, the wrong one can't be identified: give the job three or more"
+            " workers"
         )
     if SPOILS_FILE in plan.kinds() and not Storage(settings.env[DIR]).local:
-        raise Invalid(f"{SPOILS_FILE} is for a folder of this machine; give --checkpoint-dir one")
+        raise Invalid(f"{SPOILS_FILE} needs a local folder: give --checkpoint-dir one")
     if RULES in os.environ:
-        raise Invalid(f"{RULES} is set, which bits that flip need for themselves; unset it")
+        raise Invalid(f"{RULES} is set, but flipping bits needs it: unset it")
 
 
 def check_json(path: Path) -> None:
     """Whether the report can be written there. Raises Invalid."""
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise Invalid(f"--json {path}: there is no folder {folder}")
+        raise Invalid(f"--json {path}: the folder {folder} does not exist")
     if path.is_dir():
-        raise Invalid(f"--json {path}: this is a folder; give the name of a file")
+        raise Invalid(f"--json {path} is a folder: give a file name")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise Invalid(f"--json {path}: it can't be written; give a file that can be")
+        raise Invalid(f"--json {path} is not writable: give a file that is")
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:

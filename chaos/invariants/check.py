@@ -13,20 +13,19 @@ from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Reads the journal of a job that has ended (elasticrun --journal FILE), of all its drivers, and checks what must be true
-of every job, whatever befell it: no commit that a survivor held is lost, replicas are equal, a fenced worker stays
-out, every wait ends, and more. Exit code 1 if something does not hold, with the line of the journal where that is
-seen."""
+Check the invariants of a finished job in the journals of all its drivers (elasticrun --journal FILE): no commit that
+a survivor held is lost, replicas are equal, a killed worker stays out, every wait ends, and more. Exits with 1 if an
+invariant is broken, and prints the line of the journal that shows it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("journal", nargs="+", type=Path, metavar="JOURNAL", help="a job's journal")
+    parser.add_argument("journal", nargs="+", type=Path, metavar="JOURNAL", help="journal of a job")
     parser.add_argument(
         "--samples",
         type=int,
         metavar="N",
-        help="the dataset has N samples, and the job has trained whole epochs: each must count once"
-        " (only where workers report their samples)",
+        help="size of the dataset, of a job that trained whole epochs: each sample must count once (if workers"
+        " report samples)",
     )
 
 
@@ -45,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
             if options.samples and not found.samples_counted:
                 failed = True
                 print(
-                    f"{path}: no worker reported samples, so these can't be checked; leave out --samples",
+                    f"{path}: no worker reported samples, so --samples can't be checked; leave it out",
                     file=sys.stderr,
                 )
                 continue

@@ -13,15 +13,16 @@ from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.driver.events import EndJob
 from elastic.driver.journal.journal import ReplayDiffers, recording, replay, story_of
 
-DESCRIPTION = """Feeds the events of a journal to a new driver, compares what it decides with what was recorded, and
-checks every invariant. Exit code 1 if either does not hold."""
+DESCRIPTION = """\
+Replay the events of a journal with a new driver, compare its decisions with the recorded ones, and check every
+invariant. Exits with 1 if they differ or an invariant is broken."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "journal", type=Path, help="of a job (elasticrun --journal) or of a simulation"
+        "journal", type=Path, help="journal of a job (elasticrun --journal) or of a simulation"
     )
-    parser.add_argument("--story", action="store_true", help="print every event and its actions")
+    parser.add_argument("--story", action="store_true", help="print all events and their actions")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -39,16 +40,16 @@ def main(options: argparse.Namespace) -> int:
         wrong = True
         print(f"the replay differs: {error}", file=sys.stderr)
     if found.start is not None:
-        print("it begins in the middle of a job, so that invariants can't be checked")
+        print("the journal starts in the middle of a job, so invariants can't be checked")
         return int(wrong)
     try:
         summary = check_journal(options.journal, ended=ended)
         print(f"every invariant holds: {summary}")
     except BrokenInvariant as error:
         wrong = True
-        print(f"an invariant does not hold: {error}", file=sys.stderr)
+        print(f"an invariant is broken: {error}", file=sys.stderr)
     if found.takeovers:
-        print(f"{len(found.takeovers) + 1} drivers have written it, one after the other")
+        print(f"{len(found.takeovers) + 1} drivers wrote this journal, one after the other")
     if not ended:
-        print("the job had not ended when the journal did")
+        print("the journal ends before the job does")
     return 1 if wrong else 0

@@ -43,7 +43,9 @@ from elastic.collectives.shared_memory import native_library
 from elastic.collectives.topology import MAX_LOCAL_RANKS
 from elastic.errors import Invalid
 
-DESCRIPTION = "Reduces tensors in shared memory under fire, and checks every bit of every result."
+DESCRIPTION = (
+    "Reduce tensors in shared memory while ranks are killed, and check every bit of every result."
+)
 EXAMPLES = """\
 examples:
   python -m elastic.chaos reductions --count 10000 --seed 7
@@ -54,9 +56,9 @@ ANSWER_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--count", type=int, default=1000, metavar="N", help="groups to form (default: 1000)")
-    add("--seed", type=int, default=1, help="draws the same again (default: 1)")
-    add("--workers", type=int, default=4, metavar="N", help="processes (default: 4)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
+    add("--seed", type=int, default=1, help="seed of the random choices (default: 1)")
+    add("--workers", type=int, default=4, metavar="N", help="number of processes (default: 4)")
+    add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -65,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     if not 2 <= options.workers <= MAX_LOCAL_RANKS:
         raise Invalid(f"--workers is {options.workers}; give 2 to {MAX_LOCAL_RANKS}")
     if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise Invalid(f"{options.json}: there is no folder {options.json.resolve().parent}")
+        raise Invalid(f"{options.json}: the folder {options.json.resolve().parent} does not exist")
     if native_library.load() is None:
         raise Invalid(native_library.missing())
     began = time.monotonic()
@@ -185,11 +187,11 @@ class _Member:
 
 def _expect(member: _Member, kind: type[Any]) -> Any:
     if not member.pipe.poll(ANSWER_S):
-        raise SystemExit(f"process {member.process.pid} has not answered for {ANSWER_S:g} s")
+        raise SystemExit(f"process {member.process.pid} did not answer for {ANSWER_S:g} s")
     try:
         said = member.pipe.recv()
     except EOFError:
-        raise SystemExit(f"process {member.process.pid} has ended; see what it wrote") from None
+        raise SystemExit(f"process {member.process.pid} exited; see its output") from None
     assert isinstance(said, kind), said
     return said
 

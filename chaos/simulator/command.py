@@ -19,37 +19,41 @@ from elastic.chaos.simulator.scale import Scale
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
 from elastic.errors import Invalid
 
-DESCRIPTION = """Runs the real driver and worker state machines of whole jobs on a virtual clock, under faults that a
-seed draws: crashes, freezes and restarts of every process, and a network that delays, loses, repeats and cuts."""
-EXAMPLES = """examples:
-  python -m elastic.chaos simulate --seed 7                     one job of 8 workers, with its story
+DESCRIPTION = """\
+Run the real driver and worker state machines of whole jobs on a virtual clock, under faults drawn from a seed:
+crashes, freezes and restarts of every process, and a network that delays, drops, duplicates and partitions."""
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos simulate --seed 7                     one job of 8 workers, with its events
   python -m elastic.chaos simulate --seeds 1000                 seeds 0 to 999; prints those that fail
-  python -m elastic.chaos simulate --workers 10000 --seed 7     one large one: 300 virtual seconds, hosts that fail
-  python -m elastic.chaos replay simulated-seed-7.jsonl         decide again what a run has recorded, and check it"""
+  python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
+  python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
 LARGE = 200  # workers: from here on a step of a world is one event
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, counted up from --seed")
-    parser.add_argument("--workers", type=int, default=8, help="of the job (default 8)")
-    parser.add_argument("--steps", type=int, default=150, help="to train (default 150)")
-    parser.add_argument("--faults", type=int, default=14, help="to inject (default 14)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="number of seeds, counted up from --seed"
+    )
+    parser.add_argument("--workers", type=int, default=8, help="workers of the job (default 8)")
+    parser.add_argument("--steps", type=int, default=150, help="steps to train (default 150)")
+    parser.add_argument("--faults", type=int, default=14, help="faults to inject (default 14)")
     parser.add_argument(
         "--mild",
         action="store_true",
-        help="only faults that leave somebody to go on from: the job has to succeed",
+        help="inject only faults that the job survives: it has to succeed",
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"virtual, in which hosts of a job of {LARGE} workers or more fail; a regroup that is under way at the"
-        " end may finish (default 300)",
+        help=f"virtual seconds in which hosts of a job of {LARGE} or more workers fail; a regroup in progress at"
+        " the end may finish (default 300)",
     )
     parser.add_argument(
         "--journal",
         type=Path,
-        help=f"where to write the journal of a single seed or a failing one, of less than {LARGE} workers",
+        help=f"journal of a single seed or of a failing one, with fewer than {LARGE} workers",
     )
 
 
@@ -101,12 +105,14 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise Invalid(f"--seconds is {seconds:g}; give a number of virtual seconds above 0")
     if seconds is not None and not large:
-        what = f"--seconds is for jobs of {LARGE} workers or more, this one has {options.workers}"
+        what = (
+            f"--seconds applies to jobs of {LARGE} or more workers; this one has {options.workers}"
+        )
         raise Invalid(f"{what} and runs until its --steps are trained; leave --seconds out")
     if options.journal is None:
         return
     if large:
-        raise Invalid(f"a job of {LARGE} workers or more keeps no journal; leave --journal out")
+        raise Invalid(f"a job of {LARGE} or more workers writes no journal; leave --journal out")
     path: Path = options.journal
     writable = path if path.exists() else path.parent
     if path.is_dir() or not writable.exists() or not os.access(writable, os.W_OK):

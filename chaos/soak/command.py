@@ -29,10 +29,10 @@ from elastic.driver.network.hosts import SLOTS_LIMIT
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Trains a small model on four workers of this machine, lets a fault happen every two seconds, at random, and has the
-workers return. One worker is spared, so that it lives as long as the job. Passes if no committed step was lost and all
-invariants hold, if memory, file descriptors, threads, sockets and shared memory are flat in that worker and in the
-driver, and if nothing is left behind."""
+Train a small model on four workers of this machine under a random fault every two seconds; lost workers return. One
+worker is spared, so that it lives as long as the job. Passes if no committed step was lost, all invariants hold,
+memory, file descriptors, threads, sockets and shared memory do not grow in that worker and in the driver, and no
+process, file or shared memory is left behind."""
 
 EXAMPLES = """\
 examples:
@@ -52,19 +52,23 @@ TOLD_S = 30.0  # how often a line says how it goes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--minutes", type=float, default=20.0, metavar="N", help="how long (default: 20)")
+    add("--minutes", type=float, default=20.0, metavar="N", help="minutes to run (default: 20)")
     add(
         "--fault-every",
         type=float,
         default=2.0,
         metavar="S",
-        help="mean time between faults (default: 2)",
+        help="mean seconds between faults (default: 2)",
     )
-    add("--workers", type=int, default=4, metavar="N", help="workers (default: 4)")
-    add("--faults", metavar="LIST", help=f"which faults (default: {FAULTS}; cut only as root)")
-    add("--seed", type=int, metavar="N", help="the same faults at the same times again")
+    add("--workers", type=int, default=4, metavar="N", help="number of workers (default: 4)")
+    add(
+        "--faults",
+        metavar="LIST",
+        help=f"kinds of fault to inject (default: {FAULTS}; cut requires root)",
+    )
+    add("--seed", type=int, metavar="N", help="seed of the random faults")
     add("--sample-every", type=float, default=5.0, metavar="S", help="default: 5")
-    add("--json", type=Path, metavar="FILE", help="write report and curves to FILE")
+    add("--json", type=Path, metavar="FILE", help="write the report and the curves to FILE")
     add("--write-doc", type=Path, metavar="FILE", help="write a page about this run to FILE")
 
 
@@ -72,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     plan = _plan(options)
     for path in (options.json, options.write_doc):
         if path is not None and not path.resolve().parent.is_dir():
-            raise Invalid(f"{path}: there is no folder {path.resolve().parent}")
+            raise Invalid(f"{path}: the folder {path.resolve().parent} does not exist")
     folder = Path(tempfile.mkdtemp(prefix="elastic-soak-"))
     job = _job(options, plan, folder)
     command.check_plan(plan, job.settings, digests=True)
@@ -112,11 +116,11 @@ def _plan(options: argparse.Namespace) -> Plan:
         if not 0 < value < float("inf"):
             raise Invalid(f"{flag} is {value:g}; give more than 0")
     if options.workers < 2:
-        raise Invalid(f"--workers is {options.workers}; give at least 2, because one is spared")
+        raise Invalid(f"--workers is {options.workers}: give at least 2, since one is spared")
     kinds = (options.faults or FAULTS).split(",")
     for kind in kinds:
         if kind not in KINDS:
-            raise Invalid(f"--faults: {kind!r} is not a fault; give some of {','.join(KINDS)}")
+            raise Invalid(f"--faults: unknown fault {kind!r}; choose from {','.join(KINDS)}")
     if options.faults is None:
         try:
             network.check_cut()
@@ -138,7 +142,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 def _job(options: argparse.Namespace, plan: Plan, folder: Path) -> Job:
     program = Path(sys.executable).with_name("elasticrun")
     if not program.exists():
-        raise Invalid(f"there is no {program}; install hvd-elastic into this environment")
+        raise Invalid(f"{program} is missing: install hvd-elastic into this environment")
     faults = 60 * options.minutes / options.fault_every
     slots = min(SLOTS_LIMIT, options.workers + int(SLOTS_PER_FAULT * faults))
     flags = f"-np {options.workers} --min-np 1 --max-np {options.workers} -H localhost:{slots}"

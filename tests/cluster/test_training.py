@@ -158,7 +158,7 @@ def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
 ) -> None:
     running = release.k8s_run("python", str(SCRIPT), "/steps")
     release.until(2)
-    serves = "job job runs; 2 of 2 worker pods serve it"
+    serves = "job job runs; 2 of 2 worker pods are ready"
     eventually(lambda: serves in release.k8s_says("status", "job"), "their probes say so", 60.0)
     assert "job-worker-1" in release.k8s_says("status", "job")
     assert release.k8s_says("scale", "job", "1") == "job: 2 -> 1 worker pods\n"

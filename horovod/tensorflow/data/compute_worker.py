@@ -28,8 +28,8 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     hvd.init()
     if dispatchers < 1 or hvd.size() % dispatchers:
         raise Invalid(
-            f"{hvd.size()} ranks can't be shared out evenly to {dispatchers} dispatchers: start a multiple of them, as"
-            f" in -np {2 * max(dispatchers, 1)}"
+            f"{hvd.size()} ranks can't be divided evenly among {dispatchers} dispatchers: start a multiple of them,"
+            f" as in -np {2 * max(dispatchers, 1)}"
         )
     service = config = None
     try:
@@ -63,10 +63,10 @@ def _make_way(file: Path) -> None:
         pass
     except Invalid as error:
         raise Invalid(
-            f"{file} is no file that a compute job has left, and is not replaced ({error}); give another"
+            f"{file} was not written by a compute job, and is not replaced ({error}): pass another file"
         ) from None
     except OSError as error:
-        raise Invalid(f"{file} can't be replaced: {error.strerror}; give another") from error
+        raise Invalid(f"{file} can't be replaced: {error.strerror}; pass another file") from error
 
 
 def _remove(file: Path, config: TfDataServiceConfig) -> None:
@@ -95,19 +95,22 @@ def _seconds(text: str) -> float:
 def _command(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m horovod.tensorflow.data.compute_worker",
-        description="Every rank is a worker of TensorFlow's tf.data service: start it with horovodrun.",
+        description="Run a worker of TensorFlow's tf.data service on every rank. Start with horovodrun.",
     )
     parser.add_argument(
-        "configfile", help="written for training jobs, where they and this job can read it"
+        "configfile", help="file for training jobs, on storage that both jobs can read"
     )
     parser.add_argument(
-        "--dispatchers", type=_count, default=1, help="1 for all training ranks, or one for each"
+        "--dispatchers",
+        type=_count,
+        default=1,
+        help="1 dispatcher for all training ranks, or one for each",
     )
     parser.add_argument(
-        "--dispatcher-side", choices=SIDES, default="compute", help="in which job they run"
+        "--dispatcher-side", choices=SIDES, default="compute", help="job that runs the dispatchers"
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, help="seconds for all of both jobs to be up"
+        "--timeout", type=_seconds, default=60.0, help="seconds to wait until both jobs are up"
     )
     given = parser.parse_args(words)
     main(given.dispatchers, given.dispatcher_side, given.configfile, given.timeout)

@@ -97,7 +97,7 @@ def test_why_a_driver_does_not_run_is_said_in_kubernetes_words():
         "bert-driver-x",
         state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
     )
-    said = "driver pod bert-driver-x does not run: ImagePullBackOff: no such image"
+    said = "driver pod bert-driver-x is not running: ImagePullBackOff: no such image"
     assert next_step(a_job(), [pulling], set()) == Wait(said)
     making = a_pod("bert-driver-x", state={"waiting": {"reason": "ContainerCreating"}})
     assert next_step(a_job(), [making], set()) == Wait("waiting for a driver pod")
