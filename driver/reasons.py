@@ -21,8 +21,8 @@ from elastic.protocol.messages import Commit
 
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
 GONE = (
-    "Commits were in the workers' memory: begin anew, with --fresh where there is a journal, from a checkpoint that"
-    " the script has saved"
+    "Commits were in the workers' memory only: restart from a checkpoint that the script saved, with --fresh if"
+    " there is a journal"
 )
 
 
@@ -265,8 +265,8 @@ def _several(facts: Mapping[str, Any]) -> str:
 
 
 def _next_world(facts: Mapping[str, Any]) -> str:
-    ready = f"{facts['ready']} of {counted(facts['members'], 'old member')} ready"
-    new = f", {facts['new']} new" if facts["new"] else ""
+    ready = f"{facts['ready']} of {counted(facts['members'], 'member')} stayed"
+    new = f", {facts['new']} joined" if facts["new"] else ""
     return f"{facts['cause']}; {ready}{new}"
 
 
@@ -275,8 +275,8 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
 
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
-        again = f", as {before} before it since the last new commit" if before else ""
-        end = "nothing singles out a worker, so nobody is fenced and all form a new communicator"
+        again = f", like {before} before it since the last new commit" if before else ""
+        end = "no single worker is at fault, so none is fenced and all form a new communicator"
         return f"{_words.vformat(begin, (), facts)}{again}; {end}"
 
     return sentence
@@ -302,8 +302,8 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
 def _scaled(facts: Mapping[str, Any]) -> str:
     """``before`` is None where only the slots limited it."""
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
-    was = "as many as there are slots" if before is None else str(before)
-    said = f"{counted(wanted, 'worker')} wanted, before {was}"
+    was = "one per slot" if before is None else str(before)
+    said = f"scaled from {was} to {counted(wanted, 'worker')}"
     if facts["leave"]:
         return f"{said}: {facts['leave']} of them {'leaves' if facts['leave'] == 1 else 'leave'} at the next commit"
     if slots < wanted:
@@ -316,13 +316,15 @@ def _scaled(facts: Mapping[str, Any]) -> str:
                 f"{said}: {facts['drained']}{more} {'are' if several else 'is'} drained;"
                 f" undo with: elasticrun drain {first} --off"
             )
-        return f"{said}; more workers start when there are more slots"
+        return f"{said}; more workers start when slots become available"
     return said
 
 
 def _only_slots(slots: int) -> str:
     return (
-        "no slot can be used now" if not slots else f"only {counted(slots, 'slot')} can be used now"
+        "no slot is available"
+        if not slots
+        else f"only {counted(slots, 'slot')} {'is' if slots == 1 else 'are'} available"
     )
 
 
@@ -332,7 +334,7 @@ def _first_world(facts: Mapping[str, Any]) -> str:
     if wanted is None:
         return f"first world: {counted(members, 'worker')} ready"
     slots = facts["slots"]
-    why = f"{_only_slots(slots)}; others join when there are more"
+    why = f"{_only_slots(slots)}; the others join when slots become available"
     if slots > members:
         why = "the others join when they are ready"
     return f"starting with {members} of {counted(wanted, 'worker')}: {why}"
@@ -345,28 +347,28 @@ def _drains(facts: Mapping[str, Any]) -> str:
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
     if least:  # those of --min-np
-        when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
+        when = f"once {counted(least, 'worker')} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
 def _machine_leaves(facts: Mapping[str, Any]) -> str:
     """The driver's own machine goes, and everybody with it."""
-    said = f"this machine goes away ({facts['notice']})"
+    said = f"this machine will be reclaimed ({facts['notice']})"
     if facts["newest"]:
-        return f"{said}; commit {commit_id(facts['newest'])} is durable, and the same command goes on from it"
+        return f"{said}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
     if facts["durable"]:
-        return f"{said}, and no commit of this run became durable in time"
-    return f"{said}; with --checkpoint-dir the same command could go on from its last commit"
+        return f"{said}; no commit of this run became durable in time"
+    return f"{said}; to resume after that, use --checkpoint-dir"
 
 
 def _stopped(facts: Mapping[str, Any]) -> str:
     """An operator, or a batch system, ends the job."""
     said = f"{facts['why']}"
     if not facts["made"]:
-        said += f"; no last checkpoint was made within {facts['within_s']:g} s"
+        said += f"; no last checkpoint was written within {facts['within_s']:g} s"
     if not facts["newest"]:
         return said
-    return f"{said}; commit {commit_id(facts['newest'])} is durable, and the same command goes on from it"
+    return f"{said}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
 
 
 SENTENCES: dict[Why, Sentence] = {
@@ -374,86 +376,87 @@ SENTENCES: dict[Why, Sentence] = {
     Why.UNKNOWN: "{text}",
     Why.FIRST_START: "first start",
     Why.SLOT_IS_FREE: "its slot is free again",
-    Why.TO_STAND_BY: "to stand by, for the next that is lost",
+    Why.TO_STAND_BY: "standby for the next lost worker",
     Why.FROZEN: ("it is frozen", " ({how})"),
-    Why.CUT_OFF: ("it is cut off", ": its host acknowledges nothing any more"),
+    Why.CUT_OFF: ("it is cut off", ": no acknowledgements from its host"),
     Why.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),
     Why.BUSY: ("it is stuck", ": busy for {for_s:.0f} s ({rates}) while the others waited {where}"),
     Why.GPU_FAILED: (
         "its GPU failed",
-        ": CUDA answers with an error, for {for_s:.0f} s, while all wait in collective {number} of {group!r}",
+        ": CUDA has returned an error for {for_s:.0f} s while all wait in collective {number} of {group!r}",
     ),
     Why.GPU_HANGS: (
         "its GPU hangs",
-        ": it has not come to collective {number} of {group!r}, which was launched, {for_s:.0f} s after the others",
+        ": it launched collective {number} of {group!r} but has not reached it {for_s:.0f} s after the others",
     ),
     Why.GPU_BEHIND: (
         "its GPU hangs",
-        ": it is not at the end of collective {number} of {group!r} {for_s:.0f} s after the others,"
-        " for the second time",
+        ": it has not finished collective {number} of {group!r} {for_s:.0f} s after the others, for the second"
+        " time",
     ),
-    Why.OTHER_DIGEST: "its parameters differ from {right}'s under commit {commit:commit}",
-    Why.DAMAGED: "its {parts} under commit {commit:commit} differs from that of {equal} others, and did not before: its"
-    " memory or its processor has changed bits, so have its host tested",
-    Why.SPOILT: "infinite or NaN gradients from damaged memory have spoilt all replicas, commit {commit:commit} with"
-    " them",
+    Why.OTHER_DIGEST: "its parameters differ from those of {right} at commit {commit:commit}",
+    Why.DAMAGED: "its {parts} at commit {commit:commit} differs from that of {equal} others, and was equal before:"
+    " its memory or processor flipped bits, so test its host",
+    Why.SPOILT: "infinite or NaN gradients from damaged memory have corrupted all replicas, and commit"
+    " {commit:commit}",
     Why.NO_INIT: "it did not call init() within {within_s:g} s",
     Why.NOT_READY: "it did not become ready within {within_s:g} s",
     Why.HOST_NOT_LISTED: "{host} left the list of hosts",
-    Why.HOST_LEAVES: "the machine of {host} goes away: {notice}",
-    Why.RETURNED_BEFORE: "it has returned from elastic.run, which a job enters once",
+    Why.HOST_LEAVES: "{host} will be reclaimed: {notice}",
+    Why.RETURNED_BEFORE: "it already returned from elastic.run, which a job runs once",
     Why.JOB_ENDED: "the job has ended",
     Why.JOB_OVER: "the job is over",
-    Why.GONE_ON_WITHOUT: "the job has gone on without it",
+    Why.GONE_ON_WITHOUT: "the job continued without it",
     Why.NOT_LEFT: "it did not leave in time",
     Why.REJECTED: "it was rejected",
-    Why.SCALED_DOWN: "{workers:+worker} wanted",
+    Why.SCALED_DOWN: "scaled down to {workers:+worker}",
     Why.DRAINED: "{host} is drained",
-    Why.REMOVED: "an operator has removed it",
+    Why.REMOVED: "an operator removed it",
     Why.SCALED: _scaled,
     Why.DRAINS: _drains,
-    Why.DRAINS_NO_MORE: "workers may be started on {host} again",
+    Why.DRAINS_NO_MORE: "{host} is not drained any more: workers may start there",
     Why.REMOVES: "{worker} leaves at its next commit",
-    Why.FIXED_SIZE: "this job has a fixed size: begin it with --min-np or --max-np to change that while it runs",
-    Why.BELOW_LEAST: "{workers:+worker} wanted, and the job was begun with --min-np {least}; give at least {least}",
+    Why.FIXED_SIZE: "this job has a fixed size: start it with --min-np or --max-np to change the size while it runs",
+    Why.BELOW_LEAST: "{workers:+worker} requested, but --min-np is {least}: request at least {least}",
     Why.NO_SUCH_HOST: "{host} is not a host of this job; it has {hosts}",
-    Why.NO_SUCH_WORKER: "{worker} is not a worker that runs",
-    Why.LEAVES_ALREADY: "{worker} leaves already: {leaving}",
+    Why.NO_SUCH_WORKER: "{worker} is not a running worker",
+    Why.LEAVES_ALREADY: "{worker} is already leaving: {leaving}",
     Why.CONNECTION_LOST: "its connection was lost",
-    Why.NOT_BACK: "it did not come back to the restarted driver",
+    Why.NOT_BACK: "it did not reconnect to the restarted driver",
     Why.STRANDED: "it lost a peer outside elastic.run",
     Why.RAISED: "it raised an exception",
     Why.NOT_EXITED: "it did not exit in time",
-    Why.CANT_BE_KILLED: "{worker} can't be killed within {within_s:g} s: going on without it",
-    Why.SLOT_COOLS: "{worker} ended with {exit}; its slot may return in {wait_s:g} s",
-    Why.SLOT_GIVEN_UP: "slot {slot} is given up: {attempts} workers in a row ended without progress, the last with"
+    Why.CANT_BE_KILLED: "{worker} could not be killed within {within_s:g} s: continuing without it",
+    Why.SLOT_COOLS: "{worker} ended with {exit}; its slot is available again in {wait_s:g} s",
+    Why.SLOT_GIVEN_UP: "gave up slot {slot}: {attempts} consecutive workers ended without progress, the last with"
     " {exit}{wrote:wrote}",
     Why.INIT_AGAIN: "init() was called again",
     Why.ENTERING: "entering elastic.run",
-    Why.FELL_OUT: "{worker} fell out of the world",
-    Why.COLLECTIVE_BROKE: "a collective broke at {worker}: {text}",
+    Why.FELL_OUT: "{worker} rejoined without reporting a failure",
+    Why.COLLECTIVE_BROKE: "a collective failed at {worker}: {text}",
     Why.LOST_EXITED: "lost {worker} ({exit})",
     Why.LOST_KILLED: "lost {worker} (killed: {killed_for:brief})",
-    Why.LOST_ALIVE: "lost {worker}, which can't be killed (it had to be: {killed_for:brief})",
+    Why.LOST_ALIVE: "lost {worker}, which could not be killed ({killed_for:brief})",
     Why.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
     Why.LOST_RAISED: "{worker} raised {summary}",
     Why.LOST_QUIT: "{worker} called {call}",
     Why.LOST_REJECTED: "the state of {worker} differs from the world's",
     Why.LOST_HOST: ("lost host {host}", ": {text}"),
-    Why.HOST_SILENT: "its agent is connected, but has not answered for {for_s:.1f} s, while all others wait for its"
-    " workers: it is stopped, or cut off",
+    Why.HOST_SILENT: "its agent is connected but has not responded for {for_s:.1f} s while all others wait for its"
+    " workers: it is stopped or unreachable",
     Why.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
-    Why.NOT_STOPPED: "{workers} did not reach check {check} within {within_s:g} s",
+    Why.NOT_STOPPED: "{workers} did not reach safepoint {check} within {within_s:g} s",
     Why.NETWORK_HANGS: _hang(
-        "all GPUs have come to collective {number} of {group!r}, and it has not ended for {for_s:.0f} s:"
-        " NCCL hangs, or the network"
+        "all GPUs have reached collective {number} of {group!r}, and it has not ended for {for_s:.0f} s: NCCL or"
+        " the network hangs"
     ),
     Why.GPUS_HANG: _hang(
-        "all ranks have launched collective {number} of {group!r}, and most GPUs have not come to it for {for_s:.0f} s"
+        "all ranks have launched collective {number} of {group!r}, and most GPUs have not reached it for"
+        " {for_s:.0f} s"
     ),
     Why.DIFFERENT_COLLECTIVES: (
-        "all members wait for {for_s:g} s, but {where}: these are not the same collective, so that nobody can go on:"
-        " the script is wrong"
+        "all members have waited for {for_s:g} s, but {where}: these are different collectives, so none can"
+        " complete: the script is wrong"
     ),
     Why.COMMIT_ON_SOME_RANKS: (
         "all members wait for {for_s:g} s, but {where}: commit() of a sharded state is a collective, so call it on all"
@@ -464,57 +467,57 @@ SENTENCES: dict[Why, Sentence] = {
     Why.NEXT_WORLD: _next_world,
     Why.JOINED: "{workers} joined",
     Why.LEAVES: "{worker} leaves ({leaving})",
-    Why.NOT_WANTED: "nobody wants to join or leave any more",
+    Why.NOT_WANTED: "no worker joins or leaves any more",
     Why.NO_ANSWER: "no answer from {workers}",
     Why.RETURNED: "{worker} returned",
     Why.RETURNED_MEANWHILE: "{worker} returned during a planned change",
     Why.RECONNECTED: "reconnected",
-    Why.FROM_CHECKPOINT: "nobody holds a commit in memory, so training goes on from the newest checkpoint"
-    " (restart {restart} of {limit} since the last one): {cause}",
+    Why.FROM_CHECKPOINT: "no worker holds a commit in memory; resuming from the newest checkpoint (restart"
+    " {restart} of {limit} since the last one): {cause}",
     Why.ALL_RETURNED: _all_returned,
-    Why.FAILED_AFTER_TRAINING: "{who} ended with {exit} in code that runs after training, which had succeeded: the job"
-    " fails with exit code 1",
+    Why.FAILED_AFTER_TRAINING: "training succeeded, but {who} ended with {exit} in code that runs after it: the"
+    " job fails with exit code 1",
     Why.FAILED_IN_TRAINING: "{cause} in its training function, after all others had returned: the job fails with exit"
     " code 1",
-    Why.FEWER_RETURNED: "--strict: scripts have failed, and the job fails with exit code 1",
+    Why.FEWER_RETURNED: "--strict: scripts failed, so the job fails with exit code 1",
     Why.ALL_EXITED: "{workers:+worker} ended with exit code 0",
-    Why.ALL_LOST: "all {members:+member} of generation {generation} are lost,"
-    f" and nobody is left to go on from: {{cause}}. {GONE}{{wrote:wrote}}",
+    Why.ALL_LOST: f"all {{members:+member}} of generation {{generation}} are lost, and no commit is left:"
+    f" {{cause}}. {GONE}{{wrote:wrote}}",
     Why.NO_COMMIT: "no survivor holds a commit: {cause}",
     Why.SLOTS_SPENT: "every slot was given up after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
-    Why.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s:"
-    " start more hosts, or lower --min-np, or raise --elastic-timeout",
+    Why.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
+    " or raise --elastic-timeout",
     Why.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
-    Why.NO_RESUME: "training can't go on from the checkpoint: {text}",
+    Why.NO_RESUME: "training can't resume from the checkpoint: {text}",
     Why.SHARDS_LOST: "{text}",
     Why.SCRIPT_REFUSED: "--strict: {text}",
-    Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached, with no new checkpoint between",
+    Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached without a new checkpoint",
     Why.MACHINE_LEAVES: _machine_leaves,
     Why.STOPPED: _stopped,
     Why.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
-    Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
-    Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",
+    Why.STUCK_AGAIN: "a worker was stuck in {worlds} consecutive worlds without a new commit: {cause}",
+    Why.IN_CIRCLES: "{worlds} consecutive recoveries without a lost worker and without a new commit: {cause}",
     Why.LOST_PEER: "{who} lost a peer: {text}",
     Why.CALLS_DIFFER: "{text}",
-    Why.SAME_CALLS: "the world that went back to the commit broke in the same way: {cause}",
+    Why.SAME_CALLS: "after the commit was restored, the next world failed in the same way: {cause}",
     Why.TENSORS_DIFFER: "{summary}",
-    Why.LAYOUTS_DIFFER: "the state of {worker} differs from that of {rank_0}, and that of {first} before it differed in"
-    " the same way: build the same model, optimizer and state on every rank",
+    Why.LAYOUTS_DIFFER: "the state of {worker} differs from that of {rank_0}, as did that of {first} before: build"
+    " the same model, optimizer and state on every rank",
     Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
     Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     Why.ENDED: _ended,
     Why.SCRIPT_FAILS: "every worker ended before training began, the last with {exit}{killed_for:because}{wrote:wrote}",
     Why.SCRIPT_RAISED: "{who} raised {summary}:\n{trace}",
     Why.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit:commit}:\n{trace}",
-    Why.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s, while others wait for it",
+    Why.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s while others wait for it",
     Why.LOST_FOR_GOOD: "{who} is lost: {cause}",
-    Why.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls;"
-    " where their data are uneven, end with hvd.join()",
-    Why.RETURNED_ALONE: "{who} returned from elastic.run {for_s:g} s ago or more, while {where}:"
-    " the script is wrong, all members must make the same calls",
-    Why.STORE_SILENT: "etcd at {store} does not answer ({text}); training goes on, changes of membership wait",
+    Why.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls; if their data are uneven, end with"
+    " hvd.join()",
+    Why.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: the script is"
+    " wrong, all members must make the same calls",
+    Why.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes wait",
     Why.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
-    Why.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, of which the journal that this driver goes on from"
-    " knows nothing: it is incomplete",
+    Why.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"
+    " driver: the journal is incomplete",
     Why.DRIVER_BUG: "a bug in the driver, please report it with the journal: {error}",
 }

@@ -292,5 +292,9 @@ class HostedJob:
 
 def _term(driver: Program) -> int:
     """With which it has come to lead; 0: it has not, or without a word."""
-    found = [match[1] for line in driver.lines if (match := re.search(r"with term (\d+)", line))]
+    found = [
+        match[1]
+        for line in driver.lines
+        if (match := re.search(r"elected leader of job .*, term (\d+)", line))
+    ]
     return int(found[-1]) if found else 0

@@ -270,7 +270,7 @@ def ssh(bench: Bench) -> ScenarioOutcome:
 
 def stand_by(job: HostedJob) -> None:
     """Returns once it does."""
-    job.start_driver(on=STANDBY).wait_for("standing by")
+    job.start_driver(on=STANDBY).wait_for("standby: another driver leads")
 
 
 def kill_worker(job: HostedJob, host: str) -> float:

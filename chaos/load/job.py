@@ -136,7 +136,7 @@ class LightJob:
 
     def page_link(self) -> str:
         """Of the live page, with its token: what the driver's log says of it."""
-        found = re.findall(r"the page of this job: (\S+)", (self.folder / "log").read_text())
+        found = re.findall(r"page of this job: (\S+)", (self.folder / "log").read_text())
         if not found:
             raise RuntimeError(f"there is no page; the driver said:\n{self._tail('log')}")
         return str(found[-1])

@@ -77,7 +77,7 @@ def checkpoint_plan(
     }
     if begin is not None:
         url, found = begin
-        notes.append(("info", f"training goes on from {found}: {url}/{found.name}"))
+        notes.append(("info", f"training resumes from {found}: {url}/{found.name}"))
         if options.begin_from is not None:
             env[told.FROM] = f"{url}@{found.name}"
     restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts

@@ -244,14 +244,15 @@ class DetectionFlags:
     idle_timeout: float | None = flag(
         "--idle-timeout",
         "S",
-        f"Kill an idle worker after others have waited S seconds for it; 0: never (default: {Settings.idle_s:g}; in a job of"
-        " fixed size, --busy-timeout).",
+        "Kill an idle worker after others have waited S seconds for it; 0: never (default:"
+        f" {Settings.idle_s:g}; in a job of fixed size, --busy-timeout).",
         number,
     )
     busy_warning: float | None = flag(
         "--busy-warning",
         "S",
-        f"Log a busy worker after others have waited S seconds for it; 0: never (default: {Settings.busy_warning_s:g}).",
+        "Log a busy worker after others have waited S seconds for it; 0: never (default:"
+        f" {Settings.busy_warning_s:g}).",
         number,
     )
     busy_timeout: float | None = flag(

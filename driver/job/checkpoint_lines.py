@@ -45,7 +45,7 @@ class CheckpointLines:
 
     def failed(self, failed: Failed) -> None:
         level = "warning" if failed.unusual and self._may_say(Failed) else "debug"
-        self._log(level, f"a checkpoint was left out: {failed.who} says {failed.reason}")
+        self._log(level, f"skipped a checkpoint: {failed.who} reports {failed.reason}")
 
     def not_equal(self, found: NotEqual) -> None:
         if not self._may_say(NotEqual):
@@ -55,13 +55,13 @@ class CheckpointLines:
             for group in found.groups[:NAMED]
         )
         parts = " and ".join(found.parts)
-        what = f"commit {found.commit} is not made durable: {parts} differs between {groups}"
+        what = f"commit {found.commit} is not written as a checkpoint: {parts} differs between {groups}"
         why = (
-            "they were equal before, so the memory of one has changed bits; as many say one thing as the other, so stop"
-            " the job, and begin it again from its newest checkpoint"
+            "they were equal before, so the memory of one worker flipped bits; there is no majority, so stop the"
+            " job and restart it from its newest checkpoint"
             if found.ever_equal
-            else "checkpoints need replicas that are equal: step all of its parameters by DistributedOptimizer, or keep"
-            " what each rank learns for itself out of the state"
+            else "checkpoints need equal replicas: step all parameters with DistributedOptimizer, or keep values"
+            " that each rank computes for itself out of the state"
         )
         self._log("error", f"{what}; {why}")
 

@@ -47,16 +47,16 @@ async def campaign(
         taking.cancel()
         await asyncio.wait({taking})
         raise Invalid(
-            f"another driver leads job {plan.name}; wait for its end, take another --job name, or give"
-            " --standby to follow it"
+            f"another driver leads job {plan.name}: wait until it ends, use another --job name, or pass --standby"
+            " to take over from it"
         )
     if waited:
-        log("info", f"standing by: another driver leads job {plan.name}")
+        log("info", f"standby: another driver leads job {plan.name}")
         stopped = await _unless_stopped(taking)
         if stopped:
             return stopped
     taking.result()
-    log("info", f"leads job {plan.name} with term {leadership.term}")
+    log("info", f"elected leader of job {plan.name}, term {leadership.term}")
     return Lead(etcd, leadership, waited=waited)
 
 
@@ -66,7 +66,7 @@ async def _unless_stopped(taking: asyncio.Future[int]) -> str:
 
     def asked(name: str) -> None:
         if not stop.done():
-            stop.set_result(f"{name} while standing by")
+            stop.set_result(f"{name} while on standby")
 
     aio = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

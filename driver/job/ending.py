@@ -125,7 +125,7 @@ class Ending:
             return []
         self._fail(now)
         named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
-        text = "after training had succeeded: its exit code is unknown, and the job fails with exit code 1"
+        text = "after training had succeeded: its exit code is unknown, so the job fails with exit code 1"
         return [events.Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:
@@ -154,7 +154,9 @@ class Ending:
             if awaited:
                 named = ", ".join(f"rank {self._rank(w)} ({w})" for w in awaited[:8])
                 more = f" and {len(awaited) - 8} more" if len(awaited) > 8 else ""
-                text = f"training has ended; waiting for {named}{more} to exit: code after it still runs"
+                text = (
+                    f"training ended; waiting for {named}{more} to exit: code after it still runs"
+                )
                 actions.append(events.Report("info", text))
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
@@ -166,7 +168,9 @@ class Ending:
             actions += [events.KillWorker(worker, reason) for worker in sorted(doomed)]
         if self._give_up_at is not None and now >= self._give_up_at:
             left = ", ".join(str(worker) for worker in sorted(self._alive))
-            actions.append(events.Report("error", f"{left} cannot be killed; leaving without them"))
+            actions.append(
+                events.Report("error", f"{left} could not be killed; exiting without them")
+            )
             self._alive.clear()
         return actions
 

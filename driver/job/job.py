@@ -127,8 +127,8 @@ def room_for(
     async def grow(workers: int) -> str:
         if workers > most:
             return (
-                f"{workers} workers are too many for this machine, which has {cores} cores: {most} at most. Begin the"
-                " job with -H localhost:N, or on more hosts, for more"
+                f"{workers} workers are too many for this machine, which has {cores} cores: at most {most}. For"
+                " more, start the job with -H localhost:N or on more hosts"
             )
         await own.make_room(min(SLOTS_LIMIT, workers + job.settings.standbys))
         return ""

@@ -163,7 +163,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         tracing = Tracing(console)
         if job.settings.timeline is not None:
             tracing.open(job.settings.timeline)
-            console("info", f"the timeline is written to {job.settings.timeline}")
+            console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
             from elastic.driver.monitoring.metrics import (
                 Metrics,  # its library takes a tenth of a second
@@ -171,7 +171,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
 
             metrics = Metrics(*job.metrics)
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
-            console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
+            console("info", f"serving metrics at http://{host}:{metrics.port}/metrics")
         spent = TimeSpent() if job.summary else None
         report = None
         if job.report is not None:
@@ -212,9 +212,9 @@ def _write(report: RunReport, log: Log) -> None:
     try:
         report.write()
     except Invalid as error:
-        log("warning", f"there is no report of this job: {error}")
+        log("warning", f"the report of this job could not be written: {error}")
     else:
-        log("info", f"the report of this job: {report.file}")
+        log("info", f"report of this job: {report.file}")
 
 
 def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
@@ -254,7 +254,7 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
     await job_io.page.serve(PageServer(job_io.page.model, listening, guard), job_io.line)
     host = socket.gethostname() if own in ("0.0.0.0", "::") else address
     host = f"[{host}]" if ":" in host else host
-    job_io.console("info", f"the page of this job: http://{host}:{port}/#{token}")
+    job_io.console("info", f"page of this job: http://{host}:{port}/#{token}")
 
 
 def page_token(job: Job) -> str:

@@ -51,7 +51,7 @@ async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: 
     def accepted(agent: HostAgent) -> None:
         called.add(agent.host)
         here.add(agent)
-        server.send(agent, Detach("another job has begun"))
+        server.send(agent, Detach("another job has started"))
 
     now = asyncio.get_running_loop().time
     began = now()
@@ -72,6 +72,6 @@ async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: 
     if missing := ", ".join(sorted(hosts - called)):
         log(
             "warning",
-            f"no agent of the job before has called from {missing}: if its workers live, they end by themselves"
-            " after its --driver-timeout",
+            f"no agent of the previous job has called from {missing}: workers that still run there end by"
+            " themselves after its --driver-timeout",
         )

@@ -293,7 +293,7 @@ class Driver:
 
     async def _watch_hosts(self) -> None:
         listed = False
-        trouble = "it gave no list"
+        trouble = "discovery returned no list"
         try:
             async for hosts in self._discovery.watch():
                 self._post(events.HostsChanged(dict(hosts)))
@@ -304,10 +304,10 @@ class Driver:
         except Exception as error:
             # Adapters report their sources' trouble themselves: this is a bug in one, and the hosts we have stay good.
             trouble = repr(error)
-            self._log("error", f"host discovery ended, the list of hosts stays as it is: {trouble}")
+            self._log("error", f"host discovery ended; the list of hosts stays as it is: {trouble}")
         if not listed:
             self._post(
-                events.StopRequested(f"host discovery ended before there was any host: {trouble}")
+                events.StopRequested(f"host discovery ended before it found a host: {trouble}")
             )
 
     def _heard(self, worker: Worker, message: Any) -> None:
@@ -503,7 +503,7 @@ class Driver:
         self._log_workers(
             "killing", [a for a in actions if isinstance(a, events.KillWorker)], given
         )
-        self._log_workers("letting go", [a for a in actions if isinstance(a, events.LetGo)], given)
+        self._log_workers("releasing", [a for a in actions if isinstance(a, events.LetGo)], given)
 
     def _do(self, action: events.Action) -> Line | None:
         """Perform one action. Returns what the log has to say of it."""
@@ -516,7 +516,7 @@ class Driver:
             case events.ProbeWorkers(workers):
                 self._launcher.probe(workers)
                 broadcast(workers, protocol.Locate())
-                return ("debug", f"looking at what {_some(workers)} does")
+                return ("debug", f"probing {_some(workers)}")
             case events.TellAwaited(generation, members, rank, line):
                 broadcast(members, protocol.Awaited(generation, rank, line))
             case events.GiveUpHost(host, reason):
@@ -526,7 +526,7 @@ class Driver:
                 return ("info", f"the stacks of {worker} follow: {brief(reason)}")
             case events.BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, str(reason)))
-                return self._news(f"generation {generation} is over: {reason}")
+                return self._news(f"generation {generation} was interrupted: {reason}")
             case events.PublishWorld():
                 return self._publish(action)
             case events.TellWorld(generation, member, store, holders, commit, reason, checkpoint):
@@ -539,13 +539,13 @@ class Driver:
                 send(worker, protocol.Welcome(place, newcomer, elastic, self._step_input))
             case events.PrepareChange(generation, change, members, reason):
                 broadcast(members, protocol.Prepare(generation, change))
-                return self._news(f"generation {generation} is to change: {reason}")
+                return self._news(f"planned change of generation {generation}: {reason}")
             case events.StopMembersAt(generation, change, check, members):
                 broadcast(members, protocol.StopAt(generation, change, check))
-                return ("debug", f"generation {generation} stops at check {check}")
+                return ("debug", f"generation {generation} stops at safepoint {check}")
             case events.CallOffChange(generation, change, members, reason):
                 broadcast(members, protocol.Proceed(generation, change))
-                return self._news(f"generation {generation} goes on unchanged: {reason}")
+                return self._news(f"generation {generation} continues unchanged: {reason}")
             case events.LetGo(worker, reason, fenced):
                 send(worker, protocol.Leave(str(reason), fenced))
             case events.RejectWorker(worker, layout, expected):
@@ -555,10 +555,10 @@ class Driver:
                 return ("error", f"the state of {worker} differs from the world's:\n{words}")
             case events.TellStandby(worker):
                 send(worker, protocol.StandBy())
-                return ("info", f"{worker} stands by")
+                return ("info", f"standby {worker} is ready")
             case events.FinishWorld(generation, members):
                 broadcast(members, protocol.Finish(generation))
-                return ("debug", f"generation {generation} is finished")
+                return ("debug", f"generation {generation} finished")
             case events.HastenCheckpoint(generation):
                 broadcast(self.places, protocol.CheckpointSoon(generation))
             case events.EndJob():
@@ -574,7 +574,7 @@ class Driver:
                 self._log("debug", phases_line(action))
                 return ("info", recovery_line(action, held=self._held))
             case _:
-                raise AssertionError(f"nothing is known about {type(action).__name__}")
+                raise AssertionError(f"unhandled action {type(action).__name__}")
         return None
 
     def _news(self, text: str) -> Line:
@@ -666,10 +666,10 @@ class Driver:
         self._about_checkpoints.ended()
         if outcome.code == 0:
             level = "warning" if outcome.reason.facts.get("failed") else "info"
-            return (level, f"training has ended: {reason}")
+            return (level, f"training ended: {reason}")
         # What a worker wrote is on the screen already.
         said = (
-            f"the job ends with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
+            f"the job ended with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
         )
         said = said.replace("; ", ";\n") if len(said) > LINE else said
         if self._decisions.stop_code is not None:

@@ -96,7 +96,7 @@ async def _alone(
     if known is not None:
         discovery: Discovery = script_discovery(job, known, console, only=this_host)
     else:
-        assert job.hosts is not None, "hosts that come by themselves need agents"
+        assert job.hosts is not None, "discovered hosts need agents"
         discovery = listed_hosts(job, membership.workers_max)
     journal = Journal()
     if job.journal:

@@ -76,8 +76,8 @@ async def start_fleet(
         past = await _past(job, plan, leading, archive)
         if past is not None and past.ended is not None and not past.membership.roster:
             code, reason = past.ended.code, str(past.ended.reason)
-            again = "give --fresh to begin it anew" + (f". {GONE}" if code else "")
-            job_io.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
+            again = "pass --fresh to start a new one" + (f". {GONE}" if code else "")
+            job_io.console("info", f"this job ended with exit code {code}: {reason}; {again}")
             return code, reason, [], {}
         run = _Run(job, plan, job_io, past, leading, this_host)
         return await run.to_its_end(archive, known)
@@ -101,8 +101,8 @@ async def _past(
     unawaited = plan.standby and lead is not None and not lead.waited
     if found is None and lead is not None and lead.waited and not plan.fresh:
         raise Invalid(
-            f"job {plan.name} has no journal in etcd, although a driver has led it until now: nobody"
-            " can go on with it; --fresh ends what is left of it and begins a new one"
+            f"job {plan.name} has no journal in etcd, although a driver led it until now, so it can't be resumed;"
+            " --fresh discards what is left of it and starts a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
         return None  # its workers ended with their driver; or nobody has waited for its outcome
@@ -138,12 +138,12 @@ def _bound(server: Server[Any], interface: str, port: int, own: int) -> Address:
         where = f"port {port} of {interface}"
         if port == own:
             raise Invalid(
-                f"--driver-port {port} can't be used: {where}: {error.strerror}; give another port, or leave it out"
-                " for any that is free"
+                f"--driver-port {port} can't be used: {where}: {error.strerror}; pass another port, or leave it out"
+                " to use any free one"
             ) from error
         raise Invalid(
-            f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free it and"
-            " run the command again, or give --fresh to begin anew"
+            f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free it"
+            " and rerun the command, or pass --fresh to start a new job"
         ) from error
 
 
@@ -253,8 +253,8 @@ class _Run:
             count = len(past.membership.roster)
             self.log(
                 "info",
-                f"goes on with the job at generation {self.membership.generation}, term {self.term}:"
-                f" {count} workers to find again",
+                f"resumed the job at generation {self.membership.generation}, term {self.term}; waiting for {count}"
+                " workers to reconnect",
             )
         if job.begun is not None:
             job.begun(driver)
@@ -281,10 +281,10 @@ class _Run:
         finally:
             lost.cancel()
         name = self.plan.name
-        why = f"is told to end (SIGTERM), and job {name} goes on"
+        why = f"received SIGTERM, and job {name} continues"
         if not self.left:
-            why = f"does not lead job {name} any more"
-        driver.outcome = f"this driver {why}: it ends, and leaves its workers to the next"
+            why = f"is not the leader of job {name} any more"
+        driver.outcome = f"this driver {why}: it exits, and leaves its workers to the next driver"
         self.log("warning", driver.outcome)
         return None
 
@@ -382,7 +382,7 @@ class _Run:
         from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 
         cluster = ApiServer(pods.selector, pods.namespace)
-        self.log("info", f"hosts are the pods {cluster.selector} of namespace {cluster.namespace}")
+        self.log("info", f"hosts: pods {cluster.selector} of namespace {cluster.namespace}")
         return PodDiscovery(cluster, self.log, noticed=noticed, slots=pods.slots, fallback=fallback)
 
     async def _announce(self, address: Address) -> None:

@@ -130,7 +130,7 @@ class Failures(Part):
                 )
                 self.worlds.end(1, same)
         self.staff.last_output = trace
-        blamed = ": its GPU failed, or NCCL, and not the script" if event.hardware else ""
+        blamed = ": the GPU or NCCL failed, not the script" if event.hardware else ""
         self.actions.log("error", f"{raised}{blamed}")
         self.staff.dismiss(record, because(Why.RAISED), self.settings.leave_s)
         worker, summary = str(event.worker), event.summary
@@ -167,7 +167,7 @@ class Failures(Part):
         lost = because(Why.LOST_EXITED, worker=worker, exit=exit_text)
         if record.killed_for is not None:
             # The reason was given when it was killed. Only where its exit ends the job it is given again.
-            ended = f"{ended}, as ordered"
+            ended = f"{ended}, as requested"
             lost = because(Why.LOST_KILLED, worker=worker, killed_for=record.killed_for)
         # Who is killed by SIGKILL can't say why, and what an earlier worker wrote is no reason for a later one.
         if event.output and event.code != -signal.SIGKILL:
@@ -197,7 +197,7 @@ class Failures(Part):
         elif not self.settings.elastic or self.worlds.root_cause_search is not None:
             self._exit_ends_the_job(record, event, exit_text)
         elif record.leaving and record.stage is WorkerStage.DISMISSED:
-            self.actions.log("info", f"{event.worker} has left with {ended}: {record.leaving}")
+            self.actions.log("info", f"{event.worker} left with {ended}: {record.leaving}")
         else:
             self._end_if_the_script_is_wrong(record, event, exit_text)
             self.staff.record_failure(record, ended)
@@ -226,7 +226,7 @@ class Failures(Part):
 
     def _begin_anew(self, why: Reason) -> None:
         """Nobody was in elastic.run, and who waits for a lost peer can't go on: the next world is a first one."""
-        text = "no worker had come to elastic.run, so all start from the beginning"
+        text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
         self.worlds.gathering.anew = self.worlds.gathering.whole = True
         stranded = because(Why.STRANDED)

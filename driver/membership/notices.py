@@ -113,8 +113,12 @@ class Notices(Part):
         known = self.announced.get(host)
         if known is None:
             left = "" if by is None else f" in {max(0.0, by - now):.0f} s"
-            then = "its workers leave" if self.settings.elastic and not alone else "so does the job"
-            self.actions.log("warning", f"{host} goes away{left} ({notice.text}): {then}")
+            then = (
+                "its workers leave"
+                if self.settings.elastic and not alone
+                else "the job ends with it"
+            )
+            self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
             by = known.by  # of two notices the earlier end counts
         one = self.announced[host] = Departure(notice.text, by, alone)
@@ -138,7 +142,9 @@ class Notices(Part):
     def _stays(self, host: str) -> None:
         if host not in self.announced:
             return
-        self.actions.log("info", f"{host} stays after all ({self.announced[host].text})")
+        self.actions.log(
+            "info", f"{host} will not be reclaimed after all ({self.announced[host].text})"
+        )
         why = self._why(host)
         self._clear(host)
         self.staff.slots.reopen(host)
@@ -193,11 +199,11 @@ class Notices(Part):
 
     def _everybody_goes(self, last: float | None) -> None:
         if self.settings.restarts is None:
-            text = "every machine of this job goes away, and its commits are in memory only"
-            self.actions.log("error", f"{text}; with --checkpoint-dir it could go on later")
+            text = "all machines of this job will be reclaimed, and its commits are in memory only"
+            self.actions.log("error", f"{text}; with --checkpoint-dir it could be resumed")
             return
-        which = "every machine" if self.settings.elastic else "a machine"
-        text = f"{which} of this job goes away: it trains on, and makes a checkpoint first"
+        which = "all machines" if self.settings.elastic else "a machine"
+        text = f"{which} of this job will be reclaimed: it keeps training, and writes a checkpoint first"
         self.actions.log("warning", text)
         self._ask_at = [self.actions.now]
         self._schedule(last)

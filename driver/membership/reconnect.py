@@ -111,7 +111,7 @@ class Reconnections(Part):
         ordered = here.keys() if event.ordered is None else set(event.ordered)
         for worker in [w for w in here if w not in running and w in ordered]:
             yield WorkerExited(
-                worker, -9, "an end that nobody saw: its host's agent does not run it"
+                worker, -9, "an exit that was not reported: its host's agent does not run it"
             )
 
     def restarted(self) -> None:

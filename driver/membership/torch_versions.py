@@ -22,6 +22,6 @@ class Versions:
         if not others:
             return ""
         return (
-            f"host {host} has torch {version}, others have {', '.join(others)}: they train together, but results and"
-            " errors may differ from host to host; install one version everywhere"
+            f"host {host} has torch {version}, others have {', '.join(others)}: they train together, but results"
+            " and errors may differ between hosts; install the same version everywhere"
         )

@@ -64,7 +64,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
         path = os.path.abspath(journal or wanted)
         found = [record for record in there if record.journal == path]
         which, whose = f"job of this user whose journal is {path}", path
-        hint = f" (if it has ended, elasticrun explain {path} says how)"
+        hint = f" (if it has ended: elasticrun explain {path})"
     elif wanted:
         found = [each for each in there if wanted == str(each.pid)]
         which = f"job {wanted!r} of this user"
@@ -73,11 +73,12 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     if not found:
         if other := _other_owner(path):
             raise Invalid(
-                f"{whose} belongs to user {other}, and a job answers only the user that started it: ask as {other}"
+                f"{whose} belongs to user {other}, and a job answers only the user that started it: run the"
+                f" command as {other}"
             )
         raise Invalid(f"no {which} runs here{hint}; {_others(there)}")
     if len(found) > 1:
-        raise Invalid(f"{len(found)} jobs run here, so say which: {_listed(found)}")
+        raise Invalid(f"{len(found)} jobs run here: name one of {_listed(found)}")
     [record] = found
     return JobAddress(record.name, record.address, bytes.fromhex(record.key))
 
@@ -98,8 +99,8 @@ def key_of(secret: bytes) -> bytes:
 
 def _others(there: Sequence[JobRecord]) -> str:
     if there:
-        return f"those that do: {_listed(there)}"
-    return "for one that is led from elsewhere give --etcd HOST:PORT, --job NAME and --secret-file FILE"
+        return f"running: {_listed(there)}"
+    return "for a job that is led from elsewhere, pass --etcd HOST:PORT, --job NAME and --secret-file FILE"
 
 
 def _listed(there: Sequence[JobRecord]) -> str:
@@ -171,7 +172,7 @@ class JobClient:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             data = self._socket.recv(1 << 18)
             if not data:
-                raise ProtocolError("it closed the connection; is the secret that of this job?")
+                raise ProtocolError("it closed the connection: is this the secret of that job?")
             self._wire.feed(data)
         return message
 

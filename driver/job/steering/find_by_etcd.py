@@ -31,6 +31,6 @@ async def _desk_of(access: EtcdAccess, job: str) -> str:
         await etcd.close()
     if seat is None or read_seat(seat.value) is None or desk is None:
         raise Invalid(
-            f"no driver leads job {job} in this etcd; elasticrun jobs shows those that run here"
+            f"no driver leads job {job} in this etcd; elasticrun jobs lists those on this machine"
         )
     return desk.value.decode("ascii", errors="replace")

@@ -71,8 +71,8 @@ def checked_folder(folder: Path) -> Path:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise Invalid(
-            f"{folder} should be a folder that only you can enter (mode 0700), and is not: remove it, or set"
-            " XDG_RUNTIME_DIR to a folder of yours"
+            f"{folder} must be accessible only to you (mode 0700): remove it, or set XDG_RUNTIME_DIR to a folder of"
+            " yours"
         )
     return folder
 
@@ -85,7 +85,7 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
             return []
     except PermissionError:  # XDG_RUNTIME_DIR is another user's, as after su
         raise Invalid(
-            f"{folder.parent} is not yours to enter: set XDG_RUNTIME_DIR to a folder of yours, or unset it"
+            f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to a folder of yours, or unset it"
         ) from None
     found = [_read(path) for path in checked_folder(folder).glob("*.json")]
     return sorted((each for each in found if each is not None), key=lambda each: each.began)

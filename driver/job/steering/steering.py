@@ -119,11 +119,11 @@ class OperatorDesk:
             for other in [] if self.job.standby else others[:1]:
                 self._log(
                     "warning",
-                    f"a job named {record.name} runs here already (process {other.pid}): commands find this one as"
-                    f" {record.pid}, its process; give another --job",
+                    f"job name {record.name} is already used here by process {other.pid}: select this job by its"
+                    f" process, {record.pid}, or start it with another --job",
                 )
         except (OSError, Invalid) as error:
-            why = f"commands such as elasticrun status won't find this job: {error}"
+            why = f"commands such as elasticrun status can't find this job: {error}"
             self._log("warning", why)
 
     async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
@@ -174,7 +174,7 @@ class OperatorDesk:
             case messages.AskLogs(worker=name, after=after):
                 return self._logs(name, after)
         if self._driver is None:
-            return Told(0, False, "the job has not begun yet; try again in a moment")
+            return Told(0, False, "the job has not started yet; try again in a moment")
         match request:
             case messages.AskScale(workers=workers):
                 if workers < 1:
@@ -194,9 +194,9 @@ class OperatorDesk:
             case messages.AskStacks(worker=name, log=log):
                 return await self._stacks(name, log=log)
             case messages.AskStop(why=why):
-                self._driver.stop(f"{who} asks for it{why and ': '}{why}", STOP_CODE)
-                return Told(0, True, "the job is told to end; asked again, it is ended at once")
-        raise AssertionError(f"nothing is known about {type(request).__name__}")
+                self._driver.stop(f"requested by {who}{why and ': '}{why}", STOP_CODE)
+                return Told(0, True, "the job is stopping; repeat the command to stop it at once")
+        raise AssertionError(f"unknown request {type(request).__name__}")
 
     async def _decided(self, who: str, event: Callable[[int], Event]) -> Told:
         assert self._driver is not None
@@ -212,7 +212,7 @@ class OperatorDesk:
         finally:
             self._answers.pop(number, None)
         if answer is None:
-            return Told(0, False, f"no decision within {ANSWER_S:g} s; elasticrun status may tell")
+            return Told(0, False, f"no decision within {ANSWER_S:g} s; see elasticrun status")
         return Told(0, answer.done, str(answer.reason))
 
     async def _stacks(self, name: str, *, log: bool) -> Told:
@@ -226,9 +226,9 @@ class OperatorDesk:
         else:
             workers = self._page.members()[:STACKS]
         if not workers:
-            return Told(0, False, "no worker trains now")
+            return Told(0, False, "no worker is training")
         for worker in workers:
-            model.expect_stack(worker, "an operator asks", time.time(), asked=True)
+            model.expect_stack(worker, "requested by an operator", time.time(), asked=True)
             self._driver.dump(worker)
         deadline, before, quiet_since = time.monotonic() + STACKS_S, "", time.monotonic()
         while time.monotonic() < deadline:
@@ -242,15 +242,15 @@ class OperatorDesk:
         for who, stacks in found.items() if log else ():
             if stacks:
                 self._log(
-                    "info", f"the stacks of {who}, as an operator asks:\n{training_stack(stacks)}"
+                    "info", f"stacks of {who}, requested by an operator:\n{training_stack(stacks)}"
                 )
         silent = [who for who, text in found.items() if not text]
         more = len(self._page.members()) - len(workers) if not name else 0
         text = f"of {len(workers) - len(silent)} of {len(workers)} workers"
         if silent:
-            text += f"; none of {', '.join(silent)}: see the log"
+            text += f"; none from {', '.join(silent)}: see the log"
         if more > 0:
-            text += f"; {more} more ranks: ask for one"
+            text += f"; {more} more ranks: request one of them"
         return Told(0, len(silent) < len(workers), text, json.dumps(found))
 
     def _logs(self, worker: str, after: int) -> Told:
@@ -264,4 +264,4 @@ class OperatorDesk:
     def _unknown(self, name: str) -> str:
         size = len(self._page.members())
         rank = f"a rank, 0 to {size - 1}, or " if size else ""  # nobody trains yet
-        return f"{name} is not a worker of this job; give {rank}host:slot"
+        return f"{name} is not a worker of this job: pass {rank}host:slot"

@@ -60,7 +60,9 @@ class Frozen(Part):
             return  # said again, as long as it lasts
         record.frozen = event.how or "not able to run"
         if record.stage not in AT_STAKE:
-            text = f"{self.worlds.named(record)} is frozen ({record.frozen}); nobody trains with it"
+            text = (
+                f"{self.worlds.named(record)} is frozen ({record.frozen}); no worker trains with it"
+            )
             self.actions.log("warning", text)
 
     def thawed(self, event: WorkerThawed) -> None:
@@ -71,7 +73,7 @@ class Frozen(Part):
         self._alone_said.discard(event.worker)
         if not record.killed_for:
             record.moved_at = self.actions.now
-            self.actions.log("info", f"{self.worlds.named(record)} runs again")
+            self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
         """It has come to its next wait since it was frozen: its word is here before its agent looks again."""
@@ -88,7 +90,7 @@ class Frozen(Part):
             elif record.worker not in self._alone_said:
                 self._alone_said.add(record.worker)
                 who = f"{self.worlds.named(record)} is frozen ({record.frozen})"
-                self.actions.log("warning", f"{who}; nobody else trains, so it is left alone")
+                self.actions.log("warning", f"{who}; no other worker trains, so it is not killed")
 
     def _has_company(self, record: WorkerRecord) -> bool:
         """Whether anybody trains with it, or will in the next world, who can. Newcomers know nothing of what a member
@@ -116,13 +118,13 @@ class Frozen(Part):
         if not gone:
             self.actions.log("warning", str(reason))
         elif not self._all_there(host):
-            self.actions.log("error", f"{reason}; going on without its {workers}")
+            self.actions.log("error", f"{reason}; continuing without its {workers}")
             lost = because(Why.LOST_WITH_HOST, host=host, text=text, workers=len(gone))
             self._without_host(host, lost)
         elif host not in self._hosts_awaited:
             by_s = self.settings.elastic_timeout_s
             self._hosts_awaited[host] = (self.actions.now + by_s, reason)
-            awaited = f"all members are there, so it is awaited for {by_s:g} s (--elastic-timeout)"
+            awaited = f"all members run there, so waiting for it for {by_s:g} s (--elastic-timeout)"
             self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
@@ -133,7 +135,7 @@ class Frozen(Part):
     def host_is_back(self, host: str) -> None:
         """Its agent was heard of again."""
         if self._hosts_awaited.pop(host, None) is not None:
-            self.actions.log("info", f"host {host} is back, with all members")
+            self.actions.log("info", f"host {host} is back with all its members")
 
     def give_up_hosts(self) -> None:
         for host, (by, reason) in [*self._hosts_awaited.items()]:

@@ -44,13 +44,13 @@ class Stragglers:
         """Who it is now."""
         slow = sorted(self.named)
         if not slow:
-            return "nobody holds the others up any more"
+            return "no straggler any more"
         shares = sorted(share for worker, share in self._share.items() if worker not in self.named)
         median = shares[len(shares) // 2]
         names = ", ".join(f"{name(w)}, which waits {self._share[w]:.0%}" for w in slow[:4])
         more = f", and {len(slow) - 4} more" if len(slow) > 4 else ""
         verb = "hold" if len(slow) > 1 else "holds"
         return (
-            f"{names}{more}, {verb} the others up, which wait {median:.0%} of their time"
-            f" in collectives: slow hardware, or more work than the others?"
+            f"{names}{more}, {verb} the others up, which wait {median:.0%} of their time in collectives: slow"
+            " hardware, or uneven work?"
         )

@@ -140,7 +140,7 @@ class Stuck(Part):
         if steps := max(event.collectives, event.commits):
             idle_s = self._idle.completed(steps, event.over_s, self.actions.now)
             if idle_s is not None:
-                self.actions.log("info", f"training continues after {idle_s:.0f} s without a step")
+                self.actions.log("info", f"training continued after {idle_s:.0f} s without a step")
         if self._stalled_at is not None and since < self._stalled_at:
             return  # that explains who waited
         if self._stragglers.size == 0:
@@ -215,7 +215,7 @@ class Stuck(Part):
     def _got_on(self, record: WorkerRecord) -> None:
         if self._suspicions.drop(record.worker):
             self._stalled_at = self.actions.now
-            text = f"{self.worlds.named(record)} got on at the last moment: it is not fenced"
+            text = f"{self.worlds.named(record)} made progress just before it was fenced"
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
@@ -364,7 +364,7 @@ class Stuck(Part):
             case _ if first.inside:
                 return f"in {first.inside!r}{_at([first])}"
             case Phase.STOPPING:
-                return "where all are to stop"
+                return "at a safepoint"
         return "for the end"
 
     def _judge(self, suspicion: Suspicion, record: WorkerRecord) -> None:
@@ -373,7 +373,7 @@ class Stuck(Part):
             case Next.NAME if self._lines > 0:
                 self._lines -= 1
                 last = (
-                    f"in no collective now, its last wait was in {record.last_inside!r}"
+                    f"in no collective now, last waited in {record.last_inside!r}"
                     if record.last_inside
                     else "in no collective"
                 )
@@ -436,7 +436,7 @@ class Stuck(Part):
         groups = {(s.inside, s.entered) for s in inside}
         copying = any(s.inside == COPY for s in inside)
         if len(groups) > 1 and copying:
-            self.actions.log("warning", f"{text} for {limit_s:g} s: is there so much to copy?")
+            self.actions.log("warning", f"{text} for {limit_s:g} s: is there that much to copy?")
         elif len(groups) > 1:
             called = {s.inside for s in inside}
             committing = SHARDS_COMMIT in called and len(called) > 1
@@ -453,7 +453,7 @@ class Stuck(Part):
                 self.worlds.end(1, because(Why.SAME_CALLS, cause=wrong))
             self.worlds.break_up(wrong)
         else:
-            why = "nobody is missing: is the network between them broken, or this much to send?"
+            why = "no rank is missing: is the network between them down, or is there that much to send?"
             if any(s.inside == GRADIENTS for s in inside):
                 why += " Or do they step different optimizers?"
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")

@@ -136,7 +136,7 @@ class Suspicion:
         anything.
         """
         due = self.fence_due(settings)
-        left = "" if due is None else f"it is fenced in {due - now:.0f} s"
+        left = "" if due is None else f"to be fenced in {due - now:.0f} s"
         match self.verdict:
             case Verdict.IDLE:
                 flag = "--busy-timeout" if self.patient else "--idle-timeout"
@@ -147,9 +147,9 @@ class Suspicion:
                     return what, ""
                 return what, f"{left} (--busy-timeout), unless its code marks this as long"
             case Verdict.EXCUSED if self.traced:
-                return "under a debugger: not taken for stuck", ""
+                return "under a debugger: not treated as stuck", ""
             case Verdict.EXCUSED:
-                return f"in {self.phase!r}, which its code marks as long: not taken for stuck", ""
+                return f"in {self.phase!r}, which its code marks as long: not treated as stuck", ""
         return str(self.verdict.value), ""
 
     def reason(self, now: float, where: str) -> Reason:

@@ -176,7 +176,7 @@ class Workforce:
             self.actions.add(LetGo(worker, reason))
 
     def reject(self, record: WorkerRecord, expected: str) -> None:
-        text = f"{record.worker} is rejected: its state differs from the world's"
+        text = f"rejected {record.worker}: its state differs from the world's"
         self.actions.log("error", text)
         record.rejected = expected
         self.dismiss(record, because(Why.REJECTED), self.settings.leave_s)
@@ -222,10 +222,10 @@ class Workforce:
         """It should not have ended: its slot cools down."""
         worker, now, settings = record.worker, self.actions.now, self.settings
         if not self.slots.lists(worker):
-            self.actions.log("info", f"{worker} ended with {what}; its slot is not listed")
+            self.actions.log("info", f"{worker} ended with {what}; its slot is not listed any more")
             return
         if self.slots.closed(worker.host, now):
-            text = f"{worker} ended with {what}; its machine had announced its own end"
+            text = f"{worker} ended with {what}; its machine is being reclaimed"
             self.actions.log("info", text)
             return
         since = record.resumed_at

@@ -68,7 +68,7 @@ class Deadlines(Part):
             case Phase.ENDING if self.actions.expired(self.worlds.ending_by):
                 self.worlds.ending_by = None
                 self.worlds.finish(
-                    f"waited {self.settings.elastic_timeout_s:g} s for the others to return, and go on"
+                    f"waited {self.settings.elastic_timeout_s:g} s for the others to return; continuing"
                 )
             case Phase.GATHERING:
                 if self.worlds.members and not self.worlds.gathering.late:

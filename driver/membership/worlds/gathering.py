@@ -55,14 +55,14 @@ class Gathering:
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
         first = awaited[0]
         what = (
-            "which has not come back from its step"
+            "which has not returned from its step"
             if first.running
             else "which has not entered elastic.run, or not called init() again,"
         )
-        end = "it is killed" if first.running else "the others go on without it"
+        end = "it is killed" if first.running else "the others continue without it"
         if not self.settings.elastic:
             end = "the job ends"
-        doubt = "" if first.phase else " (stuck, or frozen?)"
+        doubt = "" if first.phase else " (stuck or frozen?)"
         left = max(0.0, self.late_at - now)
         return (
             f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s{doubt};"

@@ -25,7 +25,7 @@ def difference(own: str, expected: str) -> str:
         f"{name} {rest}".rstrip() + ": only in the world" for name, rest in only_expected.items()
     ]
     if not lines:
-        lines = ["the same lines in another order; build the model in the same order everywhere"]
+        lines = ["the same lines in another order: build the model in the same order everywhere"]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"... and {len(lines) - SHOWN} more"]
     return "\n".join(lines)

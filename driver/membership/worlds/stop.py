@@ -54,7 +54,7 @@ class Stop(Part):
         waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, in_words(event.reason))
-        within = f"waiting {event.checkpoint_s:g} s at most for a last checkpoint"
+        within = f"waiting up to {event.checkpoint_s:g} s for a last checkpoint"
         self.actions.log("info", f"{within}; a second request to stop skips it")
         self._request = event
         self._by = self.actions.now + event.checkpoint_s

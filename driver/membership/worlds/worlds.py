@@ -30,7 +30,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
 
 NO_INIT = (
-    "no worker has called init(), so nothing was trained together: does the script call it, and was it run at all?"
+    "no worker called init(), so nothing was trained together: does the script call it, and was it run at all?"
     " (workers have no standard input)"
 )
 
@@ -368,7 +368,7 @@ class Worlds:
             s.stage in (WorkerStage.RETURNED, WorkerStage.FINISHED) for s in live
         )
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
-            self.actions.log("warning", f"{reason}, after all others had returned")
+            self.actions.log("warning", f"{reason}, after all others returned")
             return
         self.break_up(reason, lost=True)
 

@@ -429,7 +429,9 @@ def test_one_of_two_machines_goes_and_no_step_fails(job, tmp_path):
     training = job(flags, TRAINING)
     training.wait_for("rank 0 begins at 0")
     goes.touch()
-    training.wait_for(r"127.0.0.2 goes away in \d+ s \(the landlord wants it back\): its workers")
+    training.wait_for(
+        r"127.0.0.2 will be reclaimed in \d+ s \(the landlord wants it back\): its workers"
+    )
     left_without_a_break(training, tmp_path)
 
 

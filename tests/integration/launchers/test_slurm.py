@@ -157,12 +157,12 @@ def recipe(checkpoints: Path, limit: str) -> str:
     return str(script)
 
 
-DURABLE = r"commit (\S+) is durable, and the same command goes on from it"
+DURABLE = r"commit (\S+) is durable: rerun the same command to resume from it"
 
 
 def goes_on_and_ends(cluster: Cluster, job: str, checkpoints: Path) -> None:
     commit = re.findall(DURABLE, cluster.until(job, DURABLE))[0]
-    cluster.until(job, rf"training goes on from .*\b{re.escape(commit)}\b")
+    cluster.until(job, rf"training resumes from .*\b{re.escape(commit)}\b")
     cluster.until(job, "the same bits")
     (checkpoints / "enough").touch()
     cluster.until_state(job, "COMPLETED")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elastic.driver.events import KillWorker, Report
+from elastic.driver.journal.entries import digest_of, same
 from elastic.driver.reasons import (
     SENTENCES,
     Fact,
@@ -15,9 +17,10 @@ from elastic.driver.reasons import (
     in_one_line,
     in_words,
 )
-from elastic.protocol.messages import Commit
+from elastic.protocol.messages import Commit, Worker
 from harness.golden import recorded
 
+WORKER = Worker("h", 1)
 FROZEN = because(Why.FROZEN, how="stopped by a signal")
 
 
@@ -49,6 +52,21 @@ def test_commits_of_journals_are_shown_by_an_id_that_is_no_decimal_number(why):
     }
     assert "g2c300" in str(Reason(why, facts)) and "2.300" not in str(Reason(why, facts))
     assert commit_id("none") == "none" and commit_id(str(Commit(2, 300))) == "g2c300"
+
+
+def test_decisions_are_the_same_when_only_the_wording_differs():
+    now, before = Report("error", "fenced h:2#1"), Report("error", "fencing h:2#1")
+    assert same(before, now) and digest_of([before]) == digest_of([now])
+    assert not same(Report("warning", "fenced h:2#1"), now)
+
+
+def test_decisions_differ_when_the_kind_of_reason_or_another_field_differs():
+    one = KillWorker(WORKER, FROZEN)
+    others = [KillWorker(WORKER, because(Why.CUT_OFF)), KillWorker(Worker("h", 2), FROZEN)]
+    assert same(KillWorker(WORKER, because(Why.FROZEN, how="in a debugger")), one)
+    for other in others:
+        assert not same(other, one) and digest_of([other]) != digest_of([one])
+    assert not same(None, one) and not same(one, None)
 
 
 def test_what_a_worker_wrote_is_one_line_of_a_summary():

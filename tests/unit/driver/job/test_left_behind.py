@@ -47,13 +47,13 @@ def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
         (
             [past(hosts={"g": 1, "h": 1})],
             False,
-            ["no agent of the job before has called from g, h: "],
+            ["no agent of the previous job has called from g, h: "],
         ),
         # They find the new driver, which ends what they have left.
         ([past(hosts={"g": 1, "h": 1})], True, []),
         ([past(hosts={}, ended=True)], False, []),
         ([None], False, []),
-        (Invalid("on a full disk"), False, ["no agent of the job before has called from k: "]),
+        (Invalid("on a full disk"), False, ["no agent of the previous job has called from k: "]),
     ],
 )
 async def test_who_does_not_call_is_named(found, come, said, monkeypatch):

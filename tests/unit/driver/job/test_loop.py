@@ -352,7 +352,7 @@ async def test_an_exit_code_after_success_is_not_lost(s):
     await s.exit(A)
     await s.exit(B, 3)
     assert await s.code() == 1
-    text = "rank 1 (localhost:1#1 on localhost) ended with exit code 3 in code that runs after training"
+    text = "rank 1 (localhost:1#1 on localhost) ended with exit code 3 in code that runs after it"
     assert any(text in x for x in s.log)
 
 

@@ -119,7 +119,7 @@ def run(folder: Path, test: Callable[[Job], Awaitable[None]]) -> None:
 
 async def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
     async with running(tmp_path) as job:
-        assert (await job.ask(messages.AskScale, 3)) == Told(1, True, "3 workers wanted, before 2")
+        assert (await job.ask(messages.AskScale, 3)) == Told(1, True, "scaled from 2 to 3 workers")
         await job.ask(messages.AskDrain, "h", True)
         await job.ask(messages.AskRemove, "1")
         await job.ask(messages.AskRemove, "h:0")

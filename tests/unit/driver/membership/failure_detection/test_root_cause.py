@@ -189,7 +189,7 @@ def test_gpus_that_fail_alike_are_not_the_scripts_fault():
         raised("h:2", 2, (2, 4), illegal, hardware=True),
     )
     assert not has(EndJob, actions)
-    assert "its GPU failed" in said(actions)
+    assert "GPU or NCCL failed" in said(actions)
     actions = talk.tell(exited("h:1", 1), exited("h:2", 1))
     recorded("log", said(actions))
     world = the(PublishWorld, talk.ready("h:0", "h:3", commit=(2, 4)))
