@@ -174,7 +174,7 @@ class AgentPool:
         for host in self._hosts.values():
             if not host.here:
                 self._reach.expected(host.name)
-                self._expect(host, CALL_S, "its agent has not come back to the new driver")
+                self._expect(host, CALL_S, "its agent has not reconnected to the new driver")
 
     def _beat(self) -> None:
         """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
@@ -187,8 +187,8 @@ class AgentPool:
         for name in self._heard_of.expired(self._actions.now):
             stopped = self._hosts[name].agent
             if stopped is not None:
-                why = f"it has said nothing for {STOPPED_S:g} s, although it is connected: is it stopped?"
-                self._actions.log("error", f"the agent of {name} is given up: {why}")
+                why = f"it has sent nothing for {STOPPED_S:g} s although it is connected: is it stopped?"
+                self._actions.log("error", f"gave up the agent of {name}: {why}")
                 self._actions.add(pool_events.HangUp(stopped))
 
     def _end_job(self) -> None:
@@ -224,7 +224,7 @@ class AgentPool:
             case Announced():
                 self._actions.add(pool_events.TellDriver(HostStaying(agent.host)))
             case _:
-                self._actions.log("warning", f"{agent} speaks of a worker that is not its own")
+                self._actions.log("warning", f"{agent} reported a worker that is not its own")
                 self._actions.add(pool_events.HangUp(agent))
 
     def _agent_called(self, agent: HostAgent, host: AgentRecord) -> None:
@@ -249,7 +249,7 @@ class AgentPool:
             return  # it was not attached
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
-            news = "has a new agent: the workers of the one before it are gone"
+            news = "has a new agent; the workers of the previous one are gone"
             self._actions.log("info", f"{agent.host} {news}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
         host.ends, host.coming = said.ends, False
@@ -289,16 +289,16 @@ class AgentPool:
         self._heard_of.drop(host.name)
         self._reach.away(host.name)
         if silent:
-            self._expect(host, TOGETHER_S, "its agent acknowledges nothing any more")
+            self._expect(host, TOGETHER_S, "its agent does not acknowledge data any more")
         else:
-            self._actions.log("warning", f"the connection of {host.name}'s agent was closed")
-            self._expect(host, RETURN_S, f"its agent has not come back within {RETURN_S:g} s")
+            self._actions.log("warning", f"closed the connection to the agent of {host.name}")
+            self._expect(host, RETURN_S, f"its agent has not reconnected within {RETURN_S:g} s")
 
     def _give_up_host(self, host: AgentRecord, why: str) -> None:
         """Its agent may wake, and comes then as any that was lost."""
         if not host.here or host.agent is None or self._closing:
             return
-        self._actions.log("error", f"the agent of {host.name} is given up: {why}")
+        self._actions.log("error", f"gave up the agent of {host.name}: {why}")
         self._actions.add(pool_events.HangUp(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
         self._heard_of.drop(host.name)
@@ -318,8 +318,8 @@ class AgentPool:
         elif ("", Due.RESIGNATION) not in self._due:
             self._actions.log(
                 "warning",
-                "no agent can be reached: this driver is cut off itself, and takes nobody for lost"
-                f" until one is heard of again, or {self.attach.away_s:g} s have passed",
+                "no agent can be reached: this driver itself is disconnected, and treats no host as lost until an"
+                f" agent reconnects or {self.attach.away_s:g} s have passed",
             )
             self._due.put("", Due.RESIGNATION, self._actions.now + self.attach.away_s)
 
@@ -328,7 +328,7 @@ class AgentPool:
         released = self._reach.here(name)
         if ("", Due.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", Due.RESIGNATION)
-            self._actions.log("info", f"{name} is reached again, and with that this driver")
+            self._actions.log("info", f"{name} is reachable again, and so is this driver")
         for other in released:
             host = self._host(other)
             if not host.here:
@@ -353,7 +353,7 @@ class AgentPool:
             return
         if not host.here or host.running or host.starts:
             return
-        self._actions.tell(host, Detach("its host has left the list, and its workers have gone"))
+        self._actions.tell(host, Detach("its host left the list, and its workers are gone"))
         host.agent, host.here = None, False
         self._heard_of.drop(host.name)
         self._reach.drop(host.name)
@@ -388,8 +388,8 @@ class AgentPool:
             self._expect(
                 host,
                 ARRIVE_S,
-                f"its agent was started, but has not called within {ARRIVE_S:g} s: can {host.name} reach"
-                " this driver? (see --network-interface)",
+                f"its agent was started but has not connected within {ARRIVE_S:g} s: can {host.name} reach this"
+                " driver? (see --network-interface)",
             )
 
     def _agent_not_started(self, host: AgentRecord, reason: str) -> None:
@@ -400,7 +400,7 @@ class AgentPool:
         if host.starts:
             self._lose(host, trouble)
         elif trouble != host.trouble:
-            self._actions.log("warning", f"host {host.name}: {trouble}; trying on")
+            self._actions.log("warning", f"host {host.name}: {trouble}; retrying")
         host.trouble = trouble
         self._start_again(host)
 
@@ -417,7 +417,7 @@ class AgentPool:
         if self._starts_agents:  # a start ends by itself, with a reason if it fails
             self._start_agent(host)
         else:
-            self._expect(host, CALL_S, "its agent has not called this driver")
+            self._expect(host, CALL_S, "its agent has not connected to this driver")
 
     def _kill(self, host: AgentRecord, worker: Worker) -> None:
         waiting = [order for order in host.starts if order.worker == worker]

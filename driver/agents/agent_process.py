@@ -74,12 +74,12 @@ def read_bootstrap(line: bytes) -> Bootstrap:
         secret = b""
     if len(secret) < SECRET_BYTES:
         raise Invalid(
-            "standard input holds no bootstrap of this release; agents are started by elasticrun,"
-            " or by hand with: elasticrun agent --job NAME --etcd HOST:PORT"
+            "standard input has no bootstrap message of this release: agents are started by elasticrun, or by hand"
+            " with elasticrun agent --job NAME --etcd HOST:PORT"
         )
     known = bootstrap.drivers or bootstrap.drivers_file
     if not known and bootstrap.etcd is None:
-        raise Invalid("the bootstrap says nothing of where the driver is")
+        raise Invalid("the bootstrap message has no driver address")
     return bootstrap
 
 
@@ -175,7 +175,7 @@ def _end_with_stdin(process: AgentProcess) -> None:
             while os.read(0, 4096):
                 pass
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(process.end, 0, "who started it is gone")
+            loop.call_soon_threadsafe(process.end, 0, "its parent process is gone")
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()
 

@@ -54,7 +54,7 @@ class Forwarding:
             self._kept_bytes -= len(self._kept.popleft().data)
         if not self._kept:
             for (worker, stream), count in [*self._left_out.items()]:
-                text = f"\n[{count} bytes of output were left out here]\n"
+                text = f"\n[{count} bytes of output omitted]\n"
                 if self._send(Printed(worker, stream, text.encode())):
                     del self._left_out[worker, stream]
 

@@ -185,21 +185,21 @@ class AgentProcess:
         """Kill the workers and return this code from `run`."""
         if self._over is not None and not self._over.done():
             level = "error" if code else "debug" if self._bound else "info"
-            self._log(level, f"the agent ends: {why}")
+            self._log(level, f"the agent exits: {why}")
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
         """A driver of this term leads, as far as is known from elsewhere. One of a lower term is left for it."""
         self._seated = term
         if self._state.superseded(term):
-            self._uplink.drop(f"a driver of term {term} leads now")
+            self._uplink.drop(f"a driver of term {term} is the leader now")
 
     def fence(self, generation: int, job: str) -> None:
         """The others of this job are known to train in this generation; see `AgentState.fenced`."""
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
-                f"the job has gone on to generation {generation} without this host, which no driver"
-                " has reached for a lease"
+                f"the job continued with generation {generation} without this host, which no driver has reached for"
+                " a lease"
             )
 
     # ---- the driver ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class AgentProcess:
     def _attached(self, attach: Attach) -> None:
         outcome = self._state.attached(attach, seated=self._seated)
         if outcome.refused:
-            self._missing(f"a driver was turned away: {outcome.refused}")
+            self._missing(f"rejected a driver: {outcome.refused}")
             self._uplink.drop(f"refused: {outcome.refused}")
             return
         try:
@@ -257,7 +257,7 @@ class AgentProcess:
 
     async def _register(self, attach: Attach, *, clear: bool) -> None:
         if clear:
-            await self._clear("a new job has begun")
+            await self._clear("a new job has started")
         if not self._uplink.open or self._state.job != attach.job:
             return
         again = self._served
@@ -282,9 +282,9 @@ class AgentProcess:
         self._ready(True)
         count = len(self._agent.alive())
         workers = f", {counted(count, 'worker')} here" if count else ""
-        verb = "serves again" if again else "serves"
+        verb = "reconnected to" if again else "serves"
         self._log_here(
-            "info", f"{verb} job {self.bootstrap.job}, its driver of term {attach.term}{workers}"
+            "info", f"{verb} job {self.bootstrap.job}, driver of term {attach.term}{workers}"
         )
 
     def _ready(self, ready: bool) -> None:
@@ -306,20 +306,20 @@ class AgentProcess:
             workers = counted(len(self._agent.alive()), "worker")
             self._log_here(
                 "warning",
-                f"lost the driver ({reason}); {workers} may train on without one for {wait_s:.0f} s",
+                f"lost the driver ({reason}); {workers} may keep training without one for {wait_s:.0f} s",
             )
 
     def _away_too_long(self) -> None:
         self._away_alarm = None
         if self._state.given_up(self._now()):
-            self._give_up("no driver has come back")
+            self._give_up("no driver has returned")
 
     def _give_up(self, why: str) -> None:
         self._workers_of = ""
         if self._bound:
             self.end(1, why)
         else:
-            self._log("error", f"{why}: its workers are killed")
+            self._log("error", f"{why}: its workers were killed")
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
@@ -329,7 +329,7 @@ class AgentProcess:
         if now - self._missing_said_at >= least_s:
             level = "info" if not self._state.job else "warning"
             self._missing_said_at, self._missing_said = now, reason
-            self._log_here(level, f"no driver to serve: {reason}; looking on")
+            self._log_here(level, f"no driver found: {reason}; retrying")
 
     def _never_found(self) -> None:
         if not self._served:
@@ -343,9 +343,9 @@ class AgentProcess:
     def _refused(self, reason: str) -> None:
         """What runs here is nobody's any more. Where this agent was started by hand, it waits for the other's end."""
         if self._bound:
-            self.end(1, f"the driver refuses it: {reason}")
+            self.end(1, f"the driver rejects it: {reason}")
             return
-        self._missing(f"the driver refuses this agent: {reason}")
+        self._missing(f"the driver rejects this agent: {reason}")
         self._state.release()
         self._workers_of = ""
         self._in_background(self._clear(reason))
@@ -356,7 +356,7 @@ class AgentProcess:
         if self._bound:
             self.end(0, reason)
         else:
-            self._log_here("info", f"the job is over ({reason}); waiting for the next")
+            self._log_here("info", f"the job ended ({reason}); waiting for the next")
             self._in_background(self._clear(reason))
 
     def _link_ended(self, linking: asyncio.Task[None]) -> None:
@@ -383,7 +383,9 @@ class AgentProcess:
         folder: str | None = self.bootstrap.folder or start.folder
         if folder and not os.path.isdir(folder):
             home = os.path.expanduser("~")
-            self._log("warning", f"there is no folder {folder} here; workers start in {home}")
+            self._log(
+                "warning", f"the folder {folder} does not exist here; workers start in {home}"
+            )
             folder = home
         self._agent.start(worker, start.command, env, folder=folder or None)
 

@@ -70,7 +70,7 @@ class MachineEnd:
         if self._told:
             return False
         loop = asyncio.get_running_loop()
-        self._told = f"its agent was told to end ({signal})"
+        self._told = f"its agent received {signal}"
         self._end_by = loop.time() + self._leave_s
         loop.call_later(self._leave_s, self._end, 0, f"{signal}, {self._leave_s:g} s ago")
         self._changed()

@@ -24,8 +24,8 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
         return wanted
     if hosts is not None and hard < SPARE + hosts:
         raise Invalid(
-            f"{hosts} hosts need {wanted} open files, and this process may have {hard}: raise the"
-            f" hard limit (ulimit -Hn {wanted}, or LimitNOFILE= of its service)"
+            f"{hosts} hosts need {wanted} open files, but this process may have {hard}: raise the hard limit"
+            f" (ulimit -Hn {wanted}, or LimitNOFILE= of its service)"
         )
     return hard
 

@@ -110,7 +110,7 @@ class Uplink:
             self._results += len(frame)
         self._writer.write(frame)
         if self.backlog > BACKLOG_LIMIT + self._results:
-            self.drop(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
+            self.drop(f"it has not read {BACKLOG_LIMIT >> 20} MiB that were sent")
             return False
         return True
 
@@ -176,8 +176,8 @@ class Uplink:
             data = await reader.read(65536)
             if not data:
                 raise ProtocolError(
-                    "the driver refused this agent: its log says why (another secret, another"
-                    " release, or TLS on one side only)"
+                    "the driver rejected this agent: see its log (another secret, another release, or TLS on one"
+                    " side only)"
                 )
             wire.feed(data)
         assert isinstance(message, Message | AgentMessage)

@@ -85,7 +85,7 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Build(trouble=f"importing torch has not ended within {timeout_s:g} s")
+        return Build(trouble=f"importing torch has not finished within {timeout_s:g} s")
     except OSError as error:
         return Build(trouble=f"{python} can't be started: {error.strerror}")
     if done.returncode != 0:
@@ -100,7 +100,7 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
             mxnet=_version_of("mxnet") or "",
         )
     except (ValueError, TypeError):
-        return Build(trouble=f"{last!r} is not an answer about torch")
+        return Build(trouble=f"{last!r} is not a report about torch")
 
 
 def describe(build: Build) -> str:
@@ -131,7 +131,7 @@ def describe(build: Build) -> str:
         "    [ ] CCL",
         "    [ ] MPI",
         f"    {box(build.gloo)} Gloo",
-        f"    {box(sharing)} shared memory, among the workers of a host{why}",
+        f"    {box(sharing)} shared memory, between workers of a host{why}",
     ]
     notes = [note for note in (build.trouble, other_horovod(), other_elastic()) if note]
     return "\n".join([*lines, *(f"\nwarning: {note}" for note in notes)])

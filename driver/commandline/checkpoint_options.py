@@ -47,19 +47,19 @@ def checkpoint_plan(
         }
         given = [flag for flag, value in others.items() if value is not None]
         if given:
-            raise Invalid(f"{given[0]} is given without --checkpoint-dir; give the folder too")
+            raise Invalid(f"{given[0]} needs --checkpoint-dir: pass the folder too")
         return CheckpointPlan()
     if options.fresh and options.begin_from is not None:
         raise Invalid(
-            f"--fresh begins anew, and --from {options.begin_from} from a commit; give one of them"
+            f"--fresh starts a new job, and --from {options.begin_from} starts from a commit: pass one of them"
         )
     every = options.checkpoint_every or told.DEFAULT_EVERY
     told.parse_every(every)
     storage = Storage(options.checkpoint_dir)
     if not storage.outlives_us:
         raise Invalid(
-            f"--checkpoint-dir {storage.url} would end with the process that writes there; give a folder, or a URL of"
-            " an object store"
+            f"--checkpoint-dir {storage.url} does not outlive the process that writes there: pass a folder, or a"
+            " URL of an object store"
         )
     if storage.local:
         traces.folder(storage.absolute)
@@ -158,8 +158,8 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
 def _refuse_other(storage: Storage, other: catalog.Claimant | None) -> None:
     if other is not None:
         raise Invalid(
-            f"--checkpoint-dir {storage.url}: process {other.pid} of this machine writes its checkpoints there, and"
-            " each job needs a folder of its own; wait for its end, or give another folder"
+            f"--checkpoint-dir {storage.url}: process {other.pid} of this machine writes checkpoints there, and"
+            " each job needs its own folder: wait until it ends, or pass another folder"
         )
 
 
@@ -174,15 +174,15 @@ def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
     for name in reversed(catalog.names(storage)):
         entry = catalog.entry(storage, name)
         if entry.manifest is not None:
-            notes += [("warning", f"checkpoint {each} is passed over") for each in passed_over]
+            notes += [("warning", f"skipped checkpoint {each}") for each in passed_over]
             return storage.absolute, entry.manifest
         catalog.refuse_newer(storage, entry)
         if not entry.torn:
             passed_over.append(f"{name}: {entry.trouble}")
     if passed_over:
         raise Invalid(
-            f"--checkpoint-dir {storage.url} has checkpoints, but none that can be read ({passed_over[0]}); nothing was"
-            " changed there. Bring one back, or begin anew with --fresh"
+            f"--checkpoint-dir {storage.url} has checkpoints, but none is readable ({passed_over[0]}); nothing was"
+            " changed there. Restore one, or start a new job with --fresh"
         )
     return None
 

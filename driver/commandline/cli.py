@@ -150,7 +150,7 @@ def _check_first_word(arguments: Sequence[str], environ: Mapping[str, str]) -> N
         return
     near = difflib.get_close_matches(word, [*COMMANDS, *OTHER_COMMANDS], n=1)
     hint = f"did you mean elasticrun {near[0]}?" if near else "see elasticrun --help"
-    raise Invalid(f"there is no command and no program {word}; {hint}")
+    raise Invalid(f"{word} is neither a command nor a program; {hint}")
 
 
 def _called() -> str:
@@ -165,9 +165,9 @@ def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
         print(
-            f"{_called()}: this job has finished before, at {found}: {same.storage.url}/{found.name}\n"
-            "  To train further change the script or its arguments; --fresh begins anew, --from trains on from a"
-            " commit.",
+            f"{_called()}: this job already finished, at {found}: {same.storage.url}/{found.name}\n  To train"
+            " further, change the script or its arguments, start a new job with --fresh, or continue from a commit"
+            " with --from.",
             file=sys.stderr,
         )
         return 0
@@ -217,7 +217,7 @@ def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
                 if name in switches:
                     words.append((switches[name], f"environment variable {name}"))
             case _:
-                raise Invalid(f"{name} is {environ[name]!r}; set it to 1 or 0")
+                raise Invalid(f"{name} is {environ[name]!r}: set it to 1 or 0")
     return words
 
 
@@ -228,7 +228,7 @@ def _fusion(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     if not text:
         return []
     if not text.isdecimal():
-        raise Invalid(f"{name} is {text!r}; give a whole number of bytes")
+        raise Invalid(f"{name} is {text!r}: set it to a whole number of bytes")
     return [(f"--fusion-threshold-mb={int(text) / _MIB!r}", f"environment variable {name}")]
 
 
@@ -264,8 +264,8 @@ def _checked_job(
 ) -> Job:
     if options.controller != "gloo":
         raise Invalid(
-            f"--{options.controller} is not available; leave it out: workers are started directly"
-            " and talk over Gloo or NCCL"
+            f"--{options.controller} is not available: leave it out; workers are started directly and communicate"
+            " over Gloo or NCCL"
         )
     cores = cores or len(os.sched_getaffinity(0))
     options = torchrun_flags.translated(options, cores, _gpus())
@@ -288,13 +288,13 @@ def _checked_job(
         script = find_script(options.host_discovery_script, path=environ.get("PATH"))
     elif hosts is not None and np > sum(hosts.values()):
         raise Invalid(
-            f"{np} workers need {np} slots, but {show(hosts)} has {sum(hosts.values())} available;"
-            " list more slots, or lower -np"
+            f"{np} workers need {np} slots, but {show(hosts)} has {sum(hosts.values())}: list more slots, or lower"
+            " -np"
         )
     if hosts is not None and standbys and sum(hosts.values()) <= workers_max:
         raise Invalid(
             f"--standbys {standbys} needs slots beyond --max-np {workers_max}, but {show(hosts)} has"
-            f" {sum(hosts.values())}; list more slots, or lower --max-np"
+            f" {sum(hosts.values())}: list more slots, or lower --max-np"
         )
     bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
     timeline = _writable_place("--timeline-filename", options.timeline_filename)
@@ -308,7 +308,10 @@ def _checked_job(
         notes.append(
             (
                 "warning",
-                f"--driver-port {options.driver_port} has no effect: this job has no agents, all of it runs here",
+                (
+                    f"--driver-port {options.driver_port} has no effect: this job has no agents, since all workers"
+                    " run here"
+                ),
             )
         )
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
@@ -317,7 +320,7 @@ def _checked_job(
         threads = threads_per_worker(cores, workers)
         env["OMP_NUM_THREADS"] = str(threads)
         told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
-        notes.append(("info", f"each worker gets {told} as it is unset"))
+        notes.append(("info", f"{told} for each worker, since it is unset"))
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )
@@ -411,8 +414,8 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
             behind = False
         if behind:
             raise Invalid(
-                f"--stdin {rank}: this command runs in the background, where the terminal's input is the shell's;"
-                " run it in the foreground, or redirect its input"
+                f"--stdin {rank}: this command runs in the background, where it can't read from the terminal: run"
+                " it in the foreground, or redirect its input"
             )
     return rank
 
@@ -479,7 +482,7 @@ def _command(options: Options, python: str) -> list[str]:
     """The program as it is started. Raises Invalid."""
     if options.module:
         if options.no_python:
-            raise Invalid("-m and --no-python contradict each other; keep one of them")
+            raise Invalid("-m and --no-python exclude each other: keep one of them")
         return [python, "-m", *options.command] if options.command else []
     return options.command if options.no_python else run_by_python(options.command, python)
 
@@ -525,10 +528,10 @@ def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float
 def _metrics(options: Options) -> tuple[str, int] | None:
     if options.metrics_port is None:
         if options.metrics_host is not None:
-            raise Invalid("--metrics-host is given without --metrics-port; give the port too")
+            raise Invalid("--metrics-host needs --metrics-port: pass the port too")
         return None
     if options.metrics_port > 65535:
-        raise Invalid(f"--metrics-port {options.metrics_port} is not a port; give 1 to 65535")
+        raise Invalid(f"--metrics-port {options.metrics_port} is not a port: pass 1 to 65535")
     return _given(options.metrics_host, "127.0.0.1"), options.metrics_port
 
 
@@ -540,7 +543,7 @@ def _dashboard(text: str | None) -> tuple[str, int] | None:
     bare = address.removeprefix("[").removesuffix("]")
     if not port.isdecimal() or int(port) > 65535 or (":" in address and bare == address):
         raise Invalid(
-            f"--dashboard {text} is not an [ADDRESS]:PORT; give one, as in :8080 or 10.0.0.5:8080"
+            f"--dashboard {text} is not an [ADDRESS]:PORT: pass one, as in :8080 or 10.0.0.5:8080"
         )
     return bare or "127.0.0.1", int(port)
 
@@ -564,10 +567,12 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     if not elastic:
         if np is None:
             late = " before the program" if "-np" in options.command else ""
-            raise Invalid(f"-np is missing; say how many workers to start, as in -np 4{late}")
+            raise Invalid(f"-np is missing: pass the number of workers to start, as in -np 4{late}")
         return np, np, np, False
     if np is None and least is None:
-        raise Invalid("-np and --min-np are missing; say how many workers to start, as in -np 4")
+        raise Invalid(
+            "-np and --min-np are missing: pass the number of workers to start, as in -np 4"
+        )
     if np is None:
         assert least is not None, "one of the two is given"
         np = least
@@ -576,11 +581,11 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     grows = options.kubernetes or any(each is not None for each in growing)
     most = _given(most, UNBOUNDED if grows else np)
     if least > most:
-        raise Invalid(f"--min-np {least} is greater than --max-np {most}; give min <= max")
+        raise Invalid(f"--min-np {least} is greater than --max-np {most}: pass min <= max")
     if np < least:
-        raise Invalid(f"-np {np} is smaller than --min-np {least}; give min <= np <= max")
+        raise Invalid(f"-np {np} is smaller than --min-np {least}: pass min <= np <= max")
     if np > most:
-        raise Invalid(f"-np {np} is greater than --max-np {most}; give min <= np <= max")
+        raise Invalid(f"-np {np} is greater than --max-np {most}: pass min <= np <= max")
     return np, least, most, True
 
 
@@ -594,7 +599,7 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
     }
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
-        raise Invalid(f"{' and '.join(given)} are given together; keep one of them")
+        raise Invalid(f"{' and '.join(given)} exclude each other: keep one of them")
     slots = _given(options.slots_per_host, 1)
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts, default_slots=slots)
@@ -606,8 +611,8 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
         workers, most = workers_max + standbys, most_workers(cores)
         if workers > most:
             raise Invalid(
-                f"{workers} workers are too many for this machine, which has {counted(cores, 'core')}: {most} at most."
-                f" If that is meant, give it so many slots: -H localhost:{workers}"
+                f"{workers} workers are too many for this machine, which has {counted(cores, 'core')}: at most"
+                f" {most}. To start more anyway, pass -H localhost:{workers}"
             )
         return {"localhost": workers}
     return hosts
@@ -622,8 +627,8 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         value = environ.get(name, "")
         # What workers get from us, also of a job within a job.
         if value.lower() not in ("", "gloo"):
-            why = "workers are started directly and talk over shared memory, Gloo or NCCL"
-            notes.append(("warning", f"{name}={value} has no meaning here: {why}"))
+            why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
+            notes.append(("warning", f"{name}={value} has no effect: {why}"))
     parser = flags.parser()
     of_flags = {*parser.variables, *parser.switches}
     notes += [("warning", told) for told in variables.unread(environ, of_flags)]
@@ -633,7 +638,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
             without.setdefault(flags.why_without_meaning(flag), []).append(flag)
     for why, unused in without.items():
         verb = "have" if len(unused) > 1 else "has"
-        notes.append(("warning", f"{', '.join(unused)} {verb} no meaning here: {why}"))
+        notes.append(("warning", f"{', '.join(unused)} {verb} no effect: {why}"))
     if not elastic:
         of_elastic = {
             "--reset-limit": options.reset_limit,
@@ -644,9 +649,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         }
         unused = [flag for flag, value in of_elastic.items() if value is not None]
         if unused:
-            notes.append(
-                ("warning", f"without effect unless --min-np is given: {', '.join(unused)}")
-            )
+            notes.append(("warning", f"no effect without --min-np: {', '.join(unused)}"))
     return notes
 
 
@@ -659,10 +662,10 @@ def _writable_dir(flag: str, path: str | None, traces: Traces) -> str | None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except FileExistsError:
-        raise Invalid(f"{flag} {path} is a file; give a directory") from None
+        raise Invalid(f"{flag} {path} is a file: pass a directory") from None
     except OSError as error:
         raise Invalid(
-            f"{flag} {path} can't be written to: {error.strerror}; give another directory"
+            f"{flag} {path} is not writable: {error.strerror}; pass another directory"
         ) from None
     return os.path.abspath(path)
 
@@ -678,7 +681,7 @@ def _writable_file(path: str | None, traces: Traces) -> str | None:
             pass
     except OSError as error:
         raise Invalid(
-            f"--journal {path} can't be written to: {error.strerror}; give another file"
+            f"--journal {path} is not writable: {error.strerror}; pass another file"
         ) from None
     return os.path.abspath(path)
 
@@ -691,12 +694,12 @@ def _writable_place(flag: str, path: str | None) -> str | None:
     if os.path.isdir(path):
         trouble = "it is a directory"
     elif not os.path.isdir(folder):
-        trouble = f"there is no directory {folder}"
+        trouble = f"the directory {folder} does not exist"
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
         trouble = "permission denied, or a read-only file system"
     else:
         return os.path.abspath(path)
-    raise Invalid(f"{flag} {path} can't be written to: {trouble}; give another file")
+    raise Invalid(f"{flag} {path} is not writable: {trouble}; pass another file")
 
 
 def _not(on: bool | None) -> bool | None:

@@ -22,7 +22,7 @@ def run_by_python(command: Sequence[str], python: str) -> list[str]:
 def check_command(command: Sequence[str], *, path: str | None) -> None:
     """Raises Invalid with a sentence that says what to write instead. ``path`` is the value of PATH."""
     if not command:
-        raise Invalid(f"there is no program to run; put it after the flags, as in: {_EXAMPLE}")
+        raise Invalid(f"no program given: put it after the flags, as in {_EXAMPLE}")
     program = command[0]
     if shutil.which(program, path=path) is None:
         raise Invalid(_why_not(program))
@@ -30,12 +30,11 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
         script = command[1]
         if script == "-":
             raise Invalid(
-                "workers do not share a standard input, so python - would run nothing; save the script to a file"
+                "python - reads the script from standard input, which workers do not share: save the script to"
+                " a file"
             )
         if script.endswith(".py") and not script.startswith("-") and not os.path.isfile(script):
-            raise Invalid(
-                f"there is no file {script} in {os.getcwd()}; give the path of the script"
-            )
+            raise Invalid(f"{script} does not exist in {os.getcwd()}: pass the path of the script")
 
 
 def _runs_itself(script: str) -> bool:
@@ -47,10 +46,12 @@ def _runs_itself(script: str) -> bool:
 
 def _why_not(program: str) -> str:
     if os.path.isdir(program):
-        return f"{program} is a directory; give a program, as in: {_EXAMPLE}"
+        return f"{program} is a directory: pass a program, as in {_EXAMPLE}"
     if os.path.isfile(program):
         quoted = shlex.quote(program)
-        return f"{program} can't be run; make it executable with chmod +x {quoted}, or write its interpreter before it"
+        return (
+            f"{program} is not executable: run chmod +x {quoted}, or put its interpreter before it"
+        )
     if os.sep in program:
-        return f"there is no program {program}; give a path that exists"
-    return f"there is no program {program} on the PATH; check its name, or give its whole path"
+        return f"{program} does not exist: pass the path of a program"
+    return f"{program} is not on the PATH: check its name, or pass its full path"

@@ -44,18 +44,16 @@ def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple
         where = f"config file {path}, {name}"
         if name == "controller":
             if str(section).lower() not in _CONTROLLERS:
-                raise Invalid(f"{where}: there is no controller {section!r}; write gloo")
+                raise Invalid(f"{where}: unknown controller {section!r}; write gloo")
             words.append((f"--{str(section).lower()}", where))
             continue
         if name not in known:
-            raise Invalid(
-                f"{where}: there is no such section{_near(name, ['controller', *sorted(known)])}"
-            )
+            raise Invalid(f"{where}: unknown section{_near(name, ['controller', *sorted(known)])}")
         if section is None:
             continue
         for key, value in _mapping(section, where).items():
             if key not in known[name]:
-                raise Invalid(f"{where}.{key}: there is no such key{_near(key, list(known[name]))}")
+                raise Invalid(f"{where}.{key}: unknown key{_near(key, list(known[name]))}")
             if value is not None:
                 words.append((_word(known[name][key], value, f"{where}.{key}"), f"{where}.{key}"))
     return words
@@ -64,10 +62,10 @@ def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple
 def _word(meant: Mapping[str, str], value: object, where: str) -> str:
     if "" not in meant:
         if not isinstance(value, bool):
-            raise Invalid(f"{where} is {value!r}; write true or false")
+            raise Invalid(f"{where} is {value!r}: write true or false")
         return meant["true" if value else "false"]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Invalid(f"{where} is {value!r}; write one number or text")
+        raise Invalid(f"{where} is {value!r}: write one number or text")
     return f"{meant['']}={value}"
 
 
@@ -79,7 +77,7 @@ def _mapping(value: object, where: str) -> dict[str, object]:
 
 def _near(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -33,17 +33,17 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     listed = any(source is not None for source in sources)
     if options.standby and etcd is None:
         raise Invalid(
-            "--standby needs --etcd HOST:PORT, where drivers agree on who leads; on one machine"
-            " --journal FILE --resume lets another driver go on"
+            "--standby needs --etcd HOST:PORT, through which drivers elect a leader; on one machine, --journal"
+            " FILE --resume lets another driver continue"
         )
     if options.resume and options.journal is None and etcd is None:
-        raise Invalid("--resume needs --journal FILE or --etcd, where it finds what to go on from")
+        raise Invalid("--resume needs --journal FILE or --etcd, to find the job to continue")
     if etcd is not None and options.job_name is None:
-        raise Invalid("--etcd needs --job NAME, by which agents and drivers of one job find it")
+        raise Invalid("--etcd needs --job NAME, by which agents and drivers find each other")
     name = options.job_name or f"job-{os.getpid()}"
     job_root(name)
     if options.driver_port is not None and options.driver_port > 65535:
-        raise Invalid(f"--driver-port {options.driver_port} is not a port; give 1 to 65535")
+        raise Invalid(f"--driver-port {options.driver_port} is not a port: pass 1 to 65535")
     choose_address.check_wanted(options.network_interfaces or [])
     secret = read_secret(options.secret_file, environ)
     pods = pod_source(options, environ)
@@ -51,8 +51,8 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     by_etcd = etcd is not None and not listed and not in_pods
     if secret is None and (etcd is not None or in_pods):
         raise Invalid(
-            "drivers and agents that meet by themselves need one secret: make a file with"
-            " `elasticrun secret FILE`, copy it to every host, and give --secret-file FILE"
+            "drivers and agents that are started separately need a common secret: create a file with `elasticrun"
+            " secret FILE`, copy it to every host, and pass --secret-file FILE"
         )
     # Maybe a job before has left something there, which has to be told that it is over.
     left = options.fresh and os.path.exists(f"{options.journal}.secret")
@@ -90,7 +90,7 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
     if not options.kubernetes:
         if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
             raise Invalid(
-                "--kubernetes-selector and --kubernetes-namespace say which pods of --kubernetes; give that too"
+                "--kubernetes-selector and --kubernetes-namespace need --kubernetes: pass it too"
             )
         return None
     selector = options.kubernetes_selector
@@ -103,7 +103,7 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
             f"app.kubernetes.io/instance={options.job_name},app.kubernetes.io/component=worker"
         )
     if not selector.strip():
-        raise Invalid("--kubernetes-selector is empty, which would be every pod; give labels")
+        raise Invalid("--kubernetes-selector is empty, which selects all pods: pass labels")
     address = environ.get(POD_ADDRESS, "") if not options.network_interfaces else ""
     if address:
         choose_address.check_wanted([address])
@@ -115,7 +115,7 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
     files = (options.etcd_cert, options.etcd_key, options.etcd_ca)
     if options.etcd is None:
         if options.etcd_user is not None or any(file is not None for file in files):
-            raise Invalid("flags that begin with --etcd- say how to reach --etcd; give that too")
+            raise Invalid("flags that start with --etcd- need --etcd: pass it too")
         return None
     endpoints = []
     for word in options.etcd.split(","):
@@ -149,7 +149,7 @@ def tls_files(
     if prefix == "--etcd" and ca is not None and cert is None and key is None:
         return TlsFiles("", "", os.path.abspath(ca))
     if cert is None or key is None or ca is None:
-        raise Invalid(f"{' and '.join(missing)} missing: give all of {', '.join(given)}")
+        raise Invalid(f"{' and '.join(missing)} missing: pass all of {', '.join(given)}")
     paths = (os.path.abspath(path) for path in (cert, key, ca))
     files = TlsFiles(*paths)
     if prefix == "--tls":
@@ -163,7 +163,7 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
     """What workers on all hosts are given of the driver's environment."""
     missing = [name for name in exported if name not in environ]
     if missing:
-        raise Invalid(f"--export {','.join(missing)}: there is no such variable; set it first")
+        raise Invalid(f"--export {','.join(missing)}: the variable is not set")
     names = {*exported, *(name for name in environ if FORWARDED.fullmatch(name))}
     return {name: environ[name] for name in sorted(names)}
 
@@ -177,10 +177,10 @@ def _secret_beside(journal: str) -> bytes:
         folder = os.path.dirname(path)
         if not os.path.isdir(folder):
             raise Invalid(
-                f"--journal {journal} can't be written to: there is no directory {folder}"
+                f"--journal {journal} is not writable: the directory {folder} does not exist"
             )
         if os.path.exists(journal) and not stat.S_ISREG(os.stat(journal).st_mode):
-            raise Invalid(f"--journal {journal} is not an ordinary file; --resume needs one")
+            raise Invalid(f"--journal {journal} is not a regular file; --resume needs one")
         make_secret_file(path)
     secret = read_secret(path, {})
     assert secret is not None

@@ -34,16 +34,14 @@ class LocalDiscovery:
             if left_out and not told:
                 told = True
                 host, reason = next(iter(left_out.items()))
-                more = f" and {len(left_out) - 1} more are" if len(left_out) > 1 else " is"
-                self._log(
-                    "warning", f"host {host}{more} left out ({host}: {reason}): {BEGUN_ALONE}"
-                )
+                more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else " is"
+                self._log("warning", f"ignored host {host}{more} ({host}: {reason}): {BEGUN_ALONE}")
             if list(here.items()) != last:
                 last = list(here.items())
                 yield here
 
 
 BEGUN_ALONE = (
-    "the workers of this job listen on loopback, where no other machine reaches them, because this one had no other"
-    " address when the job began, or by --network-interface. This is said once"
+    "the workers of this job listen on loopback, which other machines can't reach, because this machine had no"
+    " other address at the start, or by --network-interface. Logged once"
 )

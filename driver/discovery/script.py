@@ -46,7 +46,7 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
             f"discovery script {script} is not executable; run: chmod +x {shlex.quote(script)}"
         )
     raise Invalid(
-        f"discovery script {script!r} does not exist; give the path of an executable file"
+        f"discovery script {script!r} does not exist: pass the path of an executable file"
     )
 
 
@@ -83,14 +83,16 @@ class ScriptDiscovery:
         try:
             code, output, errors = await _execute(self._command, self._timeout_s)
         except asyncio.TimeoutError:
-            raise Invalid(f"{name} has not ended within {self._timeout_s:g} s") from None
+            raise Invalid(f"{name} has not finished within {self._timeout_s:g} s") from None
         except OSError as error:
             raise Invalid(f"{name} can't be started: {error.strerror}") from None
         if code != 0:
             ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise Invalid(f"{name} {ending}{_tail(errors)}")
         if len(output) >= _OUTPUT_LIMIT:
-            raise Invalid(f"{name} printed more than {_OUTPUT_LIMIT} bytes; print one host a line")
+            raise Invalid(
+                f"{name} printed more than {_OUTPUT_LIMIT} bytes: print one host per line"
+            )
         try:
             return parse_lines(
                 output.decode("utf-8", "replace"),
@@ -136,7 +138,7 @@ class ScriptDiscovery:
         said = f"discovery script {self._command[0]} printed no host"
         if runs < EMPTY_RUNS:
             return f"{said} ({runs} of {EMPTY_RUNS} runs); keeping {show(self._known or {})}"
-        return f"{said} in {runs} runs: there are none, and no worker is started until it lists one"
+        return f"{said} in {runs} runs: no workers are started until it lists a host"
 
 
 class _Output:
@@ -202,4 +204,4 @@ async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, by
 
 def _tail(errors: bytes) -> str:
     lines = errors.decode("utf-8", "replace").strip().splitlines()[-3:]
-    return f"; it said: {' | '.join(line.strip() for line in lines)[-400:]}" if lines else ""
+    return f"; its stderr: {' | '.join(line.strip() for line in lines)[-400:]}" if lines else ""

@@ -198,7 +198,7 @@ class Etcd:
                         yield dict(items)
             except Rejected as error:
                 if not refused:
-                    self._log("warning", f"etcd does not let us read {key}: {error}; asking again")
+                    self._log("warning", f"etcd denies reading {key}: {error}; retrying")
                 refused = True
                 await self._members.failed(error, connection)
             except Unavailable as error:

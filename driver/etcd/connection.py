@@ -57,7 +57,7 @@ def load() -> Any:
         grpc.aio.init_grpc_aio()
     except ImportError as error:
         raise Invalid(
-            f"etcd can't be used ({error.name} is missing); run: pip install 'hvd-elastic[etcd]'"
+            f"etcd can't be used ({error.name} is missing): run pip install 'hvd-elastic[etcd]'"
         ) from None
     finally:  # workers are not to inherit it
         for name, text in before.items():
@@ -98,7 +98,7 @@ class EtcdConnection:
             if "authentication is not enabled" in str(error):
                 return  # whoever comes is let in
             raise NotLetIn(
-                f"it does not let user {self._access.user!r} in: {error}; check --etcd-user and its password"
+                f"it rejects user {self._access.user!r}: {error}; check --etcd-user and its password"
             ) from None
         self._token = answer.token
 
@@ -143,7 +143,7 @@ class EtcdConnection:
         if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
             return Unavailable(text)  # the token has run out: the next connection gets a new one
         if "user name is empty" in details:
-            return NotLetIn("it asks for a user; give --etcd-user and its password")
+            return NotLetIn("it requires a user: pass --etcd-user and its password")
         if code is codes.NOT_FOUND and "lease not found" in details:
             return LeaseGone(text)
         if code is codes.RESOURCE_EXHAUSTED and "larger than max" in details:
@@ -173,20 +173,20 @@ def _trouble(details: str, access: EtcdAccess) -> Unavailable:
     if "Connection refused" in details:
         return Unavailable(NOBODY_THERE)
     if "DNS" in details or "resolution" in details:
-        return Unavailable("its name can't be looked up")
+        return Unavailable("its name can't be resolved")
     if tls and "CERTIFICATE_VERIFY_FAILED" in details:
         return NotLetIn(f"its certificate is not signed by {tls.ca}; check --etcd-ca")
     if tls and "not in peer certificate" in details:
-        return NotLetIn("its certificate is for another name; use a name that is in it")
+        return NotLetIn("its certificate is for another name: use a name that is in it")
     if tls and "WRONG_VERSION" in details:
-        return NotLetIn("it doesn't speak TLS; leave out --etcd-ca, or turn TLS on there")
+        return NotLetIn("it does not use TLS: leave out --etcd-ca, or enable TLS there")
     if tls and "Unwrap failed" in details:
-        return NotLetIn("it does not take our certificate; check --etcd-cert and --etcd-key")
+        return NotLetIn("it rejects the client certificate: check --etcd-cert and --etcd-key")
     if tls and "handshake" in details.lower():
-        return Unavailable("the TLS handshake failed; check --etcd-cert, and that it speaks TLS")
+        return Unavailable("the TLS handshake failed: check --etcd-cert, and whether it uses TLS")
     if "Socket closed" in details or "reset" in details or "Broken pipe" in details:
-        wants = "a certificate, by --etcd-cert and --etcd-key" if tls else "TLS, by --etcd-ca"
-        return Unavailable(f"it closed the connection; it may want {wants}")
+        wants = "a client certificate (--etcd-cert and --etcd-key)" if tls else "TLS (--etcd-ca)"
+        return Unavailable(f"it closed the connection; it may require {wants}")
     return Unavailable(details.removeprefix("etcdserver: "))
 
 
@@ -213,7 +213,7 @@ def _content(path: str, flag: str) -> bytes | None:
     with open(path, "rb") as file:
         content = file.read()
     if b"-----BEGIN" not in content:
-        raise NotLetIn(f"{flag} {path} is not a PEM file; give one")
+        raise NotLetIn(f"{flag} {path} is not a PEM file")
     return content
 
 

@@ -40,11 +40,11 @@ class Members:
         self, access: EtcdAccess, log: Log, *, root: bytes, end: bytes, grace_s: float
     ) -> None:
         if not access.endpoints:
-            raise Invalid("it isn't said where etcd is; give HOST:PORT[,HOST:PORT...]")
+            raise Invalid("no etcd endpoint given: pass HOST:PORT[,HOST:PORT...]")
         for endpoint in access.endpoints:
             name, _, port = endpoint.rpartition(":")
             if not name or "/" in name or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise Invalid(f"{endpoint!r} can't be where etcd is; give HOST:PORT, as in a:2379")
+                raise Invalid(f"{endpoint!r} is not an etcd endpoint: pass HOST:PORT, as in a:2379")
         self.rpc = load()
         self.closed = False
         self._access = access
@@ -88,7 +88,7 @@ class Members:
         if len(set(troubles.values())) == 1:
             troubles = {self._name: next(iter(troubles.values()))}
         texts = [f"etcd at {where} does not answer ({why})" for where, why in troubles.items()]
-        raise Invalid(f"{'; '.join(texts)}; start it, or give other addresses") from None
+        raise Invalid(f"{'; '.join(texts)}: start it, or pass other addresses") from None
 
     async def close(self) -> None:
         """What is under way, or asked later, is Unavailable."""
@@ -130,7 +130,7 @@ class Members:
     async def connected(self) -> EtcdConnection:
         async with self._connecting:
             if self.closed:
-                raise Unavailable("we have closed the connection")
+                raise Unavailable("the connection was closed here")
             if self._connection is None:
                 await self._connect(CALL_S)
             assert self._connection is not None
@@ -207,7 +207,7 @@ class Members:
         if isinstance(error, NotLetIn):
             return str(error)
         who = f"user {self._access.user!r}" if self._access.user else "we"
-        return f"{who} may not read {self._root.decode()} ({error}); grant readwrite on this prefix"
+        return f"{who} may not read {self._root.decode()} ({error}): grant readwrite on this prefix"
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -43,7 +43,7 @@ class DriverSeat(NamedTuple):
 def job_root(job: str) -> str:
     """The prefix of all keys of a job. Raises Invalid for a name that can't be one."""
     if not job or "/" in job or not job.isprintable() or len(job) > NAME_LIMIT:
-        raise Invalid(f"{job!r} can't be the name of a job; give a short one without '/'")
+        raise Invalid(f"{job!r} is not a valid job name: use a short one without '/'")
     return f"{ROOT}{job}/"
 
 
@@ -55,17 +55,15 @@ def operators_key(job: str) -> str:
 def check_host(host: str) -> str:
     """The host's name as it is; raises Invalid if it can't be one."""
     if len(host) > HOST_LIMIT:
-        raise Invalid(
-            f"a host's name has at most {HOST_LIMIT} characters; {host[:20]!r}... has more"
-        )
+        raise Invalid(f"a host name has at most {HOST_LIMIT} characters; {host[:20]!r}... has more")
     if parse_host(f"[{host}]" if ":" in host else host)[0] != host:
-        raise Invalid(f"{host!r} has slots in it; give the name alone")
+        raise Invalid(f"{host!r} contains slots: pass the name only")
     return host
 
 
 def check_slots(slots: int) -> int:
     if not 0 < slots <= SLOTS_LIMIT:
-        raise Invalid(f"a host can't have {slots} slots; give 1 to {SLOTS_LIMIT}")
+        raise Invalid(f"a host can't have {slots} slots: pass 1 to {SLOTS_LIMIT}")
     return slots
 
 
@@ -100,5 +98,5 @@ def split_address(address: str) -> tuple[str, int]:
     """``host:port``, an IPv6 address in brackets. Raises Invalid."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise Invalid(f"{address!r} is not an address; write host:port")
+        raise Invalid(f"{address!r} is not an address: write host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -139,7 +139,7 @@ class Leadership:
                 term = int(last.value) + 1 if last else 1
             except ValueError:
                 raise Invalid(
-                    f"etcd key {self._term} holds no number; delete it if no job {self._job} runs"
+                    f"etcd key {self._term} holds no number: delete it if no job {self._job} runs"
                 ) from None
             lease = await self._live_lease()
             record = SeatRecord(term)
@@ -181,7 +181,7 @@ class Leadership:
                         conditions, [Put(self._seat, value, lease)], within_s=None
                     ):
                         if not anew:
-                            self._log("info", f"the driver's seat of job {self._job} is ours again")
+                            self._log("info", f"leader of job {self._job} again")
                         return
                 except LeaseGone:
                     self._lease = 0
@@ -223,7 +223,7 @@ class Leadership:
             self.lost.set()
             self._log(
                 "warning",
-                f"another driver leads job {self._job} now, or etcd has lost its data; this one ends",
+                f"another driver leads job {self._job} now, or etcd lost its data; this driver exits",
             )
 
     def _deposed(self) -> Deposed:

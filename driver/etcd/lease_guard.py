@@ -43,8 +43,8 @@ class LeaseGuard:
         except OSError as error:
             log(
                 "warning",
-                f"the lease guard can't be started ({error.strerror}); if this driver is killed,"
-                " another one takes over only when its lease has run out",
+                f"the lease guard can't be started ({error.strerror}): if this driver is killed, another one takes"
+                " over only after its lease expires",
             )
             return
         assert self._popen.stdin is not None

@@ -106,17 +106,14 @@ class Registration:
             left_s, granted_s = await self._etcd.time_left(item.lease)
             if deadline is None:
                 deadline, least_s = loop.time() + min(granted_s, 60.0) + EXPIRY_S, left_s
-                self._log("info", f"host {self._host} is registered; waiting whether that lasts")
+                self._log("info", f"registered host {self._host}; waiting for confirmation")
             if left_s > least_s or loop.time() > deadline:  # somebody renews it
                 raise Invalid(self._taken())
             least_s = left_s
             await asyncio.sleep(LOOK_S)
 
     def _taken(self) -> str:
-        return (
-            f"host {self._host} already has an agent in this job; end that one,"
-            " or give this one another name with --host"
-        )
+        return f"host {self._host} already has an agent in this job: stop that one, or pass another name with --host"
 
     async def _claim(self, *, within_s: float | None = None) -> None:
         """See to it that the key is ours, or that we have ended."""
@@ -146,7 +143,7 @@ class Registration:
         )
 
     def _end(self) -> None:
-        self.why = f"a later agent has taken over host {self._host}; this one ends"
+        self.why = f"a later agent has taken over host {self._host}; this one exits"
         self._log("error", self.why)
         self.ended.set()
 
@@ -155,7 +152,7 @@ class Registration:
             await asyncio.sleep(self._ttl_s / 3)
             with contextlib.suppress(Unavailable):
                 if not await self._etcd.keep_alive(self._lease, within_s=self._ttl_s):
-                    self._log("info", f"the lease of host {self._host} was over; a new one")
+                    self._log("info", f"the lease of host {self._host} expired; registered again")
                     await self._claim()
 
     async def _look(self) -> None:
@@ -177,5 +174,5 @@ class Registration:
             except Rejected as error:
                 if str(error) != told:
                     told = str(error)
-                    self._log("error", f"etcd does not take host {self._host}: {told}; trying on")
+                    self._log("error", f"etcd rejects host {self._host}: {told}; retrying")
                 await asyncio.sleep(self._ttl_s)

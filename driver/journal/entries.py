@@ -65,15 +65,15 @@ class Header(msgspec.Struct, frozen=True):
         """The settings; the values of the extra environment are missing. Raises Invalid."""
         if self.journal == ABANDONED:
             raise Invalid(
-                "its driver could not write it to its end, as on a full disk, so that no other can go"
-                " on from it; end what is left of the job, and begin anew with --fresh"
+                "its driver could not write it completely, as on a full disk, so it can't be resumed: start a new"
+                " job with --fresh"
             )
         if self.journal != FORMAT:
             raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")
         try:
             return Settings(**self.settings)
         except TypeError as error:
-            raise Invalid(f"its settings are those of another version: {error}") from error
+            raise Invalid(f"its settings are from another version: {error}") from error
 
 
 class Entry(msgspec.Struct, omit_defaults=True):

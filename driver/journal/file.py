@@ -88,7 +88,8 @@ class FileArchive:
             ) from error
         except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
             raise Invalid(
-                f"the journal {str(self.path)!r} can't be resumed: {error}; give --journal another file to begin anew"
+                f"the journal {str(self.path)!r} can't be resumed: {error}; pass another file as --journal to"
+                " start a new job"
             ) from error
 
     def make_way(self) -> None:
@@ -119,8 +120,8 @@ class FileArchive:
             with contextlib.suppress(OSError):
                 os.unlink(copy)
             raise Invalid(
-                f"the journal in {str(self.path)!r}, of a job before, can't be kept as {kept[0]}: {error.strerror};"
-                " move it away, or give another file"
+                f"the journal in {str(self.path)!r}, of an earlier job, can't be kept as {kept[0]}:"
+                f" {error.strerror}; move it, or pass another file"
             ) from error
 
     def keep_private(self) -> None:
@@ -224,7 +225,7 @@ class FileJournal(Journal):
             followed = ""
             if self.take is not None:
                 self._abandon()
-                followed = "; no other driver can go on with this job after this one"
+                followed = "; no other driver can continue this job after this one"
             self.close()
             self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
@@ -248,7 +249,8 @@ def check_own(path: Path) -> None:
         taken = _has_journal(other)
     if taken:
         raise Invalid(
-            f"{str(path)!r} is for a job before that of the journal {str(other)!r}; give --journal another file"
+            f"{str(path)!r} is for the job before that of the journal {str(other)!r}: pass another file as"
+            " --journal"
         )
 
 
@@ -286,7 +288,7 @@ def _check(path: Path, first: bytes) -> None:
 
 def _no_journal(path: Path) -> Invalid:
     return Invalid(
-        f"{str(path)!r} is not a journal, and would be overwritten; move it away, or give another file"
+        f"{str(path)!r} is not a journal and would be overwritten: move it, or pass another file"
     )
 
 
@@ -303,7 +305,7 @@ def _last(fd: int, what: bytes, end: int) -> int:
 
 def _not_writable(path: Path, error: OSError) -> Invalid:
     return Invalid(
-        f"cannot write the journal {str(path)!r}: {error.strerror}; give a path in a writable folder"
+        f"cannot write the journal {str(path)!r}: {error.strerror}; pass a path in a writable folder"
     )
 
 
@@ -322,7 +324,7 @@ def _in_use(path: Path) -> Invalid:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
         pass  # it has only just begun
-    who = f"the driver with process number {pid}" if pid else "another driver"
+    who = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
-        f"{who} writes the journal {str(path)!r}; wait for its end, stop it, or give another file"
+        f"{who} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"
     )

@@ -146,7 +146,7 @@ class Journal:
             data = self.take()
         except NotTaken as error:  # a bug; without snapshots a resume only takes longer
             self.take = None
-            self.failed(f"the journal has no snapshots from here on: {error}")
+            self.failed(f"the journal gets no more snapshots: {error}")
             return
         self._entries = self._bytes = 0
         self._snapshot_bytes = len(data)
@@ -270,7 +270,7 @@ def _replayed(
             _compare(number, entry, actions)
         elif entry.digest != digest_of(actions):
             told = describe(actions)
-            raise ReplayDiffers(f"line {number}, {describe(entry.event)}: leads now to {told}")
+            raise ReplayDiffers(f"line {number}, {describe(entry.event)}: now leads to {told}")
         yield entry.event, actions
 
 

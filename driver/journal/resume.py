@@ -33,8 +33,8 @@ FLAGS = {
     "start_timeout_s": "--start-timeout",
     "elastic_timeout_s": "--elastic-timeout",
     "reset_limit": "--reset-limit",
-    "cooldown_min_s": "the least of --blacklist-cooldown-range",
-    "cooldown_max_s": "the most of --blacklist-cooldown-range",
+    "cooldown_min_s": "minimum of --blacklist-cooldown-range",
+    "cooldown_max_s": "maximum of --blacklist-cooldown-range",
     "slot_attempts": "--slot-attempts",
     "host_attempts": "--host-attempts",
     "lease_s": "--lease",
@@ -58,7 +58,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         try:
             line = decoded(text)
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Invalid(f"entry {number} of what is to be resumed is none: {error}") from error
+            raise Invalid(f"entry {number} is invalid: {error}") from error
         match line:
             case Snapshot(data, at, writer):
                 membership = snapshot.restored(bytes(data), settings)
@@ -71,8 +71,10 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     try:
         rebuilt(entries, membership)
     except ReplayDiffers as error:
-        why = f"it was written by another version of this program, which has decided otherwise ({error})"
-        raise Invalid(f"{why}; resume with the version that wrote it") from error
+        why = (
+            f"it was written by another version of this program, which decided otherwise ({error})"
+        )
+        raise Invalid(f"{why}: resume with the version that wrote it") from error
     ended = membership.verdict
     if entries:
         at = max(at, entries[-1].at)
@@ -96,17 +98,19 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
     """What is now otherwise than the job began with, in words."""
     found = []
     if list(command) != past.command:
-        found.append(f"the command is {_line(command)}, the job began with {_line(past.command)}")
+        found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
     for field in fields(Settings):
         if field.name == "starting_max":
             continue  # the machine's, and nobody's wish
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
-            found += [f"workers are given {name} in addition" for name in now if name not in then]
-            found += [f"workers are not given {name} any more" for name in then if name not in now]
+            found += [
+                f"workers get {name}, which they did not have" for name in now if name not in then
+            ]
+            found += [f"workers do not get {name} any more" for name in then if name not in now]
         elif now != then:
             flag = FLAGS.get(field.name, field.name)
-            found.append(f"{flag} is {_shown(now)}, the job began with {_shown(then)}")
+            found.append(f"{flag} is {_shown(now)}, the job started with {_shown(then)}")
     return found
 
 
@@ -115,8 +119,8 @@ def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Setting
     found = differences(past, command, settings)
     if found:
         raise Invalid(
-            f"this is not how the job began: {'; '.join(found)}. Resume it with what it began with,"
-            " or give --fresh to end what is left of it and begin a new one"
+            f"the options differ from those at the start of the job: {'; '.join(found)}. Resume with the same, or"
+            " pass --fresh to discard the job and start a new one"
         )
 
 
@@ -139,14 +143,14 @@ def to_go_on_with(
         if past.over:
             return None
         raise Invalid(
-            f"{name} has a job that has not ended, and its workers may train on without a driver:"
-            " --resume goes on with it, --fresh ends what is left of it and begins a new one"
+            f"{name} has a job that has not ended, and its workers may be training without a driver: pass --resume"
+            " to continue it, or --fresh to discard it and start a new one"
         )
     if past.over and list(command) != past.command:
         assert past.ended is not None
         raise Invalid(
-            f"{name} has another job, {_line(past.command)}, which has ended with exit code"
-            f" {past.ended.code}; --fresh begins a new one"
+            f"{name} has another job, {_line(past.command)}, which ended with exit code {past.ended.code}: pass"
+            " --fresh to start a new one"
         )
     if not past.over:
         check_same_job(past, command, settings)
@@ -159,7 +163,7 @@ def _line(command: Sequence[str]) -> str:
 
 def _shown(value: object) -> str:
     if value == UNBOUNDED:
-        return "without bound"
+        return "unlimited"
     if value is None or isinstance(value, bool):
         return {None: "not set", True: "on", False: "off"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -244,7 +244,7 @@ class ChildProcesses:
                 earlier.gone = partial(self._forget, earlier)
                 await self._end([earlier])
             if self._closed:
-                raise StartFailed(f"no agent is started on {host}: the job is ending")
+                raise StartFailed(f"no agent was started on {host}: the job is ending")
             text = first + msgspec.json.encode(bootstrap) + b"\n"
             process = ChildProcess(command, env, text, outlives=bootstrap.outlives)
             self._all.add(process)
@@ -268,7 +268,7 @@ class ChildProcesses:
         except asyncio.TimeoutError:
             release = None
         if self._closed:
-            raise StartFailed(f"no agent is started on {host}: the job is ending")
+            raise StartFailed(f"no agent was started on {host}: the job is ending")
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
@@ -290,7 +290,7 @@ class ChildProcesses:
                 number = next(left, 0)
                 if not number:
                     return
-                text += "; further lines are left out" if number == 1 else ""
+                text += "; further lines are omitted" if number == 1 else ""
             self._log(level, f"the agent on {host}: {text}")
 
         return heard

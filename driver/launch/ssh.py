@@ -70,12 +70,12 @@ class SshOptions:
     def __post_init__(self) -> None:
         for flag, file in (("--ssh-identity-file", self.identity), ("--ssh-config", self.config)):
             if file is not None and not os.access(file, os.R_OK):
-                raise Invalid(f"{flag} {file} can't be read; give the path of a file that can")
+                raise Invalid(f"{flag} {file} is not readable: pass a readable file")
         if self.python is not None and (
             not self.python or self.python[0] in "-~" or not self.python.isprintable()
         ):
             raise Invalid(
-                f"--remote-python {self.python!r} is not a path of a python; give it in full, as in"
+                f"--remote-python {self.python!r} is not a path of a Python: pass the full path, as in"
                 " /opt/venv/bin/python"
             )
 
@@ -105,7 +105,7 @@ class SshStarter:
         try:
             parse_host(f"[{host}]" if ":" in host else host)
         except Invalid as error:
-            raise StartFailed(f"no agent is started by ssh: {error}") from None
+            raise StartFailed(f"no agent was started by ssh: {error}") from None
         pythons = (
             [self._options.python] * 2 if self._options.python else [sys.executable, "python3"]
         )

@@ -74,16 +74,18 @@ def why_no_agent(
     words = _own_words(said)
     last = words[-1][:_SHOWN] if words else ""
     if code is None:
-        more = f"; the last that was heard is: {last}" if last else ""
-        return f"no agent was ready on {host} within {limit_s:g} s{more}; look at the load there"
+        more = f"; last output: {last}" if last else ""
+        return f"no agent was ready on {host} within {limit_s:g} s{more}; check the load there"
     for word in reversed(words):
         if word.startswith(NO_PYTHON):
             tried = word.removeprefix(NO_PYTHON).strip(": ")
-            return f"{host} has no python to run the agent with (tried {tried}); name one by --remote-python"
+            return (
+                f"{host} has no Python to run the agent with (tried {tried}): pass --remote-python"
+            )
         if found := re.search(r"No module named '?([\w.]+)'?", word):
             return _missing(host, found[1], ours)
     if re.match(r"SyntaxError: ", last):
-        return f"the python of {host} is too old for hvd-elastic; name another by --remote-python"
+        return f"the Python of {host} is too old for hvd-elastic: pass another with --remote-python"
     ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return f"the agent on {host} {ending} before it was ready" + (f": {last}" if last else "")
 
@@ -95,16 +97,16 @@ def why_ended(host: str, code: int | None, said: str, *, by_ssh: bool) -> str:
     if by_ssh and code == SSH_FAILED:
         if found := re.search(r"Timeout, server .* not responding", said):
             last = f": {found[0]}"
-        return f"the ssh connection to the agent on {host} has broken{last}"
+        return f"lost the ssh connection to the agent on {host}{last}"
     if code is not None and code < 0:
         return f"the {'ssh to the ' if by_ssh else ''}agent on {host} was killed by signal {-code}"
-    return f"the agent on {host} has ended with exit code {code}{last if code else ''}"
+    return f"the agent on {host} ended with exit code {code}{last if code else ''}"
 
 
 def no_ssh(host: str, program: str) -> str:
     return (
-        f"there is no program {program!r} here, by which an agent could be started on {host}; install"
-        " OpenSSH's client (Debian: apt-get install openssh-client)"
+        f"{program!r}, which starts the agent on {host}, is missing here: install OpenSSH's client (Debian: apt-get"
+        " install openssh-client)"
     )
 
 
@@ -112,14 +114,12 @@ def _missing(host: str, module: str, ours: str) -> str:
     install = f"pip install hvd-elastic=={ours}"
     if module == "elastic":
         return (
-            f"hvd-elastic is not installed for the python that was taken on {host}; install it there"
-            f" ({install}), or name another python by --remote-python"
+            f"hvd-elastic is not installed for the Python that was used on {host}: install it there ({install}), or"
+            " pass another Python with --remote-python"
         )
     if module.startswith("elastic."):
-        return f"{host} has another release of hvd-elastic, without {module}; install the same as here: {install}"
-    return (
-        f"hvd-elastic on {host} lacks its dependency {module}; install it there with all: {install}"
-    )
+        return f"{host} has another release of hvd-elastic, without {module}: install the same as here, {install}"
+    return f"hvd-elastic on {host} lacks its dependency {module}: install it there with all others, {install}"
 
 
 def _own_words(said: str) -> list[str]:

@@ -20,12 +20,12 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
         return
     if rank >= workers_max:
         ranks = "rank 0" if workers_max == 1 else f"ranks 0 to {workers_max - 1}"
-        raise Invalid(f"--stdin {rank}: this job has {ranks}; give one that it has")
+        raise Invalid(f"--stdin {rank}: this job has {ranks}; pass one of them")
     if by_agents:
         raise Invalid(
-            f"--stdin {rank}: standard input reaches workers of this machine only, in a job that ends with this"
-            " process; leave out --stdin, or run the job without other hosts, --etcd, --resume and --standby"
-            " (with a discovery script, give --network-interface lo too)"
+            f"--stdin {rank}: standard input reaches only workers of this machine, in a job that ends with this"
+            " process: leave out --stdin, or run the job without other hosts, --etcd, --resume and --standby (with"
+            " a discovery script, also pass --network-interface lo)"
         )
 
 

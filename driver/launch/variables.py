@@ -57,7 +57,7 @@ def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
             continue
         near = difflib.get_close_matches(rest, names, 1, _ALIKE)
         if near:
-            told.append(f"{name} has no meaning here; is {names[near[0]]} meant?")
+            told.append(f"{name} has no effect; is {names[near[0]]} meant?")
         elif prefix == "HOROVOD":
-            told.append(f"{name} has no meaning here: nobody reads it")
+            told.append(f"{name} has no effect: it is not a variable of this program")
     return told

@@ -473,8 +473,8 @@ class Metrics(Collector):
             self._server, self._thread = start_http_server(port, address, registry)
         except OSError as error:
             raise Invalid(
-                f"metrics can't be served on {address} port {port}: {error.strerror or error};"
-                " give another --metrics-port or --metrics-host"
+                f"metrics can't be served on {address} port {port}: {error.strerror or error}; pass another"
+                " --metrics-port or --metrics-host"
             ) from None
         bound_visitors(self._server)
         if ipaddress.ip_address(str(self._server.server_address[0])).is_loopback:

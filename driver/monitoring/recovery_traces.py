@@ -128,7 +128,7 @@ class TroubleToldOnce(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._said:
             self._said = True
-            self._log("warning", f"traces can't be sent, which is said once: {record.getMessage()}")
+            self._log("warning", f"traces can't be sent (logged once): {record.getMessage()}")
 
     def close(self) -> None:
         self._logger.removeHandler(self)
@@ -155,10 +155,12 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
             install = f"pip install opentelemetry-exporter-{wanted.replace('_', '-')}"
             if wanted == "otlp_proto_http":
                 install = INSTALL
-            raise Invalid(f"--opentelemetry: there is no exporter {wanted} here: {install}")
+            raise Invalid(f"--opentelemetry: exporter {wanted} is not installed: {install}")
         try:
             found.append(BatchSpanProcessor(next(iter(there)).load()()))
         # A variable that it does not understand, a certificate that is not there.
         except Exception as error:
-            raise Invalid(f"--opentelemetry: exporter {wanted} can't be made: {error}") from error
+            raise Invalid(
+                f"--opentelemetry: exporter {wanted} can't be created: {error}"
+            ) from error
     return found

@@ -73,7 +73,7 @@ class Reports:
         except ValueError as error:
             if worker.host not in self._strange:
                 self._strange.add(worker.host)
-                self._log("warning", f"{worker} has sent a report that is none: {error}")
+                self._log("warning", f"{worker} sent an invalid report: {error}")
             return
         self._last[worker] = report
         shown = str(report.metrics)
@@ -89,7 +89,7 @@ class Reports:
                 words, _, _ = f"{type(error).__name__}: {error}".partition("\n")
                 self._log(
                     "error",
-                    f"the callback for reports raised {words}; the job goes on, and this is said once",
+                    f"the callback for reports raised {words} (logged once); the job continues",
                 )
 
     def _answer_soon(self, worker: Worker) -> None:
@@ -115,8 +115,8 @@ class Reports:
             of = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
             self._log(
                 "warning",
-                f"{count} reports of {of} were dropped, the oldest: they came faster than they were"
-                " taken, or while there was no driver",
+                f"{count} reports of {of} were dropped, the oldest: they arrived faster than they were processed,"
+                " or without a driver",
             )
             self._dropped_said_at = now
             dropped.clear()

@@ -59,5 +59,5 @@ def _script_first(frames: list[str]) -> list[str]:
             f", the innermost at line {at['line']} of {at['file']}, in {at['name']}" if at else ""
         )
         noun = "frame" if inner == 1 else "frames"
-        shown.append(f"  [which waits in {inner} {noun} of {libraries}{where}]")
+        shown.append(f"  [waiting in {inner} {noun} of {libraries}{where}]")
     return shown

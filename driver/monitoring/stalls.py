@@ -382,7 +382,7 @@ class Stalls:
 
 
 ENDS = {
-    StallEnd.RESUMED: "it went on by itself",
+    StallEnd.RESUMED: "it made progress",
     StallEnd.KILLED: "the job killed it",
     StallEnd.LOST: "it exited",
     StallEnd.BROKEN: "another rank failed",

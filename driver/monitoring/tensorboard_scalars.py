@@ -123,13 +123,13 @@ class TensorBoard:
             try:
                 self._waiting.put_nowait(each)
             except queue.Full:
-                self._trouble = self._trouble or "they come faster than they can be written"
+                self._trouble = self._trouble or "they arrive faster than they can be written"
         self._say_trouble()
 
     def _say_trouble(self) -> None:
         if self._trouble and not self._told:
             self._told = True
-            text = f"scalars for TensorBoard are lost, which is said once: {self._trouble}"
+            text = f"scalars for TensorBoard are lost (logged once): {self._trouble}"
             self._log("warning", text)
 
     def _write(self) -> None:

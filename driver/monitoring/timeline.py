@@ -130,20 +130,20 @@ class Timeline:
             case events.BreakWorld(_, _, reason):
                 return self._world_over(str(reason))
             case events.FinishWorld():
-                return self._world_over("all have returned")
+                return self._world_over("all returned")
             case events.PublishWorld():
                 return self._publish(action)
             case events.PrepareChange(_, _, _, reason):
                 return self._begin(DRIVER, "changes", "planned change", reason=str(reason))
             case events.StopMembersAt(_, _, check):
-                return self._instant("changes", f"all stop at check {check}")
+                return self._instant("changes", f"all stop at safepoint {check}")
             case events.CallOffChange(_, _, _, reason):
                 called_off = self._instant("changes", "called off", reason=str(reason))
                 return called_off + self._end(DRIVER, "changes")
             case events.ReportRecovery():
                 return self._recovered(action)
             case events.EndJob(code, reason):
-                return self._instant("workers", f"the job ends with {code}", reason=str(reason))
+                return self._instant("workers", f"the job ended with {code}", reason=str(reason))
             case events.Report(level, text) if level in ("warning", "error"):
                 return self._instant("warnings", text)
         return []

@@ -153,22 +153,21 @@ class Tracing:
         if not self._path:
             try:
                 if not os.path.isabs(wanted.path):
-                    raise Invalid(f"the path {wanted.path!r} is relative; give an absolute one")
+                    raise Invalid(f"the path {wanted.path!r} is relative: pass an absolute one")
                 if os.path.isfile(wanted.path) and not is_free(wanted.path):
                     # Whoever starts the job may replace any file of theirs, a worker on some host may not.
                     raise Invalid(
-                        f"{wanted.path!r} is a file on the driver's host that is not a timeline;"
-                        " remove it, or give another path"
+                        f"{wanted.path!r} is a file on the driver's host that is not a timeline: remove it, or pass"
+                        " another path"
                     )
                 self.open(wanted.path, mark_cycles=wanted.mark_cycles)
-                self._log("info", f"{worker} has started a timeline: {wanted.path}")
+                self._log("info", f"{worker} started a timeline: {wanted.path}")
             except Invalid as refusal:
                 error = str(refusal)
         elif self._path != wanted.path:
             self._log(
                 "warning",
-                f"{worker} asks for a timeline in {wanted.path}, but the job's is written to"
-                f" {self._path}, which was asked for first",
+                f"{worker} requested a timeline in {wanted.path}, but the job already writes one to {self._path}",
             )
         answer = messages.TimelineAnswer(wanted.request, self._number, self._path, error)
         self._send(worker, answer)

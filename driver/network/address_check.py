@@ -95,9 +95,7 @@ class Agreement:
                 return f"workers on {inside} listen on loopback, where no other host reaches them"
             case "twice":
                 same = self._shown(h for h in self._hosts.values() if h.bind == newest.bind)
-                return (
-                    f"workers on {same} listen on one and the same address, although they are apart"
-                )
+                return f"workers on {same} listen on the same address, although they are on different hosts"
             case _:
                 return (
                     f"workers on {self._shown(self._hosts.values())} listen in different networks"
@@ -106,9 +104,9 @@ class Agreement:
     def _cure(self, newest: _CheckedHost) -> str:
         common = self._common(newest)
         if common is not None:
-            return f"give {FLAG} {common}, which all of them have"
+            return f"pass {FLAG} {common}, which all of them have"
         return (
-            f"give {FLAG} with a network that all of them have, such as 10.0.0.0/8, or one for each, separated by"
+            f"pass {FLAG} with a network that all of them have, such as 10.0.0.0/8, or one for each, separated by"
             " commas"
         )
 

@@ -87,8 +87,8 @@ def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: i
             return min(usable, key=lambda each: _version(each.address) != family).address
     if scoped is not None:
         raise Invalid(_no_scope(f"{scoped.address} of {scoped.name}"))
-    here = ", ".join(map(str, own[:SHOWN])) or "none at all"
-    raise Invalid(f"{FLAG} {','.join(wanted)} gives no address of this machine; it has {here}")
+    here = ", ".join(map(str, own[:SHOWN])) or "none"
+    raise Invalid(f"{FLAG} {','.join(wanted)} matches no address of this machine, which has {here}")
 
 
 def name_of(address: str, own: Sequence[Interface]) -> str | None:
@@ -152,8 +152,7 @@ def _network(word: str) -> _Network | None:
         if _NAME.fullmatch(word) and not re.fullmatch(r"[\d.]+|[\da-fA-F:]*::[\da-fA-F:]*", word):
             return None
     raise Invalid(
-        f"{FLAG} {word!r} is neither the name of an interface nor a network; give one such as eth1, 10.0.0.0/8 or"
-        " fd00::/8"
+        f"{FLAG} {word!r} is neither an interface nor a network: pass one such as eth1, 10.0.0.0/8 or fd00::/8"
     )
 
 
@@ -168,8 +167,8 @@ def _reachable(own: Sequence[Interface], family: int) -> str:
     found = [each for each in own if each.up and not each.loopback and not each.link_local]
     if not found:
         raise Invalid(
-            "this host has no address that another host could reach, only loopback: bring a network interface up, or"
-            f" give {FLAG}"
+            "this host has only loopback addresses, which other hosts can't reach: bring a network interface up,"
+            f" or pass {FLAG}"
         )
 
     def rank(each: Interface) -> tuple[bool, bool, bool]:
@@ -181,6 +180,6 @@ def _reachable(own: Sequence[Interface], family: int) -> str:
 
 def _no_scope(address: str) -> str:
     return (
-        f"{address} is a link-local IPv6 address, which other hosts can't be told: give the interface a global or a"
-        f" private one (fd00::/8), or name another with {FLAG}"
+        f"{address} is a link-local IPv6 address, which other hosts can't use: assign a global or private one"
+        f" (fd00::/8) to the interface, or select another with {FLAG}"
     )

@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if answer is None:
                     return
                 if self._wire.unread:
-                    raise ProtocolError("it went on before it was accepted")
+                    raise ProtocolError("it sent more before it was accepted")
                 self._who = self._server.authenticate(self, self._nonce, answer)
                 assert self._deadline is not None
                 self._deadline.cancel()
@@ -127,11 +127,11 @@ class Connection(asyncio.Protocol, Generic[Who]):
     def _count(self, data: bytes) -> None:
         """Bounds what a stranger may say. Raises ProtocolError."""
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
-            raise ProtocolError(f"it speaks TLS, which this job was not given: {FLAGS}")
+            raise ProtocolError(f"it uses TLS, which this job was not given: {FLAGS}")
         self._unproved += len(data)
         limit = HANDSHAKE_LIMIT if self._tls is None else TLS_HANDSHAKE_LIMIT
         if self._unproved > limit:
-            raise ProtocolError(f"more than {limit} bytes before a proof")
+            raise ProtocolError(f"more than {limit} bytes before authentication")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("", silent=_is_silence(exc))
@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._tls.say(data)
             self._flush()
         if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
-            self._end(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
+            self._end(f"it has not read {BACKLOG_LIMIT >> 20} MiB that were sent")
             return False
         return True
 
@@ -188,12 +188,12 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._transport.abort()
 
     def give_way(self) -> None:
-        self._end("too many others came before it had said who it is")
+        self._end("too many other connections were opened before it was authenticated")
 
     def _too_late(self) -> None:
-        hint = f"; if it belongs to this job, give it {FLAGS}"
+        hint = f"; if it belongs to this job, pass it {FLAGS}"
         silent = self._tls is not None and not self._unproved
-        self._end(f"no proof within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
+        self._end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def _end(self, trouble: str, *, silent: bool = False) -> None:
         """Close at once. The server is told once, before this returns."""

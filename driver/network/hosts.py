@@ -99,7 +99,7 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
         raise Invalid(f"hostfile {path} can't be read: {reason}") from None
     hosts = parse_lines(text, source=f"hostfile {path}", default_slots=default_slots)
     if not hosts:
-        raise Invalid(f"hostfile {path} names no host; write lines such as: gpu7 slots=4")
+        raise Invalid(f"hostfile {path} lists no host; write lines such as gpu7 slots=4")
     return hosts
 
 
@@ -188,14 +188,14 @@ def parse_address(text: str) -> tuple[str, int]:
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0
     if not (bracketed or _NAME.fullmatch(name)) or not 0 < number < 65536:
         raise Invalid(
-            f"{text!r} is not an address and port; write host:port, as in gpu7:4711 or [::1]:4711"
+            f"{text!r} is not an address and port: write host:port, as in gpu7:4711 or [::1]:4711"
         )
     return (name[1:-1] if bracketed else name), number
 
 
 def _add(hosts: dict[str, int], host: str, slots: int) -> None:
     if host in hosts:
-        raise Invalid(f"host {host} is listed twice; list it once, with all its slots")
+        raise Invalid(f"host {host} is listed twice: list it once, with all its slots")
     hosts[host] = slots
 
 

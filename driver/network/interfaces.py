@@ -94,7 +94,7 @@ async def listen_address(
         return alone_address(wanted, own)
     if local is None:
         raise Invalid(
-            f"no address of this machine leads to another host ({'; '.join(reasons)}): give {FLAG}"
+            f"no address of this machine leads to another host ({'; '.join(reasons)}): pass {FLAG}"
         )
     if is_link_local(local):
         return choose_bind((), [], local=local)  # which says why not
@@ -118,7 +118,7 @@ async def _towards(
         for _, address in found:
             local = route(address)
             if local is None:
-                reasons.append(f"there is no way to {address}")
+                reasons.append(f"no route to {address}")
             elif is_loopback(local):
                 here = here or local
             else:

@@ -19,7 +19,7 @@ FILE_VARIABLE = "ELASTIC_SECRET_FILE"
 VARIABLE = "ELASTIC_JOB_SECRET"
 SECRET_BYTES = 32
 _READ_LIMIT = 4096  # bytes
-_HOW = "`elasticrun secret FILE` makes one"
+_HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
@@ -28,7 +28,7 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
         return _read(file, "--secret-file")
     named, given = environ.get(FILE_VARIABLE), environ.get(VARIABLE)
     if named and given:
-        raise Invalid(f"{FILE_VARIABLE} and {VARIABLE} are both set; keep one of them")
+        raise Invalid(f"{FILE_VARIABLE} and {VARIABLE} are both set: keep one of them")
     if named:
         return _read(named, FILE_VARIABLE)
     return _parsed(given, VARIABLE) if given else None
@@ -41,17 +41,17 @@ def make_secret_file(path: str) -> None:
         fd = os.open(path, flags, 0o600)
     except FileExistsError:
         raise Invalid(
-            f"{path} exists already, and jobs may be using it; give another name, or remove it first"
+            f"{path} already exists, and jobs may use it: pass another name, or remove it first"
         ) from None
     except (OSError, ValueError) as error:
-        raise Invalid(f"{path} can't be made: {_why(error)}; give another place") from None
+        raise Invalid(f"{path} can't be created: {_why(error)}; pass another path") from None
     try:
         with os.fdopen(fd, "w") as made:
             os.fchmod(fd, 0o600)  # a default ACL may have allowed more
             made.write(secrets.token_hex(SECRET_BYTES) + "\n")
     except OSError as error:
         os.unlink(path)
-        raise Invalid(f"{path} can't be written: {_why(error)}; give another place") from None
+        raise Invalid(f"{path} can't be written: {_why(error)}; pass another path") from None
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
@@ -69,15 +69,15 @@ def _read(path: str, source: str) -> bytes:
         with os.fdopen(fd, "rb") as file:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
-                raise Invalid(f"{source} {path} is not an ordinary file; {_HOW}")
+                raise Invalid(f"{source} {path} is not a regular file; {_HOW}")
             if about.st_uid not in (os.geteuid(), 0):
                 raise Invalid(
-                    f"{source} {path} belongs to another user, who knows the secret; make one of your own: {_HOW}"
+                    f"{source} {path} belongs to another user, who knows the secret; {_HOW}"
                 )
             if about.st_mode & 0o077 and not _of_a_pod(about):
                 raise Invalid(
-                    f"{source} {path} is open to other users (mode {about.st_mode & 0o777:03o});"
-                    f" say `chmod 600 {path}`, and make a new secret if somebody may have read it"
+                    f"{source} {path} is accessible to other users (mode {about.st_mode & 511:03o}): run `chmod 600"
+                    f" {path}`, and create a new secret if another user may have read it"
                 )
             data = file.read(_READ_LIMIT)
     except (OSError, ValueError) as error:
@@ -100,7 +100,7 @@ def _parsed(text: str, source: str) -> bytes:
         secret = b""
     if len(secret) < SECRET_BYTES or len(digits) != 2 * len(secret):
         raise Invalid(
-            f"{source} holds no secret: {2 * SECRET_BYTES} hexadecimal digits or more; {_HOW}"
+            f"{source} has no secret of {2 * SECRET_BYTES} or more hexadecimal digits; {_HOW}"
         )
     return secret
 

@@ -224,17 +224,17 @@ class Server(Generic[Who]):
         """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
         callers = self.callers
         if not isinstance(answer, callers.answer):
-            raise ProtocolError(f"{type(answer).__name__} came before the Answer")
+            raise ProtocolError(f"{type(answer).__name__} arrived before the Answer")
         if answer.version != VERSION:
             raise ProtocolError(
-                f"it speaks version {answer.version} of the protocol, the driver {VERSION};"
-                " install the same release everywhere"
+                f"it uses version {answer.version} of the protocol, the driver {VERSION}: install the same release"
+                " everywhere"
             )
         who = callers.who(answer)
         expected = proof(self.secret, callers.role, nonce, answer.nonce, str(who))
         # The nonce's length is fixed: the proof's text must have one reading only.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
-            raise ProtocolError(f"it calls itself {who}, but does not know the job's secret")
+            raise ProtocolError(f"it claims to be {who}, but does not know the job's secret")
         if not self._expected(who):
             raise self._turned_away(
                 connection, nonce, answer, f"{who} is not {_a(callers.role)} of this job"
@@ -264,7 +264,7 @@ class Server(Generic[Who]):
         if isinstance(message, self.callers.answer):
             raise ProtocolError("a second Answer")
         if isinstance(message, Hello) and message.worker != who:
-            raise ProtocolError(f"it says hello as {message.worker}")
+            raise ProtocolError(f"it claims to be {message.worker}")
         self._heard(who, message)
 
     def lost(
@@ -277,7 +277,7 @@ class Server(Generic[Who]):
                 self._refuse(connection.peer, trouble)
             return
         if trouble:
-            self._log("warning", f"the connection of {who} was closed: {trouble}")
+            self._log("warning", f"closed the connection of {who}: {trouble}")
         if self._connections.get(who) is connection:
             del self._connections[who]
             self._gone(who, silent)
@@ -287,9 +287,9 @@ class Server(Generic[Who]):
         if now - self._refused_at < REFUSALS_S:
             self._refused += 1
             return
-        more = f" ({self._refused} others were refused before)" if self._refused else ""
+        more = f" ({self._refused} others were rejected before)" if self._refused else ""
         self._refused_at, self._refused = now, 0
-        self._log("warning", f"refused a connection from {peer}: {trouble}{more}")
+        self._log("warning", f"rejected a connection from {peer}: {trouble}{more}")
 
 
 def _a(role: str) -> str:

@@ -43,7 +43,7 @@ class Aws:
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise Trouble(f"it answers with status {answer.status}")
+            raise Trouble(f"it returned status {answer.status}")
         said = answer.json()
         try:
             action, time_said = str(said["action"]), str(said["time"])
@@ -65,9 +65,7 @@ class Aws:
             answer = self._ask("/latest/meta-data/events/recommendations/rebalance")
             if answer.status == 200:
                 self._hinted = True
-                self._hint = (
-                    "AWS recommends to leave this spot instance: it may be interrupted soon"
-                )
+                self._hint = "AWS recommends leaving this spot instance: it may be interrupted soon"
 
     def _ask(self, path: str, *, within_s: float = 2.0) -> Answer:
         if time.monotonic() >= self._renew_at:
@@ -88,6 +86,6 @@ class Aws:
             "/latest/api/token", headers, method="PUT", body=b"", within_s=within_s
         )
         if answer.status != 200 or not answer.text:
-            raise Trouble(f"it gives no token, but status {answer.status}")
+            raise Trouble(f"it returned status {answer.status} instead of a token")
         self._token = answer.text
         self._renew_at = time.monotonic() + TOKEN_S / 2

@@ -20,10 +20,10 @@ HEADERS = {"Metadata": "true"}
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 ENDING = {
-    "Preempt": "Azure takes this spot machine back",
-    "Terminate": "Azure deletes this machine",
-    "Reboot": "Azure restarts this machine",
-    "Redeploy": "Azure moves this machine, and what it holds is lost",
+    "Preempt": "Azure will reclaim this spot machine",
+    "Terminate": "Azure will delete this machine",
+    "Reboot": "Azure will restart this machine",
+    "Redeploy": "Azure will move this machine without its memory and local disks",
 }
 # The service is switched on by the first request, which may take two minutes.
 FIRST_ANSWER_S = 150.0
@@ -49,11 +49,11 @@ class Azure:
         if not self._own_name:
             answer = self._ask(NAME)
             if answer.status != 200:
-                raise Trouble(f"it answers with status {answer.status}")
+                raise Trouble(f"it returned status {answer.status}")
             self._own_name = answer.text
         answer = self._ask(EVENTS, within_s=2.0 if self._answered else FIRST_ANSWER_S)
         if answer.status != 200:
-            raise Trouble(f"it answers with status {answer.status}")
+            raise Trouble(f"it returned status {answer.status}")
         self._answered = True
         said = answer.json()
         try:
@@ -70,7 +70,7 @@ class Azure:
             body = json.dumps({"StartRequests": requests}).encode()
             answer = self._ask(EVENTS, method="POST", body=body)
             if answer.status >= 300:
-                raise Trouble(f"it does not take the acknowledgement: status {answer.status}")
+                raise Trouble(f"it rejected the acknowledgement: status {answer.status}")
 
     def hint(self) -> str:
         return ""

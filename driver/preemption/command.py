@@ -77,7 +77,7 @@ class Command:
             within_s: float | None = min(max(0.0, float(first)), MOST_S)
         except ValueError:
             within_s, rest = None, lines[0] if lines else ""
-        text = rest.strip()[:200] or f"{self._command!r} says so"
+        text = rest.strip()[:200] or f"reported by {self._command!r}"
         known = self._known
         if within_s is None:
             return Ends(text, None)

@@ -50,7 +50,7 @@ class GoogleCloud:
             raise
         if answer.status != 200:
             self._etag = ""
-            raise Trouble(f"it answers with status {answer.status}")
+            raise Trouble(f"it returned status {answer.status}")
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
@@ -68,9 +68,11 @@ class GoogleCloud:
         if not isinstance(said, dict):
             raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}")
         if said.get("preempted") == "TRUE":
-            return self._since("Google Cloud preempts this machine", PREEMPTED_S)
+            return self._since("Google Cloud will preempt this machine", PREEMPTED_S)
         if str(said.get("maintenanceEvent", "")).startswith("TERMINATE"):
-            return self._since("Google Cloud ends this machine for maintenance", MAINTENANCE_S)
+            return self._since(
+                "Google Cloud will terminate this machine for maintenance", MAINTENANCE_S
+            )
         return None
 
     def _since(self, text: str, within_s: float) -> Ends:

@@ -54,7 +54,7 @@ class MetadataServer:
             host = None
         if host is None or parts.scheme != "http":
             raise Trouble(
-                f"{endpoint!r} is not an address of a metadata server; give http://HOST[:PORT]"
+                f"{endpoint!r} is not an address of a metadata server: use http://HOST[:PORT]"
             )
         self._host, self._port = host, port
         self._prefix = parts.path.rstrip("/")
@@ -78,7 +78,7 @@ class MetadataServer:
             while piece := response.read1(PIECE):
                 pieces.append(piece)
                 if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
-                    raise Trouble("its answer does not end")
+                    raise Trouble("its answer is incomplete")
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:

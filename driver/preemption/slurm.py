@@ -47,13 +47,13 @@ class Slurm:
             if self._end_at is not None and not self._near(now):
                 self._signalled = None  # it was put off
         if self._end_at is not None and self._near(now):
-            return Ends(f"Slurm ends job {self._job}", self._end_at)
+            return Ends(f"Slurm will end job {self._job}", self._end_at)
         return self._signalled
 
     def signalled(self) -> None:
         """SIGUSR1 has come. Safe from another thread: one assignment."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
-        self._signalled = Ends(f"Slurm says with a signal that it ends job {self._job}", at)
+        self._signalled = Ends(f"Slurm announced the end of job {self._job} with a signal", at)
 
     def released(self) -> None:
         pass

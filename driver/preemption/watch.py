@@ -39,13 +39,13 @@ SAME_S = 2.0  # a time that is said again may differ by so much
 def check(wanted: str) -> None:
     """Raises Invalid."""
     if not wanted.strip():
-        raise Invalid("--preemption is empty; give auto, aws, gcp, azure, slurm, a command, or off")
+        raise Invalid("--preemption is empty: pass auto, aws, gcp, azure, slurm, a command, or off")
     if wanted in (AUTO, OFF, *NAMED) or " " in wanted or os.sep in wanted:
         return
     if shutil.which(wanted) is None:
         raise Invalid(
-            f"--preemption {wanted} is none of auto, aws, gcp, azure, slurm and off, and there is no command of that"
-            " name; give one of these, or a command with its path"
+            f"--preemption {wanted} is not one of auto, aws, gcp, azure, slurm and off, and no such command exists:"
+            " pass one of these, or a command with its path"
         )
 
 
@@ -110,9 +110,7 @@ class Watch:
             try:
                 source = make(self._environ)
             except Trouble as error:
-                self._log(
-                    "warning", f"announcements of this machine's end are not watched: {error}"
-                )
+                self._log("warning", f"preemption notices are not watched: {error}")
                 continue
             if isinstance(source, Slurm) and source.here():
                 self._catch_signals(source)
@@ -127,13 +125,11 @@ class Watch:
     def _run(self, source: Source) -> None:
         if not source.here():
             if self._wanted != AUTO:
-                text = (
-                    "asked for announcements of this machine's end, and does not answer; asking on"
-                )
+                text = "it does not respond when asked for preemption notices; retrying"
                 self._tell(self._log, "warning", f"{source.name} is {text}")
             else:
                 return
-        self._tell(self._log, "debug", f"watching for announcements of {source.name}")
+        self._tell(self._log, "debug", f"watching for preemption notices from {source.name}")
         failed = 0
         while not self._over.is_set():
             try:
@@ -148,7 +144,7 @@ class Watch:
             except Trouble as error:
                 failed += 1
                 if failed == FAILS:
-                    text = f"announcements of {source.name} can't be read: {error}; trying on"
+                    text = f"preemption notices from {source.name} can't be read: {error}; retrying"
                     self._tell(self._log, "warning", text)
             hint = source.hint()
             if hint:

@@ -95,7 +95,7 @@ class WardenProcess:
         quick = self._loop.time() - self._started_at < self.QUICK_S
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
         if self._quick_deaths == self.ATTEMPTS:
-            self._give_up(f"it has died {self.ATTEMPTS} times in a row")
+            self._give_up(f"it died {self.ATTEMPTS} times in a row")
         elif self._groups():
             self.ensure()
 
@@ -103,8 +103,8 @@ class WardenProcess:
         self._quick_deaths = self.ATTEMPTS
         self._log(
             "warning",
-            f"the warden process does not run: {reason}; if the driver is killed,"
-            " children of its workers may outlive it",
+            f"the orphan reaper is not running: {reason}; if the driver is killed, children of its workers may"
+            " outlive it",
         )
 
     def _release(self, timeout_s: float) -> None:

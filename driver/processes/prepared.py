@@ -89,16 +89,16 @@ def read(wanted: str) -> tuple[list[str], int]:
     if words in ([], [OFF]):
         return [], 0
     if OFF in words:
-        raise ValueError(f"{OFF} excludes modules and numbers; give one or the other")
+        raise ValueError(f"{OFF} excludes modules and numbers: pass one or the other")
     names = [word for word in words if not word.isdecimal()]
     for name in names:
         if not all(map(str.isidentifier, name.split("."))):
             raise ValueError(
-                f"{name} is not a name of a module; give names, or auto, and a number for more than one process"
+                f"{name} is not a module name: pass names, or auto, and a number for more than one process"
             )
     counts = [int(word) for word in words if word.isdecimal()]
     if counts and (len(counts) > 1 or not 1 <= counts[0] <= MOST):
-        raise ValueError(f"{', '.join(map(str, counts))} processes; give one number, 1 to {MOST}")
+        raise ValueError(f"{', '.join(map(str, counts))} processes: pass one number, 1 to {MOST}")
     return names, counts[0] if counts else 1
 
 
@@ -142,7 +142,7 @@ class Prepared:
         if why:
             if why not in self._said:
                 self._said.add(why)
-                self._log("info", f"a worker is started anew, not from the prepared process: {why}")
+                self._log("info", f"a worker did not use the preloaded process: {why}")
             self._end(kept)
             return None
         with open(kept.what, "wb") as file:
@@ -178,8 +178,8 @@ class Prepared:
         if (available := self._available()) < AVAILABLE_BYTES_MIN:
             self._log(
                 "debug",
-                f"no process is preloaded: {available / 1e9:.1f} GB of memory are available, and"
-                f" {AVAILABLE_BYTES_MIN / 1e9:.1f} GB are needed",
+                f"no process is preloaded: {available / 1000000000.0:.1f} GB of memory are available, but"
+                f" {AVAILABLE_BYTES_MIN / 1000000000.0:.1f} GB are needed",
             )
             return
         interpreter, unbuffered, words = found
@@ -195,7 +195,7 @@ class Prepared:
             marked = {**environ, PREPARED: "1", PADDING: ROOM}
             process = self._spawn([*program, *arguments], marked, folder, (hears, what))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self._log("debug", f"no process is prepared: {error}")
+            self._log("debug", f"no process is preloaded: {error}")
             os.close(told)
             os.close(what)
         else:
@@ -217,8 +217,7 @@ class Prepared:
                 kept.process.wait(DEATH_S)
             except subprocess.TimeoutExpired:
                 self._log(
-                    "warning",
-                    f"the prepared process {kept.process.pid} can't be killed; leaving it",
+                    "warning", f"the preloaded process {kept.process.pid} could not be killed"
                 )
                 return
         self._gone(kept.process.pid)

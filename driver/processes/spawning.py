@@ -63,11 +63,11 @@ def why_not_started(program: str, error: Exception) -> str:
                 return (
                     f"cannot start {program!r}: the interpreter named in its first line is missing"
                 )
-            return f"cannot start {program!r}: there is no such program; check the name and PATH"
+            return f"cannot start {program!r}: it does not exist; check the name and PATH"
         case errno.EACCES:
             return f"cannot start {program!r}: it is not executable; try `chmod +x` or `python {program}`"
         case errno.ENOEXEC:
-            return f"cannot start {program!r}: it is no program; add a first line such as #!/bin/sh"
+            return f"cannot start {program!r}: not executable; add a first line such as #!/bin/sh"
         case errno.EAGAIN | errno.ENOMEM:
             return f"cannot start {program!r}: the host is out of processes or memory; check `ulimit -u`"
         case errno.E2BIG:

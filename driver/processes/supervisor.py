@@ -115,7 +115,7 @@ class Agent:
 
         Not before the process of its slot that died last is gone, with its ports, locks and memory; in DEATH_S at most.
         """
-        assert worker not in self.alive(), f"{worker} runs already"
+        assert worker not in self.alive(), f"{worker} is already running"
         if any(_one_slot(worker, each.worker) for each in self._dying):
             self._held[worker] = partial(self._start, worker, command, env, folder, stdin)
             self._loop.call_later(DEATH_S, self._start_held, worker)
@@ -210,9 +210,11 @@ class Agent:
         if proc_stats.stat_of(process.pid).state == proc_stats.STOPPED or proc_stats.frozen(
             process.pid
         ):
-            self._log("info", f"no stacks of {worker}: a process that can't run can't write them")
+            self._log(
+                "info", f"no stacks of {worker}: a process that is not running can't write them"
+            )
         elif not proc_stats.handles(process.pid, number):
-            why = f"it has not called init(), or has given up signal {number}"
+            why = f"it has not called init(), or handles signal {number} itself"
             self._log("info", f"no stacks of {worker}: {why}")
         else:
             os.kill(process.pid, number)
@@ -239,7 +241,7 @@ class Agent:
             # Nothing else is left to do; exits and pipes are still watched.
             await asyncio.sleep(0.002)
         for process in (*self._processes.values(), *self._dying):
-            self._log("error", f"{process.worker} (pid {process.pid}) cannot be killed; leaving it")
+            self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
         for pipe in list(self._pipes):
             pipe.close()
         await self._warden.close()
@@ -454,6 +456,6 @@ class _Process:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return 255, "its exit status was taken by other code in the driver's process"
-        assert status is not None, f"{self.worker} was reported dead, but it runs"
+        assert status is not None, f"{self.worker} was reported dead, but it is running"
         died = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return (-status.si_status if died else status.si_status), ""

@@ -78,13 +78,13 @@ class Wanted:
         for name, amount in self.resources.items():
             if not isinstance(amount, (int, float)) or not amount >= 0:
                 raise Invalid(
-                    f"resources_per_worker: {name} is {amount!r}; give a number, 0 or more"
+                    f"resources_per_worker: {name} is {amount!r}: pass a number, 0 or more"
                 )
         if not any(self.resources.values()):
-            raise Invalid("resources_per_worker asks for nothing; give at least {'CPU': 1}")
+            raise Invalid("resources_per_worker requests nothing: pass at least {'CPU': 1}")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise Invalid(
-                f"resources_per_worker: GPU is {self.gpus:g}; Ray knows parts of one GPU, or whole ones"
+                f"resources_per_worker: GPU is {self.gpus:g}: Ray allocates fractions of one GPU, or whole GPUs"
             )
 
     @property

@@ -166,10 +166,12 @@ class RayDiscovery:
         try:
             while left := await self._call(self._remove_all, CLOSE_S):
                 if self._clock() >= until:
-                    raise Unanswered(f"{left} are still there")
+                    raise Unanswered(f"{left} still exist")
                 await self._sleep(self._look_s)
         except Unanswered as error:
-            ends = "only remove_claims ends them" if self._detached else "they end with the Ray job"
+            ends = (
+                "only remove_claims removes them" if self._detached else "they end with the Ray job"
+            )
             self._log(
                 "warning", f"placement groups {self._prefix}* can't be removed: {error}; {ends}"
             )
@@ -193,7 +195,7 @@ class RayDiscovery:
         try:
             return await self._calls(call, within_s)
         except asyncio.TimeoutError:
-            raise Unanswered(f"nothing was heard for {within_s:g} s") from None
+            raise Unanswered(f"no response within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
         """Runs in a thread, so it changes nothing here."""
@@ -242,7 +244,7 @@ class RayDiscovery:
 
     def _settle(self, look: _Look) -> None:
         if not look.nodes:
-            self._in_trouble("it knows no node")
+            self._in_trouble("it lists no node")
         elif look.problem:
             self._in_trouble(look.problem)
         elif self._trouble:
@@ -250,7 +252,7 @@ class RayDiscovery:
             self._log("info", "Ray answers again")
         if look.draining is None and not self._silent:
             self._silent = True
-            text = "this release of Ray does not tell which nodes drain: workers there end with their node"
+            text = "this release of Ray does not report draining nodes: workers there end with their node"
             self._log("warning", text)
         for id, node in look.nodes.items():
             self._names[id] = host_of(node.address, id)
@@ -278,7 +280,9 @@ class RayDiscovery:
             if self._wanted.gpus:
                 self._gpus[self._names[id]] = [self._known[number, id] for number in numbers]
         for id in self._decided.drained:
-            self._log("info", f"{self._names[id]} drains: its workers leave, others are asked for")
+            self._log(
+                "info", f"{self._names[id]} drains: its workers leave, replacements are requested"
+            )
 
     def _hosts(self) -> dict[str, int]:
         return {self._names[id]: len(numbers) for id, numbers in self._decided.seats.items()}
@@ -339,7 +343,7 @@ class RayDiscovery:
             given=self._given is not None,
         )
         trouble = self._trouble or ("" if self._whole else "their GPUs are not known yet")
-        return f"{text}; the last trouble: {trouble}" if trouble else text
+        return f"{text}; last error: {trouble}" if trouble else text
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def desk_of(job: str) -> tuple[str, bytes]:
             address = os.environ.get("RAY_ADDRESS", "auto")
             ray.init(address=address, log_to_driver=False, logging_level=40)
     except (ConnectionError, RayError, RuntimeError) as error:
-        raise Invalid(f"there is no Ray cluster to ask: {error}; set RAY_ADDRESS") from None
+        raise Invalid(f"no Ray cluster found: {error}; set RAY_ADDRESS") from None
     actor = find_actor(job)
     if actor is None:
         raise Invalid(f"no detached job {job} runs in this Ray cluster")
@@ -45,5 +45,5 @@ def desk_of(job: str) -> tuple[str, bytes]:
     except (GetTimeoutError, RayError) as error:
         raise Invalid(f"the driver of job {job} does not answer: {type(error).__name__}") from None
     if desk is None:
-        raise Invalid(f"job {job} has not begun, or has ended")
+        raise Invalid(f"job {job} has not started, or has ended")
     return desk

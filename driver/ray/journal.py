@@ -84,7 +84,7 @@ class RayArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
-            raise RuntimeError("what is there was not looked at")
+            raise RuntimeError("the store was not read before")
         journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal
@@ -93,7 +93,7 @@ class RayArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> RayJournal:
         if self._turn is None or self._place is None:
-            raise RuntimeError("there was nothing to go on from when it was looked at")
+            raise RuntimeError("the store was empty when it was read")
         journal = RayJournal(
             self._turn, self._chapters, past.header, writer, policy, entries=past.replayed
         )
@@ -189,9 +189,10 @@ class Turn:
             self._lost.set()
             self._log(
                 "warning",
-                f"another driver leads job {self._job} now, or Ray's key-value store has lost its data; this one ends",
+                f"another driver leads job {self._job} now, or Ray's key-value store lost its data; this driver"
+                " exits",
             )
-        raise Deposed(f"this driver does not lead job {self._job}; nothing may be done")
+        raise Deposed(f"this driver does not lead job {self._job}; nothing was done")
 
     def chapter(self, number: int) -> str:
         """Its name. Sorted, they are in their order."""
@@ -264,6 +265,6 @@ def _ray() -> KeyValues:
         from elastic.driver.ray.kv_calls import RayKeyValues
     except ImportError as error:
         raise Invalid(
-            f"Ray can't be used ({error.name} is missing); run: pip install 'hvd-elastic[ray]'"
+            f"Ray can't be used ({error.name} is missing): run pip install 'hvd-elastic[ray]'"
         ) from None
     return RayKeyValues()

@@ -87,7 +87,7 @@ class Insistent:
             except Unanswered as error:
                 await self._failed(str(error), begun)
             except asyncio.TimeoutError:
-                await self._failed(f"nothing was heard for {self._answer_s:g} s", begun)
+                await self._failed(f"no response within {self._answer_s:g} s", begun)
             else:
                 self._answered()
                 return answer
@@ -100,7 +100,7 @@ class Insistent:
             self._told = True
             self._log(
                 "warning",
-                f"Ray's head does not answer ({why}); training goes on, changes of membership wait",
+                f"Ray's head does not answer ({why}); training continues, membership changes wait",
             )
         await self._pause(min(PAUSE_S, 0.05 * 2 ** min(self._failures, 5)))
 

@@ -239,9 +239,9 @@ def suitable(
     taken = ", ".join(f"{show(amounts)} of bundle {i}" for i, amounts in sorted(in_use.items()))
     but = f", of which the caller has {taken}" if taken else ""
     raise Invalid(
-        f"no bundle of the placement group has room for a worker, which needs {show(resources)}: its"
-        f" {len(bundles)} bundles are {listed}{more}{but}; give it a bundle for each worker, or"
-        " set resources_per_worker to what one of its bundles has"
+        f"no bundle of the placement group has room for a worker, which needs {show(resources)}: its {len(bundles)}"
+        f" bundles are {listed}{more}{but}; add a bundle for each worker, or set resources_per_worker to what one"
+        " of its bundles has"
     )
 
 
@@ -298,14 +298,14 @@ def shortage(
     could = f"{asked} asked for, and {placed} could be placed within {within_s:g} s"
     if given:
         return (
-            f"{could}: the placement group has no more suitable bundles that are placed; wait until"
-            " it is ready, or give it more bundles"
+            f"{could}: the placement group has no more suitable bundles that are placed; wait until it is ready, or"
+            " add bundles"
         )
     names: Collection[str] = {*resources, "CPU", "GPU"}
     left = show({name: free.get(name, 0.0) for name in names}) or "nothing"
     noun = "node" if nodes == 1 else "nodes"
     large = "; no node is large enough for one" if too_large else ""
     return (
-        f"{could}; besides them {left} is free on {nodes} {noun}{large}: add nodes, end what holds"
-        " them, or ask for fewer workers (min_workers) or less for each (resources_per_worker)"
+        f"{could}; besides them {left} is free on {nodes} {noun}{large}: add nodes, stop what occupies them, or"
+        " request fewer workers (min_workers) or fewer resources for each (resources_per_worker)"
     )

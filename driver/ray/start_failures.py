@@ -7,8 +7,8 @@ import re
 _SHOWN = 300  # characters of somebody else's words
 _COLOUR = re.compile(r"\x1b?\[\d+m")
 _INSTALL = (
-    "install it in the nodes' image, or give ray.init(runtime_env={'pip': ['hvd-elastic']}), or its"
-    " folder in py_modules"
+    "install it in the nodes' image, or pass ray.init(runtime_env={'pip': ['hvd-elastic']}), or its folder in"
+    " py_modules"
 )
 
 
@@ -17,22 +17,22 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
     said = _COLOUR.sub("", text)
     node = node[:8]
     if found := re.search(r"No module named '?([\w.]+)'?", said):
-        missing = f"there is no module {found[1]} for Ray's python there"
+        missing = f"Ray's Python there has no module {found[1]}"
         return f"hvd-elastic can't be imported on {host}: {missing}; {_INSTALL}"
     if "failed to import on the worker" in said:
         return f"hvd-elastic can't be imported on {host}; {_INSTALL}"
     if kind == "RuntimeEnvSetupError":
         return f"the job's runtime_env can't be set up on {host}: {_last_line(said)}; correct it"
     if kind == "ActorUnschedulableError":
-        return f"Ray has no node {node} any more, which was {host}; another has to take its place"
+        return f"Ray has no node {node} any more, which was {host}: another has to replace it"
     if "its node has died" in said or "node was terminated" in said:
-        return f"the node {node} of {host} has died; another has to take its place"
+        return f"the node {node} of {host} died: another has to replace it"
     if kind in ("GetTimeoutError", "TimeoutError"):
         return (
-            f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not yet known to be,"
-            " or too busy, or still sets up the job's runtime_env; look at `ray list nodes` and the load there"
+            f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not yet reported"
+            " so, or overloaded, or still sets up the job's runtime_env; see `ray list nodes` and the load there"
         )
-    return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(said)}; look at `ray list actors`"
+    return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(said)}; see `ray list actors`"
 
 
 def why_gone(host: str, text: str) -> str:
@@ -42,8 +42,8 @@ def why_gone(host: str, text: str) -> str:
 
 def another_release(host: str, theirs: str, ours: str) -> str:
     return (
-        f"{host} has release {theirs} of hvd-elastic, and here it is {ours}; install the same in the"
-        " image of every node, or give it in ray.init(runtime_env={'pip': [...]})"
+        f"{host} has release {theirs} of hvd-elastic, and this machine has {ours}: install the same in the image of"
+        f" every node, or pass it in ray.init(runtime_env={{'pip': [...]}})"
     )
 
 
@@ -53,9 +53,9 @@ def _cause(said: str) -> str:
     for line in lines:
         if line.startswith(("The actor is dead because ", "The actor died because ")):
             return line.split(" because ", 1)[1].rstrip(".")[:_SHOWN]
-    return lines[0].rstrip(".")[:_SHOWN] if lines else "it did not say why"
+    return lines[0].rstrip(".")[:_SHOWN] if lines else "no reason given"
 
 
 def _last_line(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1].rstrip(".")[:_SHOWN] if lines else "it did not say why"
+    return lines[-1].rstrip(".")[:_SHOWN] if lines else "no reason given"

@@ -88,7 +88,7 @@ class RayStarter:
         try:
             node = self._node_of(host)
         except KeyError:
-            raise StartFailed(f"no agent is started on {host}: Ray has no such node now") from None
+            raise StartFailed(f"no agent was started on {host}: Ray has no such node now") from None
         async with self._turns:
             self._refuse_if_closed(host)
             self._forget(host)
@@ -139,7 +139,7 @@ class RayStarter:
             await self.present()
             held = self._with(rank)
         if held is None:
-            raise CallFailed(f"no worker of rank {rank} is there")
+            raise CallFailed(f"no worker has rank {rank}")
         try:
             answer: tuple[bytes, str] = await self._ask(
                 held.actor, "call", rank, blob, timeout_s, within_s=None
@@ -214,7 +214,7 @@ class RayStarter:
 
     def _refuse_if_closed(self, host: str) -> None:
         if self._closed:
-            raise StartFailed(f"no agent is started on {host}: the job is ending")
+            raise StartFailed(f"no agent was started on {host}: the job is ending")
 
     async def _end(self, actor: Any, within_s: float | None = None) -> None:
         """Ends the agent and its actor, within a bound."""
@@ -258,7 +258,7 @@ class RayStarter:
         except Exception as error:
             self._log(
                 "warning",
-                f"the agent on {host} was not told where its driver is now: {_words(error)}",
+                f"the agent on {host} could not be notified of the driver's address: {_words(error)}",
             )
             return
         if host not in self._held and not self._closed:

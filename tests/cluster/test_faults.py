@@ -73,7 +73,7 @@ def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
     release.until(2)
     binding = release.namespace.get("RoleBinding", "job-driver")
     release.namespace.delete("RoleBinding", "job-driver")
-    refused = "give it list and watch of pods; keeping"
+    refused = "grant list and watch of pods; keeping"
     eventually(lambda: refused in release.said(), "it is missed when the watch begins anew", 90.0)
     release.until(2, more=50)
     kept = {key: binding[key] for key in ("kind", "roleRef", "subjects")}

@@ -49,7 +49,7 @@ VOLATILE: list[tuple[str, str]] = [
     (r"\b(elastic-[a-z]+-)\d{8}-\d{6}-[0-9a-f]{6}\b", r"\1RANDOM"),
     (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
-    (r"\b(process (?:number )?)\d{2,}", r"\1PID"),
+    (r"\b(process (?:number |ID )?)\d{2,}", r"\1PID"),
     (r"\b(descriptor|byte) \d+\b", r"\1 N"),
     (r"(?<=[:-])[0-9a-f]{8}\b", "ID"),
     (r"(?<=\+)\d+\.\d{3}\b", "SECONDS"),

@@ -71,7 +71,7 @@ class InFile:
         os.truncate(self.path, self.path.stat().st_size - 100_000)
 
     async def refuses_a_second(self, journal: Journal) -> None:
-        with pytest.raises(Invalid, match=r"process number (100|200) writes the journal"):
+        with pytest.raises(Invalid, match=r"process ID (100|200) writes the journal"):
             self.archive()
 
     def contents(self) -> bytes:

@@ -74,8 +74,8 @@ class ChartRelease:
         return self._chart() is not None
 
     def taken(self) -> NameTaken:
-        where = f"namespace {self.namespace} has a job {self.name} already"
-        return NameTaken(f"{where}; give another --name")
+        where = f"namespace {self.namespace} already has a job {self.name}"
+        return NameTaken(f"{where}: pass another --name")
 
     def stop(self) -> None:
         """Removes it. Raises Invalid if there is no release of this name, or one of another chart."""
@@ -83,9 +83,9 @@ class ChartRelease:
         if chart is None:
             raise self._no_job()
         if not chart.startswith(f"{CHART.name}-"):
-            there = f"{self.name} of namespace {self.namespace} is a release of {chart}, and no job"
+            there = f"{self.name} of namespace {self.namespace} is a release of {chart}, not a job"
             raise Invalid(
-                f"{there}; remove it with `helm uninstall -n {self.namespace} {self.name}`"
+                f"{there}: remove it with `helm uninstall -n {self.namespace} {self.name}`"
             )
         self.uninstall()
 
@@ -107,13 +107,13 @@ class ChartRelease:
         least = least_instead(job, workers, pods)
         if least is not None:
             why = (
-                f"needs {least} worker pods to go on (job.minWorkers)"
+                f"needs {least} worker pods to continue (job.minWorkers)"
                 if pods
                 else "keeps its commits in its workers' memory, and would end without a pod"
             )
             raise Invalid(
-                f"job {self.name} {why}; give {least} or more, or end it with"
-                f" `elasticrun k8s stop -n {self.namespace} {self.name}`"
+                f"job {self.name} {why}: pass {least} or more, or stop it with `elasticrun k8s stop -n"
+                f" {self.namespace} {self.name}`"
             )
         body = {"spec": {"replicas": pods}}
         before = wanted(workers)
@@ -134,7 +134,7 @@ class ChartRelease:
         try:
             found = self._json(read, self.namespace, field_selector="type=Warning")
         except Invalid as error:  # events are a right of their own
-            return [f"no warnings of Kubernetes: {error}"]
+            return [f"warnings of Kubernetes are not available: {error}"]
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
@@ -206,7 +206,7 @@ class ChartRelease:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
             # A driver may say nothing for longer than we read: that it is there the next question shows.
-            raise ApiSilent(f"the log broke off ({type(error).__name__})", unasked=True) from None
+            raise ApiSilent(f"the log ended ({type(error).__name__})", unasked=True) from None
         finally:
             response.close()
 
@@ -253,13 +253,13 @@ class ChartRelease:
                 raise self._no_job() from None
             if error.status == 401:
                 raise Invalid(
-                    "the API server does not accept the kubeconfig's credentials (Unauthorized): they may have expired;"
-                    " log in anew"
+                    "the API server rejects the kubeconfig's credentials (Unauthorized): they may have expired;"
+                    " log in again"
                 ) from None
             if error.status == 403:
                 said = json.loads(error.body or "{}").get("message", error.reason)
-                raise Invalid(f"the API server refuses: {said}") from None
-            raise ApiSilent(f"the API server answers with HTTP {error.status}") from None
+                raise Invalid(f"the API server rejects the request: {said}") from None
+            raise ApiSilent(f"the API server returned HTTP {error.status}") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiSilent(f"the API server does not answer ({type(error).__name__})") from None
 
@@ -267,7 +267,7 @@ class ChartRelease:
         program = shutil.which("helm")
         if program is None:
             raise Invalid(
-                "there is no helm on the PATH; install Helm 3 or 4: https://helm.sh/docs/intro/install"
+                "helm is not on the PATH: install Helm 3 or 4, https://helm.sh/docs/intro/install"
             )
         try:
             done = subprocess.run(
@@ -279,11 +279,11 @@ class ChartRelease:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Invalid(f"helm {words[0]} has not ended within {HELM_S:g} s") from None
+            raise Invalid(f"helm {words[0]} has not finished within {HELM_S:g} s") from None
         if done.returncode != 0:
             said = done.stderr.strip() or done.stdout.strip()
             if f'namespaces "{self.namespace}" not found' in said:
-                said += f"; make it with `kubectl create namespace {self.namespace}`"
+                said += f"; create it with `kubectl create namespace {self.namespace}`"
             raise Invalid(f"helm {words[0]} failed: {said.removeprefix('Error: ')}")
         return done.stdout
 
@@ -311,9 +311,9 @@ class ApiSilence:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-            self._say(f"{why}; the job goes on without us, and we try again for {AWAY_S:g} s")
+            self._say(f"{why}; the job continues meanwhile; retrying for {AWAY_S:g} s")
         elif now - self._since > AWAY_S:
-            raise Invalid(f"{why}, for {AWAY_S:g} s; the job may go on without us")
+            raise Invalid(f"{why}, for {AWAY_S:g} s; the job may still run")
 
     def over(self) -> None:
         if self._since is not None:

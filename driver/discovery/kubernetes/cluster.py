@@ -25,11 +25,11 @@ NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 class Refusal(enum.Enum):
     """Why the API server gave no answer to take."""
 
-    UNREACHABLE = "it can't be reached"
-    UNAUTHORIZED = "it does not accept this token"
-    FORBIDDEN = "this service account has no right to it"
-    GONE = "it is not there any more"
-    OTHER = "it answers with an error"
+    UNREACHABLE = "it is unreachable"
+    UNAUTHORIZED = "it rejects this token"
+    FORBIDDEN = "this service account is not authorized"
+    GONE = "it does not exist any more"
+    OTHER = "it returns an error"
 
 
 class ApiTrouble(Exception):
@@ -72,7 +72,7 @@ def connection() -> tuple[Any, str]:
         if error.name is None or error.name.partition(".")[0] != "kubernetes":
             raise
         raise Invalid(
-            "Kubernetes is asked by its client for Python: pip install 'hvd-elastic[kubernetes]'"
+            "the Kubernetes client for Python is missing: pip install 'hvd-elastic[kubernetes]'"
         ) from None
     config: Any = untyped
     settings: Any = client.Configuration()
@@ -95,9 +95,9 @@ def connection() -> tuple[Any, str]:
         except Exception as error:  # of a file that may hold anything
             why = " ".join(str(error).split())[:300]
             raise Invalid(
-                "there is no cluster: this is no pod with a service account, and no kubeconfig names one"
-                f" ({type(error).__name__}: {why}); see `kubectl config get-contexts`, and choose one with"
-                " `kubectl config use-context NAME`"
+                "no cluster found: this is not a pod with a service account, and no kubeconfig selects one"
+                f" ({type(error).__name__}: {why}); see `kubectl config get-contexts`, and choose one with `kubectl"
+                " config use-context NAME`"
             ) from None
     settings.retries = False
     return client.ApiClient(settings), found or "default"
@@ -186,7 +186,7 @@ class ApiServer:
 def _decoded(text: bytes) -> dict[str, Any]:
     answer = msgspec.json.decode(text)
     if not isinstance(answer, dict):
-        raise ApiTrouble(Refusal.OTHER, "no object of JSON")
+        raise ApiTrouble(Refusal.OTHER, "not a JSON object")
     return answer
 
 

@@ -64,7 +64,7 @@ class HeadlessServiceDiscovery:
             else:
                 if trouble:
                     trouble = ""
-                    self._log("info", f"service {self._name} is found again")
+                    self._log("info", f"service {self._name} was found again")
                 if set(addresses) != set(hosts):
                     stay = [host for host in hosts if host in addresses]
                     come = [host for host in addresses if host not in hosts]
@@ -80,5 +80,5 @@ class HeadlessServiceDiscovery:
             self._family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         addresses = {address for family, address in found if family == self._family}
         if not addresses:
-            raise OSError("the name server gives no address")
+            raise OSError("the name server returns no address")
         return sorted(addresses, key=ipaddress.ip_address)

@@ -16,16 +16,16 @@ Json = Mapping[str, Any]
 
 # Taints that announce a node's end, what they mean, and the seconds until then where the cloud names them.
 ENDING: dict[str, tuple[str, float | None]] = {
-    "aws-node-termination-handler/spot-itn": ("its spot instance is taken back", 120.0),
-    "aws-node-termination-handler/scheduled-maintenance": ("maintenance by AWS", None),
+    "aws-node-termination-handler/spot-itn": ("its spot instance is being reclaimed", 120.0),
+    "aws-node-termination-handler/scheduled-maintenance": ("AWS maintenance", None),
     "aws-node-termination-handler/asg-lifecycle-termination": ("its group scales down", None),
-    "cloud.google.com/impending-node-termination": ("Google Cloud ends it", 30.0),
-    "remediator.kubernetes.azure.com/unschedulable": ("Azure repairs it or takes it back", None),
+    "cloud.google.com/impending-node-termination": ("Google Cloud terminates it", 30.0),
+    "remediator.kubernetes.azure.com/unschedulable": ("Azure repairs or reclaims it", None),
     "karpenter.sh/disrupted": ("Karpenter removes it", None),
     "karpenter.sh/disruption": ("Karpenter removes it", None),
     "ToBeDeletedByClusterAutoscaler": ("the cluster autoscaler removes it", None),
     "node.kubernetes.io/out-of-service": ("it is out of service", 0.0),
-    "node.cloudprovider.kubernetes.io/shutdown": ("it is shut down", 0.0),
+    "node.cloudprovider.kubernetes.io/shutdown": ("it is shutting down", 0.0),
 }
 
 

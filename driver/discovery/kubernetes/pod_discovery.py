@@ -28,8 +28,8 @@ from elastic.driver.network.hosts import show
 ROLE = "list and watch of pods"
 NODES_ROLE = "list and watch of nodes (a ClusterRole)"
 NEEDED = {
-    Refusal.FORBIDDEN: f"; give it {ROLE}",
-    Refusal.UNAUTHORIZED: "; each try reads it anew: is its service account still there?",
+    Refusal.FORBIDDEN: f"; grant {ROLE}",
+    Refusal.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
 }
 SAID = 8  # hosts of one line
 DELETE_AGAIN_S = 30.0  # between two tries to delete one pod by force
@@ -123,7 +123,7 @@ class PodDiscovery:
         where = f"of namespace {self._cluster.namespace}"
         if kind is Resource.NODES:
             if error is not None and error.why is Refusal.FORBIDDEN:
-                text = f"nodes are not watched: {error}; give it {NODES_ROLE}. Ends of pods are seen, taints are not"
+                text = f"nodes are not watched: {error}; grant {NODES_ROLE}. Deleted pods are noticed, taints are not"
                 self._log("info", text)
         elif error is None:
             self._log("info", f"the Kubernetes API answers again about pods {where}")
@@ -131,7 +131,7 @@ class PodDiscovery:
             forbidden = error.why is Refusal.FORBIDDEN
             self._refused = forbidden and self._fallback is not None and not self._listed
             kept = f"keeping {show(self._hosts)}" if self._hosts else "waiting for hosts"
-            then = "asking the name server instead" if self._refused else kept
+            then = "using the name server instead" if self._refused else kept
             text = f"pods {where} can't be watched: {error}{NEEDED.get(error.why, '')}; {then}"
             self._log("warning", text)
 
@@ -172,8 +172,8 @@ class PodDiscovery:
         except ApiTrouble as error:
             refused = error.why is Refusal.FORBIDDEN
             self._deletes = self._deletes and not refused
-            needs = "; give it delete of pods, or delete it by hand" if refused else ""
-            text = f"pod {pod.name} of node {pod.node}, which is not heard of, can't be deleted: {error}{needs}"
+            needs = "; grant delete of pods, or delete it by hand" if refused else ""
+            text = f"pod {pod.name} of node {pod.node}, which does not respond, can't be deleted: {error}{needs}"
             self._log("warning", text)
         else:
-            self._log("info", f"deleted pod {pod.name}: its node {pod.node} is not heard of")
+            self._log("info", f"deleted pod {pod.name}: its node {pod.node} does not respond")

@@ -153,9 +153,9 @@ class AgentActor:
             why = await self._start(told, call, ready_s)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            why = f"no agent can be started on {told.host}: {where}{error.strerror or error}"
+            why = f"no agent was started on {told.host}: {where}{error.strerror or error}"
         except subprocess.SubprocessError as error:
-            why = f"no agent can be started on {told.host}: its python does not run: {error}"
+            why = f"no agent was started on {told.host}: its Python does not run: {error}"
         if why:
             await self._clear()
         else:
@@ -206,7 +206,7 @@ class AgentActor:
 
     async def _start(self, told: Bootstrap, call: bytes, ready_s: float) -> str:
         if self._process is not None or self._ended is not None:
-            return f"no agent is started on {told.host}: its actor has had one"
+            return f"no agent was started on {told.host}: its actor already had one"
         around = self._engine.ray_process()
         self._follow(around.raylet)
         await asyncio.to_thread(sweep)
@@ -273,7 +273,7 @@ class AgentActor:
 
     async def _die(self) -> None:
         await self._clear()
-        why = f"Ray's raylet on {self._host} is gone, and the agent has ended with it"
+        why = f"Ray's raylet on {self._host} is gone, and the agent exited with it"
         await self._say_last("warning", why)
         await asyncio.sleep(SENT_S)
         self._engine.die()
@@ -284,7 +284,7 @@ class AgentActor:
         if level != "debug":
             if not self._left:
                 return
-            text += "; further lines are left out" if self._left == 1 else ""
+            text += "; further lines are omitted" if self._left == 1 else ""
             self._left -= 1
         self._lines.append((level, text))
         self._number += 1

@@ -72,12 +72,12 @@ class Calls:
         """
         if len(blob) > FRAME_LIMIT:
             raise CallFailed(
-                f"a call for rank {rank} has {len(blob)} bytes, and {FRAME_LIMIT} is the limit; let the"
-                " function load its data itself"
+                f"a call for rank {rank} has {len(blob)} bytes, and {FRAME_LIMIT} is the limit: let the function"
+                " load its data itself"
             )
         caller = self._workers.get(rank)
         if caller is None:
-            raise CallFailed(f"no worker of rank {rank} is here")
+            raise CallFailed(f"no worker of rank {rank} runs here")
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         caller.waiting.append(answer)
         caller.writer.write(len(blob).to_bytes(LENGTH_BYTES, "big") + blob)
@@ -100,7 +100,7 @@ class Calls:
         assert task is not None
         self._serving.add(task)
         caller: _Caller | None = None
-        why = "it hung up"
+        why = "it disconnected"
         try:
             rank = _rank_of(await within(reader.readline(), HELLO_S))
             caller = _Caller(rank, writer)
@@ -108,7 +108,7 @@ class Calls:
             while True:
                 answer = await _frame(reader)
                 if not caller.waiting:
-                    raise ValueError("it answers what nobody asked")
+                    raise ValueError("it sent an answer without a request")
                 waiting = caller.waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(answer)
@@ -117,7 +117,7 @@ class Calls:
         except (OSError, EOFError, asyncio.TimeoutError):
             pass
         except asyncio.CancelledError:
-            why = "its host's agent ends"
+            why = "its host's agent exits"
         finally:
             self._serving.discard(task)
             writer.transport.abort()
@@ -129,7 +129,7 @@ class Calls:
     async def _seat(self, caller: _Caller) -> None:
         earlier = self._workers.get(caller.rank)
         if earlier is not None:
-            earlier.lost("another has taken its place")
+            earlier.lost("another process replaced it")
         self._workers[caller.rank] = caller
         async with self._changed:
             self._changed.notify_all()
@@ -144,7 +144,7 @@ def _rank_of(line: bytes) -> int:
     said = json.loads(line)
     rank = said.get("rank") if isinstance(said, dict) else None
     if type(rank) is not int or rank < 0:
-        raise ValueError("it has not said its rank")
+        raise ValueError("it has not sent its rank")
     return rank
 
 

@@ -108,7 +108,7 @@ def test_a_dead_node_that_ray_holds_for_alive_fails_a_start_in_time_and_blocks_n
     assert found["agents"] == 1 and found["took_s"] < 20.0
     assert "right" in found["why"] and found["failed_s"] < 20.0
     assert found["lag_s"] < 2.5  # the start has 3 s
-    gone = "warning: Ray's raylet on right is gone, and the agent has ended with it"
+    gone = "warning: Ray's raylet on right is gone, and the agent exited with it"
     assert gone in found["log"]
 
 

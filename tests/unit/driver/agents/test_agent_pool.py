@@ -171,7 +171,7 @@ def test_one_that_stays_away_is_a_lost_host_and_a_new_one_reports_what_was_order
     talk.hear(StartOrdered(order(A)), AgentGone(FIRST, False))
     assert talk.pool.next_deadline() == 100.0 + RETURN_S
     [lost] = talk.deadline()
-    assert lost.event == HostLost("here", "its agent has not come back within 0.5 s")
+    assert lost.event == HostLost("here", "its agent has not reconnected within 0.5 s")
     assert talk.pool.alive() == {A}, "nobody knows that it is dead"
     second = HostAgent("here", 6)
     assert talk.here(second) == [TellDriver(HostReported("here", [], [A]))]
@@ -214,7 +214,7 @@ def test_an_agent_speaks_for_its_own_workers_only():
     talk.here(FIRST)
     for lie in (Heard(B, protocol.Returned(1)), Seen(WorkerExited(B, 0)), registered(B)):
         assert talk.hear(AgentSaid(FIRST, lie)) == [HangUp(FIRST)]
-    assert talk.log == ["agent here#5 speaks of a worker that is not its own"] * 3
+    assert talk.log == ["agent here#5 reported a worker that is not its own"] * 3
 
 
 def test_one_that_is_connected_but_says_nothing_is_given_up():
@@ -288,7 +288,7 @@ def test_workers_of_the_driver_before_are_found_again_or_given_up():
     lost: list[Any] = []
     while not lost:
         lost = [each for each in talk.deadline() if isinstance(each, TellDriver)]
-    assert lost[0].event == HostLost("there", "its agent has not come back to the new driver")
+    assert lost[0].event == HostLost("there", "its agent has not reconnected to the new driver")
     assert talk.now == 100.0 + CALL_S
 
 

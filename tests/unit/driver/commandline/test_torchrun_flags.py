@@ -115,7 +115,7 @@ def test_the_program_is_a_script_a_module_or_itself():
     assert command("-np 1 python3 train.py") == ["python3", "train.py"]
     with pytest.raises(Invalid, match="chmod"):
         command("-np 1 --no-python ./train.py")
-    with pytest.raises(Invalid, match="contradict"):
+    with pytest.raises(Invalid, match="exclude"):
         command("-np 1 -m --no-python this")
     with raises(Invalid):
         command("-np 1 missing.py")

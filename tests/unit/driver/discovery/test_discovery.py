@@ -196,7 +196,7 @@ def test_what_is_no_host_is_told_once_and_left_out(value):
     table = registered("a:2") | {HOSTS + "c": Item(value, 9, 9, 0)}
     lists, log = listed(Registered(table, table | registered("a:2", "b:1")))
     assert lists == [A, AB]
-    assert log == [("warning", f"etcd key {HOSTS}c does not describe a host and is left out")]
+    assert log == [("warning", f"skipped etcd key {HOSTS}c, which does not describe a host")]
 
 
 def test_a_name_that_is_no_name_is_left_out():

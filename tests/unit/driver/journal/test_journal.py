@@ -437,7 +437,7 @@ def test_the_place_of_a_kept_journal_is_not_that_of_another_job(tmp_path, number
     check_own(kept)
     beside = FileJournal.begin(tmp_path / f"j.{journal_file.KEPT + 1}", settings())
     before = written(path, Script(settings())).read_bytes()
-    refused = rf"j\.{number}' is for a job before that of .*/j'; give --journal another file"
+    refused = rf"j\.{number}' is for the job before that of the journal .*/j': pass another file"
     with pytest.raises(Invalid, match=refused):
         FileJournal.begin(kept, settings())
     beside.close()

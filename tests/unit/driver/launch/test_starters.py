@@ -169,7 +169,7 @@ class TestChild(StarterContract):
             await until(lambda: bool(bench.log), "the end")
             await bench.starter.start(bootstrap("beta"))
             await bench.starter.close()
-            assert bench.log == [("warning", "the agent on alpha has ended with exit code 3")]
+            assert bench.log == [("warning", "the agent on alpha ended with exit code 3")]
 
     async def test_an_agent_that_does_not_heed_the_end_is_killed(self, opened):
         async with opened as bench:

@@ -108,7 +108,7 @@ async def test_a_node_that_drains_is_off_the_list_before_its_claims_are_removed(
         ([(B, 1)], made),
         ([(B, 1), (C, 2)], [*made, "remove 0", "remove 1"]),
     ]
-    assert told.log == [("info", f"{A} drains: its workers leave, others are asked for")]
+    assert told.log == [("info", f"{A} drains: its workers leave, replacements are requested")]
 
 
 def test_a_node_that_dies_loses_its_slots_and_ray_places_its_claims_elsewhere():

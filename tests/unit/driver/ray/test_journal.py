@@ -553,7 +553,7 @@ async def test_while_the_head_is_away_it_waits_and_says_so_once():
         (
             3.2,
             "warning",
-            "Ray's head does not answer (RpcError: Deadline Exceeded); training goes on, changes of membership wait",
+            "Ray's head does not answer (RpcError: Deadline Exceeded); training continues, membership changes wait",
         ),
         (round(sum(hours.pauses), 1), "info", "Ray's head answers again, after 9.2 s"),
     ]

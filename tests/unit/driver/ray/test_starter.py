@@ -272,7 +272,7 @@ class TestRay(StarterContract):
             await bench.ended("alpha")
             await until(lambda: not bench.fake.living, "the end of the actor")
             await until(lambda: not [*short_folder.iterdir()], "the removal of its folder")
-            why = "Ray's raylet on alpha is gone, and the agent has ended with it"
+            why = "Ray's raylet on alpha is gone, and the agent exited with it"
             await until(lambda: bench.log == [("warning", why)], "a line")
             await raylet.wait()
 

@@ -79,7 +79,7 @@ def test_a_name_server_that_fails_changes_nothing():
                 "service workers.lab: workers.lab could not be resolved: Name or service not known;"
                 " keeping 10.0.0.6:4,10.0.0.7:4",
             ),
-            ("info", "service workers.lab is found again"),
+            ("info", "service workers.lab was found again"),
         ],
     )
 

@@ -118,7 +118,7 @@ def test_a_taint_is_a_notice_and_without_it_the_host_stays():
         await stage.until(lambda: len(stage.told) == 2)
 
     stage.play(play)
-    notice = Notice("node n1: its spot instance is taken back", 120.0)
+    notice = Notice("node n1: its spot instance is being reclaimed", 120.0)
     assert stage.told == [HostLeaving(A, notice), HostStaying(A)]
 
 
@@ -163,8 +163,8 @@ def test_no_right_to_list_pods_is_said_with_the_role_and_the_name_server_is_aske
     assert stage.log == [
         (
             "warning",
-            "pods of namespace lab can't be watched: this service account has no right to it (HTTP 403); give it list"
-            " and watch of pods; asking the name server instead",
+            "pods of namespace lab can't be watched: this service account is not authorized (HTTP 403); grant list and"
+            " watch of pods; using the name server instead",
         )
     ]
 
@@ -191,7 +191,5 @@ def test_while_the_api_server_is_away_all_stays_as_it_is():
 
     stage.play(play)
     assert stage.lists == [{A: 1}]
-    warning = (
-        f"pods of namespace lab can't be watched: it can't be reached (refused); keeping {A}:1"
-    )
+    warning = f"pods of namespace lab can't be watched: it is unreachable (refused); keeping {A}:1"
     assert stage.log[-1] == ("warning", warning)

@@ -93,7 +93,7 @@ def test_a_taint_of_its_node_is_an_end_from_when_it_was_seen():
     pods.node_changed(
         node("n1", taints=("aws-node-termination-handler/spot-itn",)), 50, deleted=False
     )
-    told = {A: PodEnding("node n1: its spot instance is taken back", 170)}
+    told = {A: PodEnding("node n1: its spot instance is being reclaimed", 170)}
     assert pods.endings(60) == told
     pods.nodes_listed([node("n1", taints=("aws-node-termination-handler/spot-itn",))], 90)
     assert pods.endings(100) == told
@@ -108,7 +108,7 @@ def test_of_several_ends_the_first_counts():
     pods.node_changed(
         node("n1", taints=("cloud.google.com/impending-node-termination",)), 90, deleted=False
     )
-    assert pods.endings(100) == {A: PodEnding("node n1: Google Cloud ends it", 120)}
+    assert pods.endings(100) == {A: PodEnding("node n1: Google Cloud terminates it", 120)}
 
 
 def test_a_cordon_and_taints_of_others_end_nothing():
