@@ -55,7 +55,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.np < 1:
-            raise Invalid(f"-np is {self.np}; give at least 1 worker")
+            raise Invalid(f"-np is {self.np}: pass at least 1 worker")
         if not 1 <= self.workers_min <= self.workers_max:
             raise Invalid(
                 f"--min-np {self.workers_min} and --max-np {self.workers_max} leave no possible size;"
@@ -66,20 +66,20 @@ class Settings:
                 f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}"
             )
         if self.standbys < 0:
-            raise Invalid(f"--standbys is {self.standbys}; give 0 or more")
+            raise Invalid(f"--standbys is {self.standbys}: pass 0 or more")
         if self.standbys and (not self.elastic or self.workers_max == UNBOUNDED):
             raise Invalid(
-                f"--standbys {self.standbys} waits for places in a world of a largest size; give --max-np"
+                f"--standbys {self.standbys} waits for places in a world of a largest size: pass --max-np"
             )
         for name in ("start_timeout_s", "elastic_timeout_s", "cooldown_min_s", "cooldown_max_s"):
             if getattr(self, name) <= 0:
-                raise Invalid(f"{name} is {getattr(self, name)}; give a positive number of seconds")
+                raise Invalid(f"{name} is {getattr(self, name)}: pass a positive number of seconds")
         if self.cooldown_min_s > self.cooldown_max_s:
             raise Invalid(
-                f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty; give MIN <= MAX"
+                f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty: pass MIN <= MAX"
             )
         if self.lease_s <= 0:
-            raise Invalid(f"--lease is {self.lease_s:g}; give a positive number of seconds")
+            raise Invalid(f"--lease is {self.lease_s:g}: pass a positive number of seconds")
         for flag, value in (
             ("--idle-timeout", self.idle_s),
             ("--busy-warning", self.busy_warning_s),
@@ -87,20 +87,20 @@ class Settings:
             ("--gpu-hang-timeout", self.gpu_hang_s),
         ):
             if value < 0:
-                raise Invalid(f"{flag} is {value:g}; give seconds, or 0 to turn it off")
+                raise Invalid(f"{flag} is {value:g}: pass seconds, or 0 to turn it off")
         if self.gpu_limit_s <= 0:
-            raise Invalid(f"gpu_limit_s is {self.gpu_limit_s:g}; give a positive number of seconds")
+            raise Invalid(f"gpu_limit_s is {self.gpu_limit_s:g}: pass a positive number of seconds")
         if self.dump_s < 0:
-            raise Invalid(f"dump_s is {self.dump_s:g}; give 0 or more seconds")
+            raise Invalid(f"dump_s is {self.dump_s:g}: pass 0 or more seconds")
         if self.kill_s <= 0:
-            raise Invalid(f"kill_s is {self.kill_s:g}; give a positive number of seconds")
+            raise Invalid(f"kill_s is {self.kill_s:g}: pass a positive number of seconds")
         if self.reset_limit is not None and self.reset_limit < 0:
-            raise Invalid(f"--reset-limit is {self.reset_limit}; give 0 or more")
+            raise Invalid(f"--reset-limit is {self.reset_limit}: pass 0 or more")
         if self.restarts is not None and self.restarts < 0:
-            raise Invalid(f"--restarts is {self.restarts}; give 0 or more")
+            raise Invalid(f"--restarts is {self.restarts}: pass 0 or more")
         if self.starting_max is not None and self.starting_max < 1:
-            raise Invalid(f"starting_max is {self.starting_max}; give 1 or more")
+            raise Invalid(f"starting_max is {self.starting_max}: pass 1 or more")
         if self.slot_attempts < 1:
-            raise Invalid(f"--slot-attempts is {self.slot_attempts}; give 1 or more")
+            raise Invalid(f"--slot-attempts is {self.slot_attempts}: pass 1 or more")
         if self.host_attempts is not None and self.host_attempts < 1:
-            raise Invalid(f"--host-attempts is {self.host_attempts}; give 1 or more")
+            raise Invalid(f"--host-attempts is {self.host_attempts}: pass 1 or more")

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 NOT_LOADED = (
-    "torch.distributed's process group is torch's own, though elasticrun has started this worker: torch finds elastic's"
-    " backend where hvd-elastic is installed (pip install), and does not look for it with"
-    " TORCH_DEVICE_BACKEND_AUTOLOAD=0 or --torch-backend off. Install it, or call elastic.init() as well"
+    "torch.distributed's process group is torch's own, although elasticrun started this worker: torch loads the"
+    " elastic backend only if hvd-elastic is installed (pip install), and not with TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    " or --torch-backend off. Install it, or call elastic.init() as well"
 )
-NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (Where only elastic is imported: elastic.init().)"
+NOT_INITIALIZED = (
+    "Horovod has not been initialized: call hvd.init() (elastic.init() if only elastic is imported)"
+)
 
 
 class Context(Protocol):

@@ -62,9 +62,9 @@ from elastic.torch_backend import following_group, sharding_guard
 Parameters = ParamSpec("Parameters")
 Value = TypeVar("Value")
 AGAIN = (
-    "this script has trained before, and only a job's first training is elastic: in this one a lost worker ends the"
-    " job, as one does that is frozen for --idle-timeout, nobody joins, and --checkpoint-dir keeps nothing; put all"
-    " training into one function under elastic.run, or start a job for each"
+    "only the first elastic.run call of a job is elastic: from here on a lost or frozen worker fails the job, no"
+    " worker joins, and --checkpoint-dir writes nothing; put all training into one function under elastic.run, or"
+    " start a job for each"
 )
 
 

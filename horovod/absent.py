@@ -14,7 +14,7 @@ from types import ModuleType
 TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
 
 
-_LAUNCHER = "this is a part of Horovod's launcher; start jobs with horovodrun or horovod.run"
+_LAUNCHER = "this is part of Horovod's launcher; start jobs with horovodrun or horovod.run"
 _NATIVE = "no extension is compiled; its functions are those of horovod.torch, horovod.tensorflow or horovod.mxnet"
 _PRIVATE = (
     "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"

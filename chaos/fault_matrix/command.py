@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     chosen = choose(options)
     if options.jobs < 1:
-        raise Invalid(f"--jobs is {options.jobs}; give 1 or more")
+        raise Invalid(f"--jobs is {options.jobs}: pass 1 or more")
     if options.list:
         for cell in chosen:
             print(f"{cell}: {faults.impossible(cell) or expectations.expected(cell).end.value}")

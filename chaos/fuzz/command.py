@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     if not (math.isfinite(options.seconds) and options.seconds > 0):
-        raise Invalid(f"--seconds is {options.seconds}; give a positive number")
+        raise Invalid(f"--seconds is {options.seconds}: pass a positive number")
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH

@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
             "--seed runs drawn faults only and writes no page; leave out --only and --report"
         )
     if options.rounds < 1:
-        raise Invalid(f"--rounds is {options.rounds}; give 1 or more")
+        raise Invalid(f"--rounds is {options.rounds}: pass 1 or more")
     if options.report is not None and not options.report.resolve().parent.is_dir():
         raise Invalid(
             f"{options.report}: the folder {options.report.resolve().parent} does not exist"

@@ -34,16 +34,16 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.loss < 1.0:
-            raise Invalid(f"a loss of {self.loss:g} is not a share of packets; give 0 <= loss < 1")
+            raise Invalid(f"a loss of {self.loss:g} is not a share of packets: pass 0 <= loss < 1")
         if self.rate and not _RATE.fullmatch(self.rate):
-            raise Invalid(f"{self.rate!r} is not a rate; give one as in 10mbit")
+            raise Invalid(f"{self.rate!r} is not a rate: pass one as in 10mbit")
         if self.delay_s < 0:
-            raise Invalid(f"a delay of {self.delay_s:g} s is in the past; give 0 or more")
+            raise Invalid(f"a delay of {self.delay_s:g} s is in the past: pass 0 or more")
 
 
 def check_name(host: str) -> str:
     if not _NAME.fullmatch(host):
-        raise Invalid(f"{host!r} is not a name of a host; give up to 12 of a-z, 0-9 and -")
+        raise Invalid(f"{host!r} is not a name of a host: pass up to 12 of a-z, 0-9 and -")
     return host
 
 

@@ -174,7 +174,7 @@ class Network:
     def cut_one_way(self, host: str, way: str) -> float:
         """``way``: ``from`` the host nothing arrives anywhere; ``towards`` it nothing arrives."""
         if way not in ("from", "towards"):
-            raise Invalid(f"{way!r} is no way of a link; give from or towards")
+            raise Invalid(f"{way!r} is no way of a link: pass from or towards")
         return self._change(host, **{"from_host" if way == "from" else "to_host": False})
 
     def lose(self, host: str, share: float) -> float:

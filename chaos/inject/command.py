@@ -132,7 +132,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     }
     given = [flag for flag, value in flags.items() if value is not None]
     if options.seed is not None and options.seed < 0:
-        raise Invalid(f"--seed is {options.seed}; give 0 or more")
+        raise Invalid(f"--seed is {options.seed}: pass 0 or more")
     if options.plan is not None:
         if given:
             raise Invalid(f"{given[0]} and --plan exclude each other: put it into the plan")
@@ -160,12 +160,12 @@ def _chance_of(options: argparse.Namespace) -> Chance:
         raise Invalid("no faults given: pass --plan FILE or --mean-time-between-faults S")
     for flag, value in (("--mean-time-between-faults", mean), ("--duration", duration)):
         if value is not None and not 0 < value < float("inf"):
-            raise Invalid(f"{flag} is {value:g}; give a number of seconds above 0")
+            raise Invalid(f"{flag} is {value:g}: pass a number of seconds above 0")
         if value is not None and value > SECONDS_MAX:
-            raise Invalid(f"{flag} is {value:g}; give at most {SECONDS_MAX:.0f} seconds")
+            raise Invalid(f"{flag} is {value:g}: pass at most {SECONDS_MAX:.0f} seconds")
     if mean < MEAN_LEAST_S:
         raise Invalid(
-            f"--mean-time-between-faults is {mean:g}; give at least {MEAN_LEAST_S:g} seconds"
+            f"--mean-time-between-faults is {mean:g}: pass at least {MEAN_LEAST_S:g} seconds"
         )
     words = "kill,freeze" if options.faults is None else options.faults
     kinds = [kind.strip() for kind in words.split(",")]

@@ -52,14 +52,14 @@ def read_plan(text: str, name: str) -> plan.Plan:
     for key in tables:
         if key not in ("random", "fault"):
             where = _Where(text, name, key, 0)
-            where.fail("", f"{key!r} means nothing here; give [random] or [[fault]]")
+            where.fail("", f"{key!r} means nothing here: pass [random] or [[fault]]")
     faults, chance = tables.get("fault", []), tables.get("random")
     if not isinstance(faults, list) or not all(isinstance(each, dict) for each in faults):
         _Where(text, name, "fault", 0).fail("", "write [[fault]], in double brackets")
     if chance is not None and not isinstance(chance, dict):
         _Where(text, name, "random", 0).fail("random", "write [random], and what it has below it")
     if not faults and not chance:
-        raise Invalid(f"{name} has no fault; give [random] or [[fault]]")
+        raise Invalid(f"{name} has no fault: pass [random] or [[fault]]")
     return plan.Plan(
         tuple(_fault(each, _Where(text, name, "fault", n)) for n, each in enumerate(faults)),
         None if chance is None else _chance(chance, _Where(text, name, "random", 0)),
@@ -71,11 +71,11 @@ def _fault(table: dict[str, Any], where: _Where) -> plan.Fault:
     kind = where.kind("kind", table.get("kind"))
     victim = table.get("victim", "random")
     if not isinstance(victim, str) or not _VICTIM.fullmatch(victim):
-        where.fail("victim", f"{victim!r} is not a victim; give one of {VICTIMS}")
+        where.fail("victim", f"{victim!r} is not a victim: pass one of {VICTIMS}")
     given = [key for key in MOMENTS if key in table]
     if len(given) != 1:
         said = f"has {' and '.join(given)}" if given else "does not say when"
-        where.fail(given[1] if given else "", f"the fault {said}; give one of {', '.join(MOMENTS)}")
+        where.fail(given[1] if given else "", f"the fault {said}: pass one of {', '.join(MOMENTS)}")
     fault = plan.Fault(
         kind,
         victim,
@@ -109,24 +109,24 @@ def _chance(table: dict[str, Any], where: _Where) -> plan.Chance:
         where.fail("", f"[random] needs {keys[0]}")
     mean = where.positive(keys[0], table[keys[0]])
     if mean < plan.MEAN_LEAST_S:
-        where.fail(keys[0], f"{keys[0]} is {mean:g}; give at least {plan.MEAN_LEAST_S:g}")
+        where.fail(keys[0], f"{keys[0]} is {mean:g}: pass at least {plan.MEAN_LEAST_S:g}")
     kinds = table.get("faults", ["kill", "freeze"])
     if not isinstance(kinds, list) or not kinds:
-        where.fail("faults", f'faults is {kinds!r}; give a list, as in ["kill", "freeze"]')
+        where.fail("faults", f'faults is {kinds!r}: pass a list, as in ["kill", "freeze"]')
     span = table.get("for_s")
     if span is not None:
         if not isinstance(span, list) or len(span) != 2:
             where.fail(
-                "for_s", f"for_s is {span!r}; give the shortest and the longest, as in [1, 8]"
+                "for_s", f"for_s is {span!r}: pass the shortest and the longest, as in [1, 8]"
             )
         low, high = (where.positive("for_s", each) for each in span)
         if low > high:
-            where.fail("for_s", f"for_s is {span!r}; give the shortest first")
+            where.fail("for_s", f"for_s is {span!r}: pass the shortest first")
     spare = table.get("spare", [])
     if not isinstance(spare, list) or not all(
         isinstance(each, str) and re.fullmatch(r"\S+:\d+", each) for each in spare
     ):
-        where.fail("spare", f'spare is {spare!r}; give a list of slots, as in ["localhost:0"]')
+        where.fail("spare", f'spare is {spare!r}: pass a list of slots, as in ["localhost:0"]')
     duration = table.get("duration_s")
     return plan.Chance(
         mean,
@@ -152,12 +152,12 @@ class _Where:
     def known(self, table: dict[str, Any], keys: Sequence[str]) -> None:
         for key in table:
             if key not in keys:
-                self.fail(key, f"{key!r} is not known here; give one of {', '.join(keys)}")
+                self.fail(key, f"{key!r} is not known here: pass one of {', '.join(keys)}")
 
     def kind(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or value not in plan.KINDS:
             said = "the fault has no kind" if value is None else f"{value!r} is not a kind of fault"
-            self.fail(key, f"{said}; give one of {', '.join(plan.KINDS)}")
+            self.fail(key, f"{said}: pass one of {', '.join(plan.KINDS)}")
         return str(value)
 
     def number(self, key: str, value: Any, least: float) -> float:
@@ -167,31 +167,31 @@ class _Where:
     def positive(self, key: str, value: Any) -> float:
         number = self._number(key, value, "above 0", 0.0, plan.SECONDS_MAX)
         if number == 0:
-            self.fail(key, f"{key} is 0; give a number above 0")
+            self.fail(key, f"{key} is 0: pass a number above 0")
         return number
 
     def factor(self, value: Any) -> float:
         number = self._number("factor", value, "above 1", 1.0, FACTOR_MAX)
         if number == 1:
-            self.fail("factor", "factor is 1; give a number above 1")
+            self.fail("factor", "factor is 1: pass a number above 1")
         return number
 
     def _number(self, key: str, value: Any, which: str, least: float, most: float) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            self.fail(key, f"{key} is {value!r}; give a number {which}")
+            self.fail(key, f"{key} is {value!r}: pass a number {which}")
         if value == math.inf:
-            self.fail(key, f"{key} is {value!r}; give a finite number")
+            self.fail(key, f"{key} is {value!r}: pass a finite number")
         if value > most:  # not said: it may have any number of digits
-            self.fail(key, f"{key} is too much; give at most {most:.0f}")
+            self.fail(key, f"{key} is too much: pass at most {most:.0f}")
         return float(value)
 
     def whole(self, key: str, value: Any, *, least: int = 1) -> int | None:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.fail(key, f"{key} is {value!r}; give a whole number, {least} or more")
+            self.fail(key, f"{key} is {value!r}: pass a whole number, {least} or more")
         if value > WHOLE_MAX:
-            self.fail(key, f"{key} is too much; give at most {WHOLE_MAX}")
+            self.fail(key, f"{key} is too much: pass at most {WHOLE_MAX}")
         return int(value)
 
     def _line(self, key: str) -> int:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """0: all holds; 1: something does not, or could not be checked. Raises Invalid."""
     if options.samples is not None and options.samples < 1:
-        raise Invalid(f"--samples is {options.samples}; give 1 or more, or leave it out")
+        raise Invalid(f"--samples is {options.samples}: pass 1 or more, or leave it out")
     failed = False
     for path in options.journal:
         try:

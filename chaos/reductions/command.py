@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     if options.count < 1:
-        raise Invalid(f"--count is {options.count}; give 1 or more")
+        raise Invalid(f"--count is {options.count}: pass 1 or more")
     if not 2 <= options.workers <= MAX_LOCAL_RANKS:
-        raise Invalid(f"--workers is {options.workers}; give 2 to {MAX_LOCAL_RANKS}")
+        raise Invalid(f"--workers is {options.workers}: pass 2 to {MAX_LOCAL_RANKS}")
     if options.json is not None and not options.json.resolve().parent.is_dir():
         raise Invalid(f"{options.json}: the folder {options.json.resolve().parent} does not exist")
     if native_library.load() is None:

@@ -97,13 +97,13 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
     """Raises Invalid before anything runs."""
     for name in ("seeds", "workers", "steps"):
         if getattr(options, name) < 1:
-            raise Invalid(f"--{name} is {getattr(options, name)}; give 1 or more")
+            raise Invalid(f"--{name} is {getattr(options, name)}: pass 1 or more")
     if options.faults < 0:
-        raise Invalid(f"--faults is {options.faults}; give 0 or more")
+        raise Invalid(f"--faults is {options.faults}: pass 0 or more")
     large = options.workers >= LARGE
     seconds: float | None = options.seconds
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise Invalid(f"--seconds is {seconds:g}; give a number of virtual seconds above 0")
+        raise Invalid(f"--seconds is {seconds:g}: pass a number of virtual seconds above 0")
     if seconds is not None and not large:
         what = (
             f"--seconds applies to jobs of {LARGE} or more workers; this one has {options.workers}"
@@ -117,7 +117,7 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
     writable = path if path.exists() else path.parent
     if path.is_dir() or not writable.exists() or not os.access(writable, os.W_OK):
         raise Invalid(
-            f"cannot write the journal {str(path)!r}; give a file in a writable folder that exists"
+            f"cannot write the journal {str(path)!r}: pass a file in a writable folder that exists"
         )
 
 

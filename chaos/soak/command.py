@@ -114,7 +114,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         ("--sample-every", options.sample_every),
     ):
         if not 0 < value < float("inf"):
-            raise Invalid(f"{flag} is {value:g}; give more than 0")
+            raise Invalid(f"{flag} is {value:g}: pass more than 0")
     if options.workers < 2:
         raise Invalid(f"--workers is {options.workers}: give at least 2, since one is spared")
     kinds = (options.faults or FAULTS).split(",")

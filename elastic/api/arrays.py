@@ -22,7 +22,7 @@ def to_torch(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
     except TypeError:
         raise UnsupportedType(
-            f"a tensor of {array.dtype} can't travel; cast it to a type of numbers that torch has too"
+            f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
         ) from None
 
 

@@ -333,7 +333,7 @@ def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
     greatest, least = allreduce(own, op=Op.MAX, process_set=process_set).tolist()
     if greatest != -least:
         raise ValueError(
-            f"the ranks' {what} differ in number, name, shape or dtype; build the same model on every rank"
+            f"{what} differ between ranks in number, name, shape or dtype: build the same model on every rank"
         )
 
 

@@ -535,7 +535,7 @@ def as_op(op: int | None, average: bool | None) -> Op:
     """What both arguments say together. Raises ValueError, for other doors too."""
     if average is not None:
         if op is not None:
-            raise ValueError("op and average were both given; give op alone")
+            raise ValueError("op and average were both given: pass op alone")
         warnings.warn("average= is deprecated; use op=Average or op=Sum", DeprecationWarning, 4)
         return Op.AVERAGE if average else Op.SUM
     if op is None:
@@ -543,7 +543,7 @@ def as_op(op: int | None, average: bool | None) -> Op:
     try:
         return Op(op)
     except ValueError:
-        raise ValueError(f"op is {op!r}; give Average, Sum, Min, Max or Product") from None
+        raise ValueError(f"op is {op!r}: pass Average, Sum, Min, Max or Product") from None
 
 
 def _only(results: list[torch.Tensor]) -> torch.Tensor:

@@ -77,12 +77,12 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
-                f"SyncBatchNorm needs inputs of at least 2 dimensions, not {input.dim()}; give (values, channels, ...)"
+                f"SyncBatchNorm needs inputs of at least 2 dimensions, not {input.dim()}: pass (values, channels, ...)"
             )
         if input.shape[1] != self.num_features:
             raise ValueError(
-                f"SyncBatchNorm({self.num_features}) was given {input.shape[1]} channels, in dimension 1;"
-                " make it with that number"
+                f"SyncBatchNorm({self.num_features}) got {input.shape[1]} channels in dimension 1: create it with"
+                " that number"
             )
 
 

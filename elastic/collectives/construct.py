@@ -146,7 +146,7 @@ def check_device(device_type: str) -> None:
     """Raises ValueError for a device without a backend."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(
-            f"there are no collectives for tensors on {device_type!r}; move them to cpu or cuda first"
+            f"no collectives for tensors on {device_type!r}: move them to cpu or cuda first"
         )
 
 

@@ -201,8 +201,8 @@ class CpuGroup:
         if plan.why and self._rank == 0 and plan.why not in _said:
             _said.add(plan.why)
             log.warning(
-                "ranks of one machine do not share memory, and exchange tensors over the network instead, which is"
-                " slower: %s (ELASTIC_NATIVE=0 chooses that without this line)",
+                "ranks of one host do not share memory and exchange tensors over the network, which is slower: %s"
+                " (ELASTIC_NATIVE=0 does the same without this warning)",
                 plan.why,
             )
 

@@ -213,7 +213,7 @@ class NcclCollectives:
         self._raise_if_failed()
         if torch.cuda.is_current_stream_capturing():
             raise Invalid(
-                "a collective can be no part of a CUDA graph: capture forward and backward without the collectives,"
+                "a collective can't be part of a CUDA graph: capture forward and backward without the collectives,"
                 " or train without graphs"
             )
         arrived = self._spare.pop() if self._spare else torch.cuda.Event()
@@ -308,7 +308,7 @@ class NcclCollectives:
 
     def close_in_forked_child(self) -> None:
         # CUDA does not survive a fork, so the child can't use the group; its sockets are opened close-on-exec.
-        self._failed = "this is a forked child, and groups stay with the parent"
+        self._failed = "process groups can't be used in a forked child"
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:
         if self._failed is None:
@@ -476,7 +476,7 @@ def _options(timeout_s: float) -> Any:
 def _revocable(backend: Any) -> int:
     """NCCL's own pointer to the communicator of the present device; 0 if it can't be revoked."""
     if not (nccl_library.can_revoke() and hasattr(backend, "_comm_ptr")):
-        _say_once("this NCCL can't revoke a communicator, which takes version 2.28 and torch 2.8")
+        _say_once("this NCCL can't revoke a communicator: version 2.28 and torch 2.8 are required")
         return 0
     return int(backend._comm_ptr())
 

@@ -24,8 +24,8 @@ def meet(device: torch.device) -> None:
         _index = device.index
     if _index != device.index:
         raise Invalid(
-            f"the collectives of this worker were on cuda:{_index} so far, and now on {device}: start one"
-            " worker for each GPU, and call torch.cuda.set_device(local_rank()) before anything is put there"
+            f"the collectives of this worker were on cuda:{_index}, and are now on {device}: start one worker per"
+            " GPU, and call torch.cuda.set_device(local_rank()) before any tensor is created on the GPU"
         )
 
 
@@ -50,9 +50,9 @@ def refuse_shared(uuids: Sequence[str], visible: int) -> None:
     for rank, each in enumerate(uuids):
         if each and first.setdefault(each, rank) != rank:
             raise Invalid(
-                f"ranks {first[each]} and {rank} use the same GPU ({each}), and NCCL needs one for each worker: call"
-                " torch.cuda.set_device(local_rank()) before anything is put there, and start no more workers on a"
-                f" host than it has GPUs ({visible} are visible here)"
+                f"ranks {first[each]} and {rank} use the same GPU ({each}), but NCCL needs one per worker: call"
+                " torch.cuda.set_device(local_rank()) before any tensor is created on the GPU, and start no more"
+                f" workers on a host than it has GPUs ({visible} visible here)"
             )
 
 

@@ -124,8 +124,8 @@ def _apart(rows: Sequence[RankInfo]) -> str:
             if host != there:
                 kind = "PID" if host.processes != there.processes else "network"
                 return (
-                    f"ranks {other} and {rank} run on one machine in {kind} namespaces of their own, as in two"
-                    " containers; run them in one"
+                    f"ranks {other} and {rank} run on one machine in different {kind} namespaces, as in two"
+                    " containers: run them in one"
                 )
     return ""
 
@@ -134,7 +134,7 @@ def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
     """The first of the lowest rank. One that is alone on its host shares nothing, and need not be able to."""
     for rank, row in enumerate(rows):
         if not row.native:
-            return f"rank {rank} has ELASTIC_NATIVE=0; give all ranks the same"
+            return f"rank {rank} has ELASTIC_NATIVE=0: set the same on all ranks"
     for ranks in hosts:
         if len(ranks) > 1:
             for rank in ranks:
@@ -142,7 +142,7 @@ def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
                 if why:
                     return why
             if len(ranks) > MAX_LOCAL_RANKS:
-                return f"{len(ranks)} ranks lie on one host, more than the {MAX_LOCAL_RANKS} that can share memory"
+                return f"{len(ranks)} ranks run on one host, more than the {MAX_LOCAL_RANKS} that can share memory"
     return ""
 
 
@@ -154,5 +154,5 @@ def _unable(rows: Sequence[RankInfo], rank: int, first: int) -> str:
         mine, theirs = row.identity.user, other.identity.user
         if mine != theirs:
             who = f"rank {rank} runs as user {mine}, rank {first} as user {theirs}"
-            return f"{who}; run the ranks of a host as one user"
+            return f"{who}: run the ranks of a host as one user"
     return ""

@@ -86,43 +86,43 @@ class LoaderArguments:
         unknown = self.options.keys() - OPTIONS
         if "generator" in unknown:
             raise Invalid(
-                "generator= would have each rank draw an order of its own; give seed=, which all ranks share"
+                "generator= would give each rank its own order: pass seed=, which all ranks share"
             )
         if unknown:
-            raise Invalid(f"a DataLoader takes no {', '.join(sorted(unknown))}")
+            raise Invalid(f"unknown arguments of DataLoader: {', '.join(sorted(unknown))}")
         if self.options.get("in_order") is False:
             raise Invalid(
-                "in_order=False hands batches out as they come, so nobody could say which of them a commit has: leave"
-                " it out"
+                "in_order=False returns batches in no fixed order, so a commit could not record which of them were"
+                " used: leave it out"
             )
 
     def _check_stream(self) -> None:
         dataset, name = self.dataset, type(self.dataset).__name__
         if not hasattr(dataset, "__iter__"):
-            raise Invalid(f"{name} can be neither indexed nor iterated over; give a dataset")
+            raise Invalid(f"{name} can be neither indexed nor iterated over: pass a dataset")
         if isinstance(dataset, Iterator):
             raise Invalid(
-                f"{name} can be read only once, and after a failure a stream is read again; give a dataset whose"
-                " __iter__ begins anew"
+                f"{name} can be read only once, but is read again after a failure: pass a dataset whose __iter__"
+                " starts again"
             )
         if self.shuffle or self.sampler is not None or self.batch_sampler is not None:
             raise Invalid(
-                f"{name} is a stream, which is read in its own order: give neither shuffle nor a sampler, and shuffle"
-                " in the dataset, by the epoch that its set_epoch() is told"
+                f"{name} is a stream, which is read in its own order: pass neither shuffle nor a sampler, and"
+                " shuffle in the dataset, by the epoch that set_epoch() sets"
             )
         if getattr(dataset, "_distributed", None) is not None:
             raise Invalid(
-                f"{name} was cut by split_dataset_by_node() for a fixed number of ranks; give the whole dataset, which"
-                " the loader deals to whatever world there is"
+                f"{name} was split by split_dataset_by_node() for a fixed number of ranks: pass the whole dataset,"
+                " which the loader divides among the ranks of the current world"
             )
 
     def _check_indexed(self) -> None:
         if not hasattr(self.dataset, "__len__"):
             raise Invalid(
-                f"{type(self.dataset).__name__} has no length; give it one, or make it an IterableDataset"
+                f"{type(self.dataset).__name__} has no length: add __len__, or make it an IterableDataset"
             )
         if len(self.dataset) == 0:
-            raise Invalid("the dataset is empty; give it at least one sample")
+            raise Invalid("the dataset is empty: add at least one sample")
         given = {
             "shuffle": self.shuffle,
             "sampler": self.sampler is not None,
@@ -130,7 +130,7 @@ class LoaderArguments:
         }
         names = [name for name, there in given.items() if there]
         if len(names) > 1:
-            raise Invalid(f"{' and '.join(names)} are given, and each says the order; give one")
+            raise Invalid(f"{' and '.join(names)} each define the order: pass one of them")
         for each in (
             self.sampler,
             self.batch_sampler,
@@ -138,28 +138,29 @@ class LoaderArguments:
         ):
             if hasattr(each, "num_replicas"):
                 raise Invalid(
-                    f"{type(each).__name__} deals to fixed ranks, and here the loader deals, to whatever world there"
-                    " is; give shuffle= and seed= instead, or convert the loader by elastic.data.from_torch()"
+                    f"{type(each).__name__} divides samples among fixed ranks, but this loader does so for the"
+                    " current world: pass shuffle= and seed= instead, or convert the loader with"
+                    " elastic.data.from_torch()"
                 )
 
     def _check_batches(self) -> None:
         if self.global_batch_size is not None and (self.batch_size != 1 or self.ready):
             raise Invalid(
-                "global_batch_size says how large a step is; give no batch_size or batch_sampler with it"
+                "global_batch_size sets the size of a step: pass no batch_size or batch_sampler with it"
             )
         if self.batch_sampler is not None and (self.batch_size != 1 or self.drop_last):
-            raise Invalid("batch_sampler makes the batches; give no batch_size or drop_last")
+            raise Invalid("batch_sampler creates the batches: pass no batch_size or drop_last")
         if self.shards is None:
             return
         if self.global_batch_size is None:
-            raise Invalid("shards cut a global batch; give global_batch_size too")
+            raise Invalid("shards divide a global batch: pass global_batch_size too")
         if self.global_batch_size < self.shards:
             raise Invalid(
-                f"global_batch_size is {self.global_batch_size}, which can't be cut into {self.shards} shards; give"
-                " at least one sample to each"
+                f"global_batch_size is {self.global_batch_size}, which can't be divided into {self.shards} shards:"
+                " each needs at least one sample"
             )
 
 
 def _check_size(name: str, size: Any) -> None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise Invalid(f"{name} is {size!r}; give a whole number of samples, at least 1")
+        raise Invalid(f"{name} is {size!r}: pass a whole number of samples, at least 1")

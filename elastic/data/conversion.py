@@ -21,7 +21,7 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
     """
     if not isinstance(loader, torch_data.DataLoader):
         raise Invalid(
-            f"{type(loader).__name__} is no DataLoader of torch; give elastic.data.DataLoader the dataset itself"
+            f"{type(loader).__name__} is not a torch DataLoader: pass the dataset to elastic.data.DataLoader"
         )
     given: dict[str, Any] = {
         "num_workers": loader.num_workers,

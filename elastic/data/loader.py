@@ -163,7 +163,7 @@ class DataLoader:
         """Begins an epoch. The present one just goes on: call it before each epoch, as of a ``DistributedSampler``."""
         wanted = operator.index(epoch)
         if wanted < 0:
-            raise Invalid(f"epoch is {epoch}; give a number of 0 or more")
+            raise Invalid(f"epoch is {epoch}: pass a number of 0 or more")
         if wanted != self.epoch:
             self._go_to(Position(wanted, 0))
 
@@ -296,8 +296,8 @@ class DataLoader:
             self._gradients.look()
         if length is not None and dealing.steps(length) == 0:
             raise Invalid(
-                f"drop_last with {length} samples, where a step takes {dealing.batch}: every epoch would be empty; give"
-                " a smaller batch size, or leave drop_last out"
+                f"drop_last with {length} samples, but a step takes {dealing.batch}: every epoch would be empty;"
+                " use a smaller batch size, or leave drop_last out"
             )
         return self._source.begin(position, dealing, self._mine(world))
 
@@ -337,8 +337,8 @@ class DataLoader:
         """Before each batch. Returns the present world. Raises Invalid if this pass can't go on."""
         if number != self._passes:
             raise Invalid(
-                "this loader was iterated over anew, and has one position: the older iteration can't go on. Make a"
-                " second loader where two are to be read at once"
+                "a second iteration of this loader started, and a loader has only one position, so the older"
+                " iteration can't continue: create a second loader to read two at once"
             )
         self._look_for_steps()
         self._gradients.count()
@@ -415,7 +415,8 @@ class StepShards(Iterator[Any]):
 
     def __getitem__(self, key: object) -> Any:
         raise Invalid(
-            "this is a step of all shards, and no batch: iterate over shards.over(step) for this worker's batches"
+            "this is a step of all shards, not a batch: iterate over shards.over(step) for this worker's"
+            " batches"
         )
 
     def __next__(self) -> Any:
@@ -441,7 +442,7 @@ class StepShards(Iterator[Any]):
         """Raises Invalid if a batch would be lost."""
         if self._left:
             raise Invalid(
-                f"{self._left} shards of a step were not asked for, and their samples would be lost: iterate over all"
+                f"{self._left} shards of a step were not used, and their samples would be lost: iterate over all"
                 " shards of a step before the next one"
             )
 
@@ -452,6 +453,6 @@ def _check_joined() -> None:
         env = environment.read()
         if env.driver is not None or (env.started is not None and env.started.way is not None):
             raise NotInitialized(
-                "a loader deals samples to the ranks of a job, and this worker has not joined its yet: call init()"
-                " before you iterate over it or ask for its length"
+                "a loader divides samples among the ranks of a job, which this worker has not joined yet: call"
+                " init() before you iterate over it or use its length"
             )

@@ -46,10 +46,11 @@ class ElasticSampler(Sampler[int]):
             length = len(dataset)
         except TypeError as error:
             raise Invalid(
-                f"{type(dataset).__name__} has no length; ElasticSampler deals out indices of a map-style dataset"
+                f"{type(dataset).__name__} has no length: ElasticSampler divides the indices of a map-style"
+                " dataset"
             ) from error
         if length == 0:
-            raise Invalid("the dataset is empty; give ElasticSampler at least one sample")
+            raise Invalid("the dataset is empty: ElasticSampler needs at least one sample")
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -81,7 +82,7 @@ class ElasticSampler(Sampler[int]):
         """
         size = operator.index(batch_size)
         if size <= 0:
-            raise Invalid(f"batch_size is {batch_size}; give the number of samples in the batch")
+            raise Invalid(f"batch_size is {batch_size}: pass the number of samples in the batch")
         if self._noting:
             done = (self.processed_num - self._start) // self.num_replicas
             mine = self._indices()[done : done + size]

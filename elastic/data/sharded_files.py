@@ -28,12 +28,12 @@ class ShardedFiles(Dataset[Any]):
         self, files: Sequence[Any], read: Callable[[Any], Any], lengths: Sequence[int] | None = None
     ) -> None:
         if not files:
-            raise Invalid("no files are given; give at least one")
+            raise Invalid("no files are given: pass at least one")
         if lengths is None:
             lengths = [_length(read(file)) for file in files]
         if len(lengths) != len(files):
             raise Invalid(
-                f"{len(lengths)} lengths are given for {len(files)} files; give one for each"
+                f"{len(lengths)} lengths are given for {len(files)} files: pass one for each"
             )
         self.files = list(files)
         self.lengths = [int(length) for length in lengths]
@@ -48,7 +48,7 @@ class ShardedFiles(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"there is no sample {index} among {len(self)}")
+            raise IndexError(f"sample {index} does not exist among {len(self)}")
         number = bisect_right(self._ends, index)
         place = index - (self._ends[number] - self.lengths[number])
         if self.indexed:
@@ -58,8 +58,8 @@ class ShardedFiles(Dataset[Any]):
         if sample is END:
             self._open = None
             raise Invalid(
-                f"{self.files[number]} ends before its sample {place}, and is said to have"
-                f" {self.lengths[number]}; give the lengths that the files have"
+                f"{self.files[number]} ends before sample {place}, but its length is given as"
+                f" {self.lengths[number]}: pass the lengths that the files have"
             )
         self._open = (number, samples, place + 1)
         return sample

@@ -170,25 +170,25 @@ class BufferKeeper:
         for each in self._parameters.values():
             if each.changed():
                 raise Invalid(
-                    f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, as the"
-                    " forward pass of nn.Embedding(max_norm=...) changes its weight: each worker would do so as often"
-                    " as it has shards. Change it after the loop, on every worker; what no optimizer trains can be a"
-                    " buffer, for which shard 0 counts"
+                    f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, as"
+                    " nn.Embedding(max_norm=...) changes its weight in the forward pass: each worker would change"
+                    " it once for each of its shards. Change it after the loop, on every worker, or make untrained"
+                    " values a buffer, for which shard 0 counts"
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
             odd = [*sorted({*names} ^ {*self._names}), *names][0]  # the latter: in another order
             raise Invalid(
-                f"the buffer {self._say(odd)} was {'made' if odd in names else 'taken away'} within the loop over the"
-                f" shards, in shard {shard}: a worker that computes none, or joins, would"
-                f" {'lack' if odd in names else 'keep'} it. Register it where the module is made, and keep it"
+                f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop over"
+                f" the shards, in shard {shard}: a worker that computes no shard, or that joins, would"
+                f" {'lack' if odd in names else 'keep'} it. Register it where the module is created, and keep it"
             )
         for module, children in zip(self._modules, self._children, strict=True):
             if len(module._modules) != children:
                 raise Invalid(
-                    f"a module within {type(module).__name__} was made or taken away within the loop over the shards,"
-                    f" in shard {shard}: no optimizer and no state has it, and workers would have others. Make modules"
-                    " before training"
+                    f"a module within {type(module).__name__} was created or removed within the loop over the"
+                    f" shards, in shard {shard}: no optimizer and no state has it, and workers would differ. Create"
+                    " modules before training"
                 )
 
     def _put(self, kept: KeptBuffer, buffer: torch.Tensor, value: torch.Tensor) -> None:

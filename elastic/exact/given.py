@@ -25,39 +25,39 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
         batches, torch.utils.data.DataLoader
     ):  # or its iterator
         raise Invalid(
-            "torch's DataLoader knows nothing of shards: each rank would train on the same batches, in each step"
-            " again. Give elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards) the dataset, or"
-            " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) the loader"
+            "torch's DataLoader ignores shards, so all ranks would train on the same batches: use"
+            " elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards), or"
+            " elastic.data.from_torch(loader, global_batch_size=64, shards=shards)"
         )
     if isinstance(batches, torch.Tensor | Mapping) or _inputs_and_targets(batches):
         raise Invalid(
-            f"over() was given a {type(batches).__name__} that is one batch; give a micro-batch for each of this rank's"
+            f"over() got a {type(batches).__name__} that is one batch: pass one micro-batch for each of this rank's"
             f" shards, here {len(held)}, or a step of elastic.data.DataLoader(..., shards=shards), which"
-            " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) makes of torch's"
+            " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) creates from torch's"
         )
     if isinstance(batches, Sized) and len(batches) != len(held):
         raise Invalid(
-            f"over() was given {len(batches)} micro-batches, and this rank has {len(held)} of the"
-            f" {count} shards: give it those, [batches[shard] for shard in shards.held], or a step of"
-            " elastic.data.DataLoader(..., shards=shards)"
+            f"over() got {len(batches)} micro-batches, but this rank has {len(held)} of the {count} shards: pass"
+            " those, [batches[shard] for shard in shards.held], or a step of elastic.data.DataLoader(...,"
+            " shards=shards)"
         )
     if not isinstance(batches, StepShards):
         return
     if batches.shards is not shards:
         raise Invalid(
-            "the loader cuts steps into other shards than these, or into a number of them, which it deals in another"
-            " way; give DataLoader(..., shards=shards) the Shards themselves"
+            "the loader divides steps into other shards than these, or into a number of shards: pass the Shards"
+            " object, as in DataLoader(..., shards=shards)"
         )
     if held and batches.taken:
         raise Invalid(
-            "the batches of this step were taken before, and a loader hands each out once; where a step is computed"
-            " several times, as LBFGS does, keep them with their weights, batches = [(batch, loader.weight) for batch"
-            " in step], and give shards.over(batches); the loader needs drop_last=True then"
+            "the batches of this step were already used, and a loader returns each once: to compute a step several"
+            " times, as LBFGS does, keep them with their weights, batches = [(batch, loader.weight) for batch in"
+            " step], and pass shards.over(batches); the loader then needs drop_last=True"
         )
     if committed and not batches.in_state:
         raise Invalid(
-            "the loader is in no state, so a commit does not have its position, and after a failure other samples"
-            " would be trained on: add it, as in TorchState(..., shards=shards, loader=loader)"
+            "the loader is not in a state, so a commit does not have its position, and training would continue"
+            " with other samples after a failure: add it, as in TorchState(..., shards=shards, loader=loader)"
         )
 
 

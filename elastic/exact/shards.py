@@ -56,7 +56,7 @@ class Shards:
     def __init__(self, count: int, *, seed: int = 0, exact: bool = True) -> None:
         for name, value, least in (("count", count, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise Invalid(f"{name} is {value!r}; give a whole number, at least {least}")
+                raise Invalid(f"{name} is {value!r}: pass a whole number, at least {least}")
         self.count = count
         self.seed = seed
         self.exact = exact
@@ -107,7 +107,7 @@ class Shards:
                     batch = next(coming)
             except StopIteration:
                 raise Invalid(
-                    f"there is no micro-batch for shard {shard} of step {self.step}: a rank needs one for each of its"
+                    f"no micro-batch for shard {shard} of step {self.step}: a rank needs one for each of its"
                     f" shards, here {len(self.held)}; see Shards.held"
                 ) from None
             yield batch
@@ -135,8 +135,8 @@ class Shards:
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
             raise Invalid(
-                f"the loop over the shards of step {self.step} was left before its end, so the step has no gradient;"
-                " let the loop run to its end, and step after it"
+                f"the loop over the shards of step {self.step} ended early, so the step has no gradient: run the"
+                " loop to its end, and call step() after it"
             )
         self._check_threads()
         self.abandon()
@@ -195,17 +195,18 @@ class Shards:
             shard = self._under_way().merges[self._done - 1].shard
             if optimizer_steps.count() != self._optimizer_steps:
                 raise Invalid(
-                    f"an optimizer has stepped within the loop over the shards of step {self.step}, in shard {shard}:"
-                    " the shards of a step are computed with the same weights, and on other workers it would have"
-                    " stepped at another; call step() after the loop, of the optimizer that DistributedOptimizer"
-                    " returned"
+                    f"an optimizer stepped within the loop over the shards of step {self.step}, in shard {shard}:"
+                    " the shards of a step are computed with the same weights. Call step() after the loop, of the"
+                    " optimizer that DistributedOptimizer returned"
                 )
             for listener in self._all():
                 listener.shard_ends(shard)
 
     def _under_way(self) -> ShardStep:
         if self._present is None:
-            raise Invalid("no step is under way; begin it with `for batch in shards.over(loader)`")
+            raise Invalid(
+                "no step is in progress: start it with `for batch in shards.over(loader)`"
+            )
         return self._present
 
     def _check_threads(self) -> None:
@@ -215,9 +216,9 @@ class Shards:
             self._thread_count = threads
         elif threads != self._thread_count and self.inexact_since is None:
             raise Invalid(
-                f"torch computes in {threads} threads in step {self.step}, and computed in"
-                f" {self._thread_count} before: other threads give other last bits. Call torch.set_num_threads() once,"
-                " before training, on every worker, or give Shards exact=False"
+                f"torch uses {threads} threads in step {self.step}, and used {self._thread_count} before, which"
+                " changes the last bits of results: call torch.set_num_threads() once, before training, on every"
+                " worker, or pass exact=False to Shards"
             )
 
     def _between_steps(self) -> None:
@@ -239,7 +240,7 @@ class Shards:
         """
         if self._present is not None:
             raise Invalid(
-                f"mean() was called within the loop over the shards of step {self.step}, when not all are computed;"
+                f"mean() was called within the loop over the shards of step {self.step}, before all are computed:"
                 " call it after the loop"
             )
         step = self._step()
@@ -248,12 +249,12 @@ class Shards:
         for row, values in zip(own, named.values(), strict=True):
             if not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
                 raise Invalid(
-                    f"mean() takes a list of one value for each of this rank's shards, {len(held)}, and was given a"
-                    " single number; collect them within the loop: losses.append(loss.detach())"
+                    f"mean() takes a list with one value for each of this rank's shards, {len(held)}, but got a"
+                    " single number: collect them within the loop with losses.append(loss.detach())"
                 )
             if len(values) != len(held):
                 raise Invalid(
-                    f"mean() takes one value for each of this rank's shards, {len(held)}, and was given {len(values)}"
+                    f"mean() takes one value for each of this rank's shards, {len(held)}, but got {len(values)}"
                 )
             for shard, value in zip(held, values, strict=True):
                 row[shard] = _number(value, shard)
@@ -296,8 +297,8 @@ class Shards:
         """Raises Invalid where a world never has fewer workers, and some of them would never compute anything."""
         if self.count < least:
             raise Invalid(
-                f"{self.count} shards are fewer than --min-np {least}, so some workers would never compute anything;"
-                f" give at least Shards({least}), or a lower --min-np"
+                f"{self.count} shards are fewer than --min-np {least}, so some workers would compute nothing: use"
+                f" at least Shards({least}), or lower --min-np"
             )
 
     def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
@@ -312,16 +313,16 @@ class Shards:
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise Invalid(
-                    f"{name or 'the model'} is a DistributedDataParallel, which adds up gradients over ranks after each"
-                    " backward pass, and here they are added up over shards; use the module inside, and"
+                    f"{name or 'the model'} is a DistributedDataParallel, which sums gradients over ranks after"
+                    " each backward pass, but shards are summed here: use the module inside, and"
                     " DistributedOptimizer(..., shards=shards)"
                 )
             if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):
                 raise Invalid(
-                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics are those of the whole batch: all"
-                    " shards of a step would have to be in this layer at once, and a worker has several, one after the"
-                    " other. Use torch's BatchNorm, which normalizes each shard by itself, with fewer and larger shards"
-                    " where that is too few samples, or a GroupNorm, to which the batch is all the same"
+                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics cover the whole batch, but a"
+                    " worker computes its shards one after the other. Use torch's BatchNorm, which normalizes each"
+                    " shard by itself, with fewer and larger shards if that is too few samples, or a GroupNorm,"
+                    " which does not depend on the batch"
                 )
         if self._keeper is None:
             self._keeper = BufferKeeper()
@@ -384,7 +385,7 @@ class Shards:
         if self.inexact_since is None:
             self.inexact_since = self.step
         log.warning(
-            "%s; --allow-inexact is given, so from step %d on the run is not exactly the one that nothing disturbed",
+            "%s; with --allow-inexact, the run is not bitwise identical to an undisturbed one from step %d on",
             differs,
             self.inexact_since,
         )
@@ -395,8 +396,8 @@ class Shards:
         """Raises Invalid in the middle of a step, of which only a part could be saved."""
         if self._present is not None:
             raise Invalid(
-                f"the state is saved in the middle of step {self.step}; call commit() and check_host_updates() after"
-                " the loop over its shards"
+                f"the state is saved in the middle of step {self.step}: call commit() and check_host_updates()"
+                " after the loop over its shards"
             )
         if not self._committed:
             # What is drawn before the first step belongs to the run, too, whatever this process has drawn before.
@@ -418,8 +419,8 @@ class Shards:
             own = getattr(self, name)
             if saved[name] != own:
                 raise StateMismatch(
-                    f"the run that is resumed was made with Shards({name}={saved[name]!r}), this script says"
-                    f" {own!r}; with another {name} it would be another run: change it back, or begin anew"
+                    f"the resumed run used Shards({name}={saved[name]!r}), but this script has {own!r}: another"
+                    f" {name} gives other results; change it back, or start a new job"
                 )
         self.abandon()
         self.gradients = {}
@@ -444,7 +445,7 @@ def _number(value: float | torch.Tensor, shard: int) -> float:
             else repr(value)
         )
         raise Invalid(
-            f"mean() takes one number for each of this rank's shards, and for shard {shard} was given {what}; give the"
+            f"mean() takes one number for each of this rank's shards, but got {what} for shard {shard}: pass the"
             " mean over the shard's samples, as loss.mean()"
         ) from None
 
@@ -457,8 +458,8 @@ def _why_no_collective() -> str:
     for shards in _all:
         if shards.looping():
             return (
-                f"within the loop over the shards of step {shards.step}, which runs another number of times on other"
-                " workers; call it after the loop, and for means of losses and metrics shards.means()"
+                f"within the loop over the shards of step {shards.step}, which runs a different number of times on"
+                " other workers: call it after the loop, and use shards.means() for losses and metrics"
             )
     return ""
 

@@ -116,8 +116,8 @@ def _load() -> None:
             _met.clear()
     except OSError as error:
         raise Invalid(
-            f"ELASTIC_FAILPOINTS is {_text!r}, which cannot be read: {error.strerror};"
-            " make the file before the job starts"
+            f"ELASTIC_FAILPOINTS is {_text!r}, which cannot be read: {error.strerror}; create the file before the"
+            " job starts"
         ) from error
 
 

@@ -72,11 +72,12 @@ def parse(text: str) -> list[Rule]:
 def _rule(line: str) -> Rule:
     place, *words = line.split()
     if not words:
-        raise Invalid(f"ELASTIC_FAILPOINTS: {line.strip()!r} names no action; {FORM}")
+        raise Invalid(f"ELASTIC_FAILPOINTS: {line.strip()!r} has no action; {FORM}")
     action, _, argument = words[0].partition("=")
     if action not in ACTIONS:
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: there is no action {action!r} (in {line.strip()!r}); give one of {', '.join(ACTIONS)}"
+            f"ELASTIC_FAILPOINTS: unknown action {action!r} (in {line.strip()!r}); choose from"
+            f" {', '.join(ACTIONS)}"
         )
     if ACTIONS[action] != bool(argument):
         form = f"{action}=..." if ACTIONS[action] else action

@@ -62,7 +62,7 @@ class PreparedState(TorchState):
             kept["scaler"] = accelerator.scaler
         if accelerator._optimizers and not any(map(averaging, values.values())):
             raise Invalid(
-                "no model was given that averages gradients; give the model as accelerator.prepare() has returned it:"
+                "no model that averages gradients: pass the model that accelerator.prepare() returned,"
                 " PreparedState(accelerator, model=model, loader=loader)"
             )
         self._accelerator = accelerator
@@ -80,8 +80,8 @@ def refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
         raise Invalid(
-            f"this Accelerator trains with {_UNSUPPORTED[kind]}, which cuts the model over a fixed number of ranks; an"
-            " elastic job needs a whole model on each: leave the plugin out"
+            f"this Accelerator trains with {_UNSUPPORTED[kind]}, which divides the model over a fixed number of"
+            " ranks, but an elastic job needs a whole model on each: leave the plugin out"
         )
     if lifecycle.active() is None:
         if lifecycle.torchs_own():
@@ -91,8 +91,8 @@ def refuse(accelerator: Accelerator) -> None:
         )
     if kind == DistributedType.NO and lifecycle.current().elastic:
         raise Invalid(
-            "this Accelerator was made before torch.distributed knew of other workers, so it would never average"
-            " gradients: make it after init_process_group, in a worker that elasticrun has started"
+            "this Accelerator was created before torch.distributed was initialized, so it would never average"
+            " gradients: create it after init_process_group, in a worker that elasticrun started"
         )
 
 
@@ -121,8 +121,8 @@ def _kept(accelerator: Accelerator, value: Any) -> Any:
         return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
     if _is(value, DataLoaderDispatcher):
         raise Invalid(
-            "a loader was prepared with dispatch_batches, so that rank 0 reads for all, and with rank 0 its position"
-            " would be lost; make Accelerator(dispatch_batches=False)"
+            "a loader was prepared with dispatch_batches, so rank 0 reads for all, and its position would be lost"
+            " with rank 0: create Accelerator(dispatch_batches=False)"
         )
     return deal(value) if is_dealable(value) else value
 
@@ -145,9 +145,9 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     base = getattr(prepared, "base_dataloader", None)
     if base is None:
         raise Invalid(
-            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: give it torch's"
-            " DataLoader, as in return self.accelerator.prepare(loader) of get_train_dataloader(); a Trainer's steps"
-            " can't be cut into shards"
+            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: pass it torch's"
+            " DataLoader, as in return self.accelerator.prepare(loader) of get_train_dataloader(); a Trainer's"
+            " steps can't be divided into shards"
         )
     if isinstance(base, DataLoader):
         return base

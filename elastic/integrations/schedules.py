@@ -93,9 +93,9 @@ def counts_steps(scheduler: Any) -> bool:
 def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
     """Says that ``scheduler`` does not follow. ``what`` has been counted: steps, or batches of an epoch."""
     warnings.warn(
-        f"the world has changed, and with it the number of {what}: {first} at the start, {now} now. The schedule"
-        f" {type(scheduler).__name__}, which the script has made, keeps the number of steps that it was given: its"
-        f" learning rate may reach its end too early or never. {remedy}",
+        f"the world changed, and with it the number of {what}: {first} at the start, {now} now. The schedule"
+        f" {type(scheduler).__name__} of the script keeps its number of steps, so its learning rate may reach the"
+        f" end too early or never. {remedy}",
         StaleValueWarning,
         stacklevel=1,  # Lightning leaves the category out where the file is of a folder of that name
     )

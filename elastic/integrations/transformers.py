@@ -75,8 +75,8 @@ class ElasticTrainerMixin:
         prepared = super().get_train_dataloader()  # type: ignore[misc]
         if not accelerate.is_dealable(prepared):
             raise Invalid(
-                f"the train dataloader is a {type(prepared).__name__}; an elastic Trainer needs one that"
-                " accelerator.prepare() has made, without dispatch_batches"
+                f"the train dataloader is a {type(prepared).__name__}: an elastic Trainer needs one that"
+                " accelerator.prepare() returned, without dispatch_batches"
             )
         accelerate.deal(prepared)
         return prepared
@@ -361,7 +361,7 @@ def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
     model = accelerate.averaging(trainer.model_wrapped)
     if model is None:
         raise Invalid(
-            "this model is not in DistributedDataParallel; an elastic Trainer needs a whole model on each rank"
+            "this model is not in DistributedDataParallel: an elastic Trainer needs a whole model on each rank"
         )
     return TorchState(model=model, rng=True, **values)
 
@@ -371,11 +371,13 @@ def _refuse(trainer: Any) -> None:
     accelerate.refuse(trainer.accelerator)
     if args.auto_find_batch_size:
         raise Invalid(
-            "with auto_find_batch_size each rank would find a batch size of its own; give per_device_train_batch_size"
+            "with auto_find_batch_size each rank would find its own batch size: set"
+            " per_device_train_batch_size"
         )
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise Invalid(
-            'train_sampling_strategy="batch_rebalance" deals to a fixed number of ranks; choose another one'
+            'train_sampling_strategy="batch_rebalance" divides samples among a fixed number of ranks: choose'
+            " another one"
         )
     if torch.cuda.is_available() and args.n_gpu > 1:
         raise Invalid(

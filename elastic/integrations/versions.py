@@ -18,8 +18,8 @@ def check(package: str, *, installed: str | None = None) -> None:
     found = installed or importlib.metadata.version(package)
     if not _minor(oldest) <= _minor(found) <= _minor(newest):
         warnings.warn(
-            f"elastic was tried with {package} {oldest} to {newest}, and {found} is installed: its loops may differ;"
-            f" if training does not go on after a worker is lost, install {package}=={newest}",
+            f"elastic was tested with {package} {oldest} to {newest}, but {found} is installed: its loops may"
+            f" differ; if training does not continue after a worker is lost, install {package}=={newest}",
             stacklevel=3,
         )
 

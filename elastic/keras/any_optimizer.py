@@ -72,6 +72,6 @@ def DistributedOptimizer(
             options,
         )
     raise Invalid(
-        f"{type(optimizer).__name__} is neither an optimizer of this process's Keras nor one of tf.compat.v1.train;"
-        " wrap one of those: the variable TF_USE_LEGACY_KERAS says whether a process has legacy Keras or Keras 3"
+        f"{type(optimizer).__name__} is neither an optimizer of this process's Keras nor of tf.compat.v1.train:"
+        " wrap one of those; TF_USE_LEGACY_KERAS selects legacy Keras or Keras 3"
     )

@@ -55,7 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """``var`` stays each rank's own. Raises Invalid where it is not a variable."""
         if not _is_variable(var):
             raise Invalid(
-                f"local_variables has a {type(var).__name__}, which is not a variable; give variables of the model, as"
+                f"local_variables has a {type(var).__name__}, which is not a variable: pass variables of the model, as"
                 " layer.trainable_variables has them"
             )
         self._local.append(var)
@@ -129,7 +129,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("initial_lr is missing; give the learning rate to start from")
+            raise ValueError("initial_lr is missing: pass the learning rate to start from")
         self.initial_lr = float(initial_lr)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -151,7 +151,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
-                    "Keras does not know how many steps an epoch has; give steps_per_epoch"
+                    "Keras does not know the number of steps of an epoch: pass steps_per_epoch"
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -309,7 +309,9 @@ class CommitStateCallback(keras.callbacks.Callback):
     def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
         super().__init__()
         if not isinstance(batches_per_commit, int) or batches_per_commit < 1:
-            raise Invalid(f"batches_per_commit is {batches_per_commit!r}; give a number from 1 on")
+            raise Invalid(
+                f"batches_per_commit is {batches_per_commit!r}: pass a number of 1 or more"
+            )
         self.state = state
         self.batches_per_commit = batches_per_commit
         self.batches_remaining = batches_per_commit
@@ -319,8 +321,8 @@ class CommitStateCallback(keras.callbacks.Callback):
         others = getattr(_of_fit("callbacks"), "callbacks", ())
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in others):
             raise Invalid(
-                "BackupAndRestore would put an older epoch in the place of the committed state whenever fit begins"
-                " again; leave it out, and start the job with --checkpoint-dir"
+                "BackupAndRestore would replace the committed state by an older epoch whenever fit starts again:"
+                " leave it out, and start the job with --checkpoint-dir"
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -72,7 +72,7 @@ def DistributedOptimizer(
     )
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise Invalid(
-            f"backward_passes_per_step is {backward_passes_per_step!r}; give a number from 1 on"
+            f"backward_passes_per_step is {backward_passes_per_step!r}: pass a number of 1 or more"
         )
     inner = reducing.inside(optimizer)
     if LEGACY:
@@ -85,7 +85,7 @@ def DistributedOptimizer(
         return optimizer
     if backward_passes_per_step > 1 and inner.built:
         raise Invalid(
-            "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
+            "backward_passes_per_step needs an optimizer that was not used yet: wrap a new one"
         )
     factor = 1
     if backward_passes_per_step > 1:
@@ -105,7 +105,7 @@ def PartialDistributedOptimizer(
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
         if not isinstance(layer, keras.layers.Layer):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is not a Keras layer; give one layer, or a list"
+                f"local_layers has a {type(layer).__name__}, which is not a Keras layer: pass one layer, or a list"
             )
         for variable in layer.trainable_weights:
             reducing.inside(made).register_local_var(variable)

@@ -147,11 +147,11 @@ def check(optimizer: object) -> None:
     """Raises Invalid for what can't be distributed."""
     if not is_optimizer(optimizer):
         raise Invalid(
-            f"{type(optimizer).__name__} is not an optimizer of {_THIS}; wrap one: the variable TF_USE_LEGACY_KERAS"
-            " says whether a process has legacy Keras or Keras 3"
+            f"{type(optimizer).__name__} is not an optimizer of {_THIS}: wrap one; TF_USE_LEGACY_KERAS selects"
+            " legacy Keras or Keras 3"
         )
     if hasattr(inside(optimizer), "_elastic"):
-        raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
+        raise Invalid("this optimizer is already a DistributedOptimizer: wrap it only once")
 
 
 def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:
@@ -260,7 +260,7 @@ def leave_xla_out() -> None:
             compiled = getattr(model, "_compile_config", None)
             if LEGACY or (compiled and compiled.config.get("jit_compile") is True):
                 warnings.warn(
-                    "jit_compile=True is left out: XLA can't compile a step whose gradients are reduced over ranks",
+                    "ignored jit_compile=True: XLA can't compile a step whose gradients are reduced over ranks",
                     stacklevel=3,
                 )
             model.jit_compile = False

@@ -25,7 +25,7 @@ class ModelPart(VariablesPart):
     def _adopt_value(self) -> None:
         if not self.value.built:
             raise Invalid(
-                f"{self.what} has no weights yet; give it an Input, or call it once, before you hand it to a state"
+                f"{self.what} has no weights yet: add an Input, or call it once, before you pass it to a state"
             )
         first_step.watch(self.value)
 
@@ -81,7 +81,7 @@ class OptimizerPart(VariablesPart):
     def _adopt_value(self) -> None:
         if not reducing.is_built(self.value):
             raise Invalid(
-                f"{self.what} has not been built; give the state the model too, or call"
+                f"{self.what} has not been built: pass the model to the state too, or call"
                 " optimizer.build(model.trainable_variables)"
             )
 

@@ -82,9 +82,9 @@ def launch(
     if not callable(func):
         raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
     if not isinstance(args, list | tuple):
-        raise Invalid(f"args is a {type(args).__name__}; give a list or tuple of arguments")
+        raise Invalid(f"args is a {type(args).__name__}: pass a list or tuple of arguments")
     if on_report is not None and not callable(on_report):
-        raise Invalid(f"on_report is a {type(on_report).__name__}; give a function of one argument")
+        raise Invalid(f"on_report is a {type(on_report).__name__}: pass a function of one argument")
     from elastic.driver.commandline import cli
     from elastic.driver.commandline.flags import flags_of
     from elastic.driver.job.start import Outcome, start
@@ -115,8 +115,8 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
     if missing:
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
         raise JobFailed(
-            f"{who} of {len(results)} ended without a value: was it sys.exit? Return from the"
-            " function on every rank, None if there is nothing to say"
+            f"{who} of {len(results)} ended without a value (sys.exit?): return from the function on every rank,"
+            " None if there is no value"
         )
     return [cloudpickle.loads(blob) for blob in results if blob is not None]
 

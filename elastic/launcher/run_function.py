@@ -48,15 +48,15 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
     path = path or environ.get("ELASTIC_CALL", "")
     if not path:
         raise Invalid(
-            "no call to run: give its file, or start this by elastic.launch or elastic.ray"
+            "no call to run: pass its file, or start this by elastic.launch or elastic.ray"
         )
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
         raise Invalid(
-            f"{path}, the pickled function and its arguments, is not on this machine, and it is too large to be sent:"
-            f" the limit is {CARRIED_LIMIT:,} bytes. Read large data inside of the function, or set TMPDIR where it"
-            " is launched to a folder that all hosts share"
+            f"{path}, the pickled function and its arguments, is not on this machine and too large to be sent"
+            f" (limit {CARRIED_LIMIT:,} bytes): read large data inside the function, or set TMPDIR at the launcher"
+            " to a folder that all hosts share"
         ) from None
 
 

@@ -87,7 +87,7 @@ class Reporting:
         left = self.settle()
         if left:
             print(
-                f"elastic: the last {left} reports were taken by nobody within {CLOSE_S:g} s: there is no driver",
+                f"elastic: the last {left} reports were not received within {CLOSE_S:g} s: no driver",
                 file=sys.stderr,
             )
 

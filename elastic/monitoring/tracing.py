@@ -134,8 +134,8 @@ class TracingThroughDriver:
         self._known = answer.timeline
         if answer.path != path:
             print(
-                f"elastic: the timeline is written to {answer.path}, and not to {path}: a job has"
-                " one, for all ranks, and the first to ask has named it",
+                f"elastic: the timeline is written to {answer.path}, not to {path}: a job has one timeline for all"
+                " ranks, and the first request set its path",
                 file=sys.stderr,
             )
 
@@ -155,7 +155,7 @@ class TracingThroughDriver:
                     left = deadline - time.monotonic()
                     if left <= 0 or not self._answered.wait(left):
                         raise DriverLost(
-                            f"the driver has not answered about the timeline for {ANSWER_S:g} s"
+                            f"the driver has not answered a timeline request for {ANSWER_S:g} s"
                         )
                 return self._answer
 
@@ -178,7 +178,8 @@ class TracingToFile:
         if self._writing is not None:
             if self._writing.path != path:
                 raise Invalid(
-                    f"start_timeline: a timeline is being written to {self._writing.path}; call stop_timeline() first"
+                    f"start_timeline: a timeline is already being written to {self._writing.path}; call"
+                    " stop_timeline() first"
                 )
             return
         rank = self._place.rank
@@ -264,7 +265,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     tracing = context.current().tracing
     if not isinstance(file_path, str | os.PathLike) or not os.fspath(file_path):
-        raise Invalid(f"start_timeline was given {file_path!r}; give the path of a file")
+        raise Invalid(f"start_timeline was given {file_path!r}: pass the path of a file")
     tracing.start(os.path.abspath(os.fspath(file_path)), bool(mark_cycles))
 
 

@@ -29,14 +29,14 @@ def view(array: Array, write: bool = False) -> torch.Tensor:
         raise TypeError(f"expected an mxnet.nd.NDArray, got {type(array).__name__}")
     if array.stype != "default":
         raise UnsupportedType(
-            f"a {array.stype} array can't travel; give array.tostype('default') in its place"
+            f"a {array.stype} array can't be sent: pass array.tostype('default') instead"
         )
     try:
         capsule = array.to_dlpack_for_write() if write else array.to_dlpack_for_read()
         tensor: torch.Tensor = dlpack.from_dlpack(capsule)
     except (mx.base.MXNetError, RuntimeError, BufferError) as error:
         raise UnsupportedType(
-            f"an array of {_dtype_name(array)} can't travel; cast it to a type of numbers that torch has too"
+            f"an array of {_dtype_name(array)} can't be sent: cast it to a numeric type that torch also has"
         ) from error
     return tensor
 

@@ -57,7 +57,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     ) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise Invalid(
-                f"optimizer is a {type(optimizer).__name__}; give one of MXNet's, as mx.optimizer.create('sgd')"
+                f"optimizer is a {type(optimizer).__name__}: pass one of MXNet's, as mx.optimizer.create('sgd')"
             )
         check_predivide_factor(gradient_predivide_factor, Op.AVERAGE)
         # Not by assignment: that goes to the optimizer.

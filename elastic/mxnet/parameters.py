@@ -42,7 +42,7 @@ def broadcast_parameters(
     """
     if not isinstance(params, Mapping | mx.gluon.ParameterDict):
         raise Invalid(
-            f"params is a {type(params).__name__}; give a dict, as from net.collect_params()"
+            f"params is a {type(params).__name__}: pass a dict, as from net.collect_params()"
         )
     now: dict[str, Any] = {}
     for name, value in sorted(params.items()):
@@ -68,7 +68,7 @@ def only_gradient(parameter: Parameter) -> Array:
 def _only(parameter: Parameter, arrays: list[Array]) -> Array:
     if len(arrays) > 1:
         raise Invalid(
-            f"parameter {parameter.name} lives on {len(arrays)} devices; give each worker one device,"
+            f"parameter {parameter.name} is on {len(arrays)} devices: use one device per worker,"
             " mx.gpu(hvd.local_rank()) or mx.cpu()"
         )
     return arrays[0]

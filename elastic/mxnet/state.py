@@ -27,8 +27,8 @@ class BlockPart(VariablesPart):
             self.named()
         except (DeferredInitializationError, RuntimeError) as error:
             raise Invalid(
-                f"{self.what} has parameters without values; initialize it, and call it once on data, before you hand"
-                " it to a state"
+                f"{self.what} has parameters without values: initialize it, and call it once on data, before you"
+                " pass it to a state"
             ) from error
 
     def named(self) -> dict[str, torch.Tensor]:

@@ -216,7 +216,7 @@ class Coordinator:
     def _no_join(self) -> ResponseList:
         """Those that have joined wait for a rank that never will."""
         rank, why = next(iter(self._gone.items()))
-        error = f"join can't end: rank {rank} {why}"
+        error = f"join can't complete: rank {rank} {why}"
         refused = Response(Request(JOIN, JOIN), error=error, refused=True, missing=(rank,))
         return ResponseList(ALL, self._set(ALL).epoch, responses=(refused,))
 
@@ -302,8 +302,8 @@ class Coordinator:
                 missing = [r for r in self._active(self._sets[members]) if r not in ranks]
                 late.setdefault((members, tuple(missing)), []).append(name)
         sentences = [
-            f"{_few(names)} {'waits' if len(names) == 1 else 'wait'} since {warn_s:g} s for"
-            f" {ranks_in_words(missing)}, the others have submitted {'it' if len(names) == 1 else 'them'}"
+            f"{_few(names)} {'has' if len(names) == 1 else 'have'} waited {warn_s:g} s for"
+            f" {ranks_in_words(missing)}; the other ranks have submitted {'it' if len(names) == 1 else 'them'}"
             for (_, missing), names in late.items()
         ]
         decisions = []
@@ -331,7 +331,7 @@ class Coordinator:
         self._take(each, name)
         return Response(
             next(iter(asked.values())),
-            error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
+            error=f"{name} failed after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
             refused=True,
             missing=tuple(missing),
         )

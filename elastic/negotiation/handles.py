@@ -55,8 +55,8 @@ class Handles:
                 before = self._names.get(full)
                 if before is not None and not self._claimed[before].pending.done():
                     raise DuplicateName(
-                        f"{name} is in flight already; synchronize() its handle first, or use another name:"
-                        " no duplicates"
+                        f"{name} is already in flight: synchronize() its handle first, or use another name (no"
+                        " duplicates)"
                     )
                 self._names[full] = handle
             self._claimed[handle] = Claimed(rt, pending, pick, name or pending.kind)
@@ -85,7 +85,7 @@ class Handles:
         with self._lock:
             claimed = self._claimed.get(handle)
             if claimed is None and handle not in self._lost:
-                raise Invalid(f"handle {handle} was never given out, or was synchronized already")
+                raise Invalid(f"handle {handle} does not exist, or was already synchronized")
         return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
     def find(self, handle: int, rt: Context) -> Claimed | None:

@@ -121,7 +121,7 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
     if not error and len(ranks) < len(members) and first.kind != ALLREDUCE:
         joined = [rank for rank in members if rank not in requests]
         has = "has" if len(joined) == 1 else "have"
-        error = f"{first.name} can't run: {_ranks(joined)} {has} joined, and can only add zeros to an allreduce"
+        error = f"{first.name} can't run: {_ranks(joined)} {has} joined, and can only contribute zeros to an allreduce"
     if error:
         calls = distinct(requests[rank].called_by(rank) for rank in ranks)
         return Response(first, error=error, calls=calls)

@@ -32,8 +32,8 @@ def checked_ranks(values: object) -> Ranks:
     """In ascending order. Raises Invalid for anything but a list of different ranks."""
     if hasattr(values, "Get_rank"):
         raise Invalid(
-            "an MPI communicator was given for a process set, and there is no MPI here;"
-            " give a list of ranks, as in ProcessSet([0, 1])"
+            "an MPI communicator was passed as a process set, but MPI is not used here: pass a list of ranks, as"
+            " in ProcessSet([0, 1])"
         )
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise Invalid(f"a process set is a list of ranks, as in ProcessSet([0, 1]), not {values!r}")
@@ -51,7 +51,7 @@ def checked_ranks(values: object) -> Ranks:
         raise Invalid(f"{ranks[0]} in a process set is not a rank; ranks are whole numbers from 0")
     twice = sorted({rank for rank, after in itertools.pairwise(ranks) if rank == after})
     if twice:
-        raise Invalid(f"process set {ranks}: give each rank once, not rank {twice[0]} twice")
+        raise Invalid(f"process set {ranks}: list each rank once, not rank {twice[0]} twice")
     return tuple(ranks)
 
 
@@ -141,16 +141,17 @@ class SetTable:
         for index, ranks in enumerate(sets):
             if largest and ranks[-1] >= largest:
                 raise Invalid(
-                    f"process set {list(ranks)} has a rank {ranks[-1]}, and the ranks of this job are 0 to"
-                    f" {largest - 1}; leave it out, or start more workers"
+                    f"process set {list(ranks)} has a rank {ranks[-1]}, but the ranks of this job are 0 to"
+                    f" {largest - 1}: leave it out, or start more workers"
                 )
             if ranks == tuple(range(fixed_size)):
                 raise Invalid(
-                    f"process set {list(ranks)} has all ranks; use global_process_set, which is registered always"
+                    f"process set {list(ranks)} has all ranks: use global_process_set, which is always"
+                    " registered"
                 )
             if all(wish.fresh[index] for wish in wishes) or ranks in sets[:index]:
                 raise Invalid(
-                    f"process set {list(ranks)} is registered already; use the ProcessSet that was returned for it,"
+                    f"process set {list(ranks)} is already registered: use the ProcessSet that was returned for it,"
                     " or remove it first"
                 )
         next_number = max(wish.next_number for wish in wishes)
@@ -174,7 +175,7 @@ class SetTable:
     def _enter(self, ranks: Ranks, number: int, generation: int) -> Entry:
         entry = self.find(ranks) or Entry(ranks)
         self._entries.pop(entry.number, None)
-        assert number not in self._entries, f"process set {number} exists already"
+        assert number not in self._entries, f"process set {number} already exists"
         entry.number, entry.since = number, generation
         self._entries[number] = entry
         return entry
@@ -215,8 +216,8 @@ class SetTable:
                 entry = by_number[number]
                 del own[entry.ranks]
                 news.append(
-                    f"process set {number} was registered with ranks {list(entry.ranks)} here; in the world that this"
-                    f" worker joins its ranks are {list(ranks)}, and these count"
+                    f"process set {number} was registered with ranks {list(entry.ranks)} here; in the world that"
+                    f" this worker joins its ranks are {list(ranks)}, which apply"
                 )
             entry = entry or Entry(ranks)
             entry.ranks, entry.number = ranks, number
@@ -225,7 +226,7 @@ class SetTable:
             if not self.joined:
                 news.append(
                     f"process set {entry.number} with ranks {list(entry.ranks)} is not registered in the world that"
-                    " this worker joins: it can't be used"
+                    " this worker joins, so it can't be used"
                 )
             entry.number, entry.removed = 0, True
         self._entries = entries

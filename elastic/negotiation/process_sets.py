@@ -147,7 +147,7 @@ def resolve_or_alone(process_set: ProcessSet) -> Ranks | None:
 def _members(process_set: ProcessSet) -> Ranks:
     if not isinstance(process_set, ProcessSet):
         raise Invalid(
-            f"process_set is a {type(process_set).__name__}; give a ProcessSet that was registered with"
+            f"process_set is a {type(process_set).__name__}: pass a ProcessSet that was registered with"
             " add_process_set() or init(process_sets=[...])"
         )
     entry, place = process_set._entry, context.current().place
@@ -162,8 +162,8 @@ def _members(process_set: ProcessSet) -> Ranks:
     if place.rank not in members:
         if not members:
             raise Invalid(
-                f"{_called(entry)} has no rank in the present world, whose size is {place.size}; it can be used again"
-                " when the world has grown"
+                f"{_called(entry)} has no rank in the present world, whose size is {place.size}; it can be used"
+                " again when the world grows"
             )
         raise Invalid(
             f"rank {place.rank} is not in {_called(entry)}; call this only where process_set.included() is True"
@@ -186,18 +186,18 @@ def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
         if process_sets.lower() == "dynamic":
             return [], True
         raise Invalid(
-            f'process_sets is {process_sets!r}; give "dynamic", or a list of ProcessSet objects'
+            f'process_sets is {process_sets!r}: pass "dynamic", or a list of ProcessSet objects'
         )
     if isinstance(process_sets, ProcessSet) or not isinstance(process_sets, Iterable):
         raise Invalid(
-            f"process_sets is {process_sets!r}; give a list of ProcessSet objects, as in [ProcessSet([0, 1])]"
+            f"process_sets is {process_sets!r}: pass a list of ProcessSet objects, as in [ProcessSet([0, 1])]"
         )
     sets = list(process_sets)
     for each in sets:
         if not isinstance(each, ProcessSet) or each is global_process_set:
             raise Invalid(
-                f"process_sets has {each!r} in it; give ProcessSet objects, as in [ProcessSet([0, 1])], and leave out"
-                " global_process_set, which is registered always"
+                f"process_sets contains {each!r}: pass ProcessSet objects, as in [ProcessSet([0, 1])], and leave"
+                " out global_process_set, which is always registered"
             )
     return sets, False
 
@@ -224,7 +224,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     rt = context.current()
     _need_dynamic("added")
     if process_set is global_process_set:
-        raise Invalid("global_process_set is registered always; there is nothing to add")
+        raise Invalid("global_process_set is always registered; do not add it")
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _add(rt, [added])
     return added
@@ -239,7 +239,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     rt = context.current()
     if not isinstance(process_set, ProcessSet):
         raise Invalid(
-            f"a {type(process_set).__name__} can't be removed; give the ProcessSet that was added"
+            f"a {type(process_set).__name__} can't be removed: pass the ProcessSet that was added"
         )
     _need_dynamic("removed")
     if process_set is global_process_set:
@@ -275,8 +275,8 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 def _need_dynamic(done: str) -> None:
     if not _dynamic:
         raise Invalid(
-            f"process sets can be {done} after init() only where it was asked for: call"
-            ' init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1'
+            f'process sets can be {done} after init() only if that is enabled: call init(process_sets="dynamic"),'
+            " or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
         )
 
 

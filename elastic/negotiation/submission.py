@@ -135,13 +135,13 @@ def start_broadcast(
     _need_tensors(BROADCAST, [tensor])
     size = context.current().place.size
     if not isinstance(root_rank, int) or isinstance(root_rank, bool) or not 0 <= root_rank < size:
-        raise ValueError(f"root_rank is {root_rank!r}; give a rank between 0 and {size - 1}")
+        raise ValueError(f"root_rank is {root_rank!r}: pass a rank between 0 and {size - 1}")
     if members is not None and root_rank not in members:
         raise ValueError(f"root_rank {root_rank} is not in the process set {list(members)}")
     if members is None and _callers is not None and len(_callers) > 1 and root_rank not in _callers:
         raise ValueError(
-            f"root_rank {root_rank} has just joined, or has missed the newest commit: collectives of reset callbacks"
-            f" are among ranks {list(_callers)}"
+            f"root_rank {root_rank} has just joined, or missed the newest commit: collectives of reset callbacks"
+            f" run among ranks {list(_callers)}"
         )
 
     return _submit(
@@ -172,11 +172,11 @@ def start_alltoall(
     if rows is None:
         if len(tensor) % size:
             raise ValueError(
-                f"alltoall can't deal {len(tensor)} rows evenly to {size} ranks; give splits"
+                f"alltoall can't divide {len(tensor)} rows evenly among {size} ranks: pass splits"
             )
         rows = [len(tensor) // size] * size
     elif len(rows) != size:
-        raise ValueError(f"{len(rows)} splits were given for {size} ranks; give one each")
+        raise ValueError(f"{len(rows)} splits were given for {size} ranks: pass one per rank")
 
     return _submit(ALLTOALL, name, [tensor], None, members, soon, splits=tuple(rows))
 
@@ -223,7 +223,7 @@ def _submit(
     if why := context.refusal():
         raise Invalid(f"{kind}{f' {name}' if name else ''} was called {why}")
     if not tensors and kind not in (BARRIER, AGREE, JOIN):
-        raise ValueError(f"{kind} was given no tensors; give at least one")
+        raise ValueError(f"{kind} got no tensors: pass at least one")
     device = tensors[0].device if tensors else _CPU
     if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
         devices = sorted({str(tensor.device) for tensor in tensors})

@@ -84,7 +84,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rule
     try:
         return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=Rules)
     except (msgspec.MsgspecError, IndexError) as error:
-        raise CollectiveFailed(f"rank 0's rules for negotiating are damaged: {error}") from error
+        raise CollectiveFailed(f"rank 0's negotiation settings are corrupted: {error}") from error
 
 
 class ControllerClient:
@@ -111,7 +111,7 @@ class ControllerClient:
         try:
             self._socket = socket.create_connection((rules.host, rules.port), _HELLO_S)
         except OSError as error:
-            raise CollectiveFailed(f"rank 0 can't be reached to negotiate: {error}") from error
+            raise CollectiveFailed(f"rank 0 can't be reached for negotiation: {error}") from error
         self._socket.settimeout(silence_s or None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._woken, self._waker = socket.socketpair()
@@ -152,7 +152,7 @@ class ControllerClient:
                 # Counted, not timed: where all were stopped together, and go on, nobody was silent.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
-                    raise self._failure(f"no word for {self._silence_s:g} s")
+                    raise self._failure(f"no message for {self._silence_s:g} s")
                 continue
             if all(fd == self._woken.fileno() for fd, _ in ready) and not self._aborted:
                 self._woken.recv(_READ_BYTES)
@@ -174,7 +174,7 @@ class ControllerClient:
     def _failure(self, error: object) -> CollectiveFailed:
         if self._aborted:
             return CollectiveFailed("aborted", aborted=True)
-        return CollectiveFailed(f"rank 0, where collectives are negotiated: {error}", rank=0)
+        return CollectiveFailed(f"rank 0, which negotiates collectives: {error}", rank=0)
 
     def abort(self) -> None:
         self._aborted = True
@@ -399,7 +399,7 @@ class ControllerServer:
         wire = self._wires[sock]
         with self._connecting:
             if not 0 < rank < self._size or rank in self._sockets:
-                raise ProtocolError(f"rank {rank} is not awaited")
+                raise ProtocolError(f"rank {rank} is not expected")
             wire.expect(_offers, _FRAME_LIMIT)
             self._strangers.remove(sock)
             self._ranks[sock] = rank

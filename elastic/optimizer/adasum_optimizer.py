@@ -41,7 +41,7 @@ class AdasumDistributed(Distributed):
     def skip_synchronize(self) -> NoReturn:
         """Raises AssertionError: without exchanging deltas the ranks' parameters would drift apart."""
         raise AssertionError(
-            "skip_synchronize() can't be used with op=Adasum: step() itself exchanges what it changed; call"
+            "skip_synchronize() can't be used with op=Adasum: step() itself exchanges its changes; call"
             " optimizer.step() without it"
         )
 

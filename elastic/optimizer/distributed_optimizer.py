@@ -90,7 +90,7 @@ def DistributedOptimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Invalid(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; wrap one")
     if isinstance(optimizer, Distributed):
-        raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
+        raise Invalid("this optimizer is already a DistributedOptimizer: wrap it only once")
     process_set = process_set or global_process_set
     reduction = _checked_op(op)
     _check_process_set(process_set, reduction)
@@ -185,13 +185,13 @@ def _checked_op(op: int) -> Op:
     try:
         return Op(op)
     except ValueError as error:
-        raise Invalid(f"op is {op!r}; give Average, Sum, Adasum, Min, Max or Product") from error
+        raise Invalid(f"op is {op!r}: pass Average, Sum, Adasum, Min, Max or Product") from error
 
 
 def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
     if not isinstance(process_set, ProcessSet):
         raise Invalid(
-            f"process_set is {process_set!r}; give a ProcessSet that was registered with add_process_set()"
+            f"process_set is {process_set!r}: pass a ProcessSet that was registered with add_process_set()"
         )
     if reduction is Op.ADASUM:
         require_global(process_set)
@@ -209,7 +209,7 @@ def _check_shards(
 ) -> None:
     """What would make gradients depend on who holds which shard. Raises Invalid."""
     if not isinstance(shards, Shards):
-        raise Invalid(f"shards is {shards!r}; give an elastic.Shards")
+        raise Invalid(f"shards is {shards!r}: pass an elastic.Shards")
     shards.check_workers(lifecycle.current().env.workers_min)
     refused = {
         f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
@@ -278,8 +278,8 @@ def _checked_names(
     ]
     if missing:
         raise Invalid(
-            f"named_parameters does not name {len(missing)} of the optimizer's parameters"
-            f" ({missing[0]}{', ...' if missing[1:] else ''}); name all of them, or pass None"
+            f"named_parameters misses {len(missing)} of the optimizer's parameters"
+            f" ({missing[0]}{', ...' if missing[1:] else ''}): name all of them, or pass None"
         )
     return names
 
@@ -291,13 +291,13 @@ def _checked_groups(
         return groups
     if not isinstance(groups, list):
         raise Invalid(
-            f"groups is {groups!r}; give a number of groups, or a list of lists of parameters"
+            f"groups is {groups!r}: pass a number of groups, or a list of lists of parameters"
         )
     seen: set[int] = set()
     for group in groups:
         if not isinstance(group, list | tuple):
             raise Invalid(
-                "groups has an entry that is not a list; give a list of lists of parameters"
+                "groups has an entry that is not a list: pass a list of lists of parameters"
             )
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):

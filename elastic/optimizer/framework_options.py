@@ -53,7 +53,7 @@ def checked(
     check_predivide_factor(gradient_predivide_factor, reduction)
     check_compression(compression)
     if not isinstance(groups, list | tuple | None) and (not isinstance(groups, int) or groups < 0):
-        raise Invalid(f"groups is {groups!r}; give a number of groups or lists of variables")
+        raise Invalid(f"groups is {groups!r}: pass a number of groups or lists of variables")
     return GradientOptions(
         reduction,
         compression,

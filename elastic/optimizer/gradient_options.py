@@ -101,18 +101,18 @@ class Options:
 def check_predivide_factor(factor: object, op: Op) -> None:
     """Raises Invalid."""
     if not isinstance(factor, int | float) or not math.isfinite(factor):
-        raise Invalid(f"gradient_predivide_factor is {factor!r}; give a positive number")
+        raise Invalid(f"gradient_predivide_factor is {factor!r}: pass a positive number")
     if factor != 1.0 and op is not Op.AVERAGE:
-        raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
+        raise Invalid("gradient_predivide_factor requires op=Average: leave it out")
     if factor <= 0:
-        raise Invalid(f"gradient_predivide_factor is {factor}; give a positive number")
+        raise Invalid(f"gradient_predivide_factor is {factor}: pass a positive number")
 
 
 def check_compression(compression: object) -> None:
     """Raises Invalid."""
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise Invalid(
-            f"compression is {compression!r}; give Compression.none, Compression.fp16,"
+            f"compression is {compression!r}: pass Compression.none, Compression.fp16,"
             " Compression.bf16, or anything with compress() and decompress()"
         )
 

@@ -130,8 +130,8 @@ def hear_layout(group: Collectives, device: torch.device, source: int) -> StepPl
     data = share_bytes(group, device, source)
     if not data:
         raise StateMismatch(
-            "the ranks that have not joined could not agree on how to reduce an optimizer's gradients;"
-            " their own errors say why"
+            "the ranks that have not joined could not agree on how to reduce an optimizer's gradients; see their"
+            " own errors"
         )
     return StepPlan.decode(data)
 

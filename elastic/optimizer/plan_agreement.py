@@ -305,8 +305,8 @@ class Plans:
                 return None
             if agreed.layout.digest != digest:
                 raise StateMismatch(
-                    "while this rank had joined, the other ranks' optimizer got other parameters than this rank's"
-                    " has; add and change the same on every rank before the next step"
+                    "while this rank had joined, the other ranks' optimizer got other parameters than this rank's:"
+                    " add and change the same on every rank before the next step"
                 )
             return agreed
         for agreed in self.agreed:

@@ -54,7 +54,7 @@ def words(found: Found) -> str:
             ]
             return f"{name.replace('.', ' ')} is {said[0]}, {said[1]}"
     return (
-        "they step different optimizers at the same time, or some of them replaced parameters that the others did not;"
+        "they step different optimizers at the same time, or some of them replaced parameters and others did not:"
         " step the same optimizers in the same order, and change parameters in the same step, on every rank"
     )
 
@@ -76,7 +76,7 @@ def refuse(
     if newcomers and list(own) == found.lines:
         raise CollectiveFailed(f"{said}; what differs from rank {found.first} leaves")
     raise StateMismatch(
-        f"{said} (this is rank {rank}); give DistributedOptimizer the same parameters and options on every rank"
+        f"{said} (this is rank {rank}): pass DistributedOptimizer the same parameters and options on every rank"
     )
 
 

@@ -114,7 +114,7 @@ class Distributed(torch.optim.Optimizer):
                 if self._synchronized and not self._synchronized_for_scaler:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() context after"
-                        " optimizer.synchronize(): gradients are reduced a second time. Call step() inside"
+                        " optimizer.synchronize(): gradients would be reduced a second time. Call step() inside"
                         " `with optimizer.skip_synchronize():`",
                         stacklevel=2,
                     )
@@ -137,11 +137,11 @@ class Distributed(torch.optim.Optimizer):
             if (shards := self.gradients_made.shards) is not None:
                 raise Invalid(
                     f"optimizer.zero_grad() was called within the loop over the shards of step {shards.step}, whose"
-                    " gradients are added up; call it before the loop"
+                    " gradients are being accumulated: call it before the loop"
                 )
             raise AssertionError(
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step() or"
-                " optimizer.synchronize(), while gradients are being reduced; call it after the step"
+                " optimizer.synchronize(), while gradients are being reduced: call it after the step"
             )
         super().zero_grad(set_to_none)
 
@@ -221,4 +221,4 @@ def reduce_with(wrapped: Distributed, reducer: Reducer) -> None:
 
 def check_passes(passes: object) -> None:
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise Invalid(f"backward_passes_per_step is {passes!r}; give a whole number, at least 1")
+        raise Invalid(f"backward_passes_per_step is {passes!r}: pass a whole number, at least 1")

@@ -47,7 +47,7 @@ def sentence(calls: Sequence[Called]) -> str:
 def message_sentence(calls: Sequence[Called]) -> str:
     """Of a message and its receive: ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
     parts = "; ".join(f"rank {each.rank}: {each.name} of {each.tensors}" for each in calls)
-    return f"a message does not fit its recv: {parts}; give both tensors one dtype and number of elements"
+    return f"a message does not fit its recv: {parts}; both tensors need the same dtype and number of elements"
 
 
 def _listed(ranks: Sequence[int]) -> str:

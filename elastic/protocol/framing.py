@@ -104,7 +104,7 @@ class Wire:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"no message of this protocol: {_shown(error)}") from error
+            raise ProtocolError(f"not a message of this protocol: {_shown(error)}") from error
 
     def _next_body(self) -> bytes | None:
         buffer = self._buffer
@@ -121,7 +121,7 @@ class Wire:
             self._heard += 1
             tag = bytes(buffer[4 + length : end])
             if not hmac.compare_digest(tag, _tag(self._key_in, self._heard, body)):
-                raise ProtocolError("a frame that does not carry this connection's seal")
+                raise ProtocolError("a frame without the seal of this connection")
         del buffer[:end]
         return body
 

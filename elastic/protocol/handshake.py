@@ -22,11 +22,11 @@ class Caller:
             raise ProtocolError("the other end is not a driver of hvd-elastic")
         if challenge.version != VERSION:
             raise ProtocolError(
-                f"the driver speaks version {challenge.version} of the protocol, this {self._role} {VERSION}:"
-                " install the same hvd-elastic on every host"
+                f"the driver uses version {challenge.version} of the protocol, this {self._role} {VERSION}: install"
+                " the same hvd-elastic on every host"
             )
         if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
-            raise ProtocolError("its challenge has no proper length")
+            raise ProtocolError("its challenge has an invalid length")
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 

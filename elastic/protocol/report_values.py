@@ -39,13 +39,13 @@ def packed(metrics: Mapping[str, Any]) -> bytes:
     """Raises TypeError, which names the key, for what is no such value, and Invalid for what is too much."""
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"report() was given a {_name(metrics)}; give a dict, as in report({{'loss': 0.1}})"
+            f"report() got a {_name(metrics)}: pass a dict, as in report({{'loss': 0.1}})"
         )
     body = msgspec.msgpack.encode(_dict(metrics, ()))
     if len(body) > REPORT_LIMIT:
         raise Invalid(
-            f"report() was given {len(body)} bytes; the limit is {REPORT_LIMIT}: report numbers, and"
-            " save what is large to a file"
+            f"report() got {len(body)} bytes, but the limit is {REPORT_LIMIT}: report numbers, and save large"
+            " values to a file"
         )
     return body
 
@@ -95,17 +95,17 @@ def _only(value: Any, path: Path) -> Any:
     count = _count(value)
     if count is None:
         raise TypeError(
-            f"report(): {_where(path)} is a {_name(value)}; give None, numbers, strings, and lists and dicts of them"
+            f"report(): {_where(path)} is a {_name(value)}: pass None, numbers, strings, and lists and dicts of them"
         )
     if count != 1:
         raise TypeError(
-            f"report(): {_where(path)} is a {_name(value)} of {count} elements; give one number, such as"
+            f"report(): {_where(path)} is a {_name(value)} of {count} elements: pass one number, such as"
             " its mean, or a list"
         )
     found = value.item()
     if found is not None and not isinstance(found, float | int | str):
         raise TypeError(
-            f"report(): {_where(path)} is a {_name(value)} of a {_name(found)}; give numbers"
+            f"report(): {_where(path)} is a {_name(value)} of a {_name(found)}: pass numbers"
         )
     return found
 

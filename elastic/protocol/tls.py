@@ -32,7 +32,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise Invalid(
-                f"{flag} {path} can't be read: {why}; give the path of a PEM file"
+                f"{flag} {path} can't be read: {why}; pass the path of a PEM file"
             ) from None
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -45,22 +45,22 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
         made.load_verify_locations(ca)
     except ssl.SSLError:
         raise Invalid(
-            f"--tls-ca {ca} holds no certificate; give a PEM file of one or more"
+            f"--tls-ca {ca} holds no certificate: pass a PEM file with one or more"
         ) from None
     try:
         made.load_cert_chain(cert, key, password=_no_passphrase)
     except _Passphrase:
         raise Invalid(
-            f"--tls-key {key} is protected by a passphrase, and nobody is there to type it; give a"
-            " key without one, in a file that only you can read"
+            f"--tls-key {key} is protected by a passphrase, which can't be entered here: pass a key without one, in"
+            " a file that only you can read"
         ) from None
     except ssl.SSLError as error:
         if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
             raise Invalid(
-                f"--tls-key {key} does not belong to --tls-cert {cert}; give the two that were made together"
+                f"--tls-key {key} does not belong to --tls-cert {cert}: pass a matching pair"
             ) from None
         raise Invalid(
-            f"--tls-cert {cert} and --tls-key {key} are no certificate and key; give two PEM files"
+            f"--tls-cert {cert} and --tls-key {key} are not a certificate and its key: pass two PEM files"
         ) from None
     return made
 
@@ -77,8 +77,8 @@ def check(cert: str, key: str, ca: str) -> None:
         error = failure.__cause__
         why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else failure
         raise Invalid(
-            f"--tls-cert {cert} does not pass the check against --tls-ca {ca}: {why}; have it signed"
-            " by that authority, for use by servers and clients"
+            f"--tls-cert {cert} is not valid for --tls-ca {ca}: {why}; have it signed by that authority, for use by"
+            " servers and clients"
         ) from None
 
 
@@ -102,7 +102,7 @@ class Endpoint:
         if data and not self._begun:
             self._begun = True
             if data[0] not in _RECORDS:
-                raise TlsFailed(f"it does not speak TLS: give it {FLAGS}")
+                raise TlsFailed(f"it does not use TLS: pass it {FLAGS}")
         self._arrived.write(data)
         parts = []
         try:
@@ -147,18 +147,18 @@ def explained(error: ssl.SSLError) -> str:
     """What is wrong with the other end, after a handshake that failed."""
     reason = error.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
-        return f"it does not speak TLS: give it {FLAGS}"
+        return f"it does not use TLS: pass it {FLAGS}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused: {error.verify_message}"
+        return f"its certificate is rejected: {error.verify_message}"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return f"it shows no certificate: give it {FLAGS}"
+        return f"it sends no certificate: pass it {FLAGS}"
     if any(word in reason for word in _TOO_OLD):
-        return "it speaks no TLS of version 1.2 or later"
+        return "it does not use TLS 1.2 or later"
     for alert in _ALERTS:
         if reason.startswith(alert):
             what = reason.removeprefix(alert).lower().replace("_", " ")
-            return f"it does not accept our certificate or TLS: {what}"
-    return f"TLS with it failed: {_reason(error)}"
+            return f"it rejects this certificate or TLS: {what}"
+    return f"TLS handshake with it failed: {_reason(error)}"
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -41,7 +41,7 @@ class TraceFile:
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
-                raise OSError(errno.EINVAL, "it is not an ordinary file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(beginning)  # and if somebody puts a link there now, it is not followed
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -57,7 +57,7 @@ class TraceFile:
         except (OSError, ValueError) as error:  # ValueError: a null character in the path
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise Invalid(
-                f"the timeline {path!r} can't be written: {why}; give the path of a file in a writable folder"
+                f"the timeline {path!r} can't be written: {why}; pass the path of a file in a writable folder"
             ) from None
         self._end = len(OPENING)  # where the next event goes
         self._empty = True
@@ -89,4 +89,4 @@ class TraceFile:
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
         if written != len(text):  # a full disk says so only at the next write
-            raise OSError(errno.ENOSPC, f"only {written} of {len(text)} bytes found room")
+            raise OSError(errno.ENOSPC, f"no space after {written} of {len(text)} bytes")

@@ -87,25 +87,25 @@ def wanted(
         if count is not None and (
             not isinstance(count, int) or isinstance(count, bool) or count < 1
         ):
-            raise Invalid(f"{name} is {count!r}; give a whole number of at least 1")
+            raise Invalid(f"{name} is {count!r}: pass a whole number of at least 1")
     elastic = min_workers is not None or max_workers is not None
     np = num_workers if num_workers is not None else min_workers
     if np is None:
         raise Invalid(
-            "num_workers and min_workers are missing; say how many workers to start, as in num_workers=4"
+            "num_workers and min_workers are missing: pass the number of workers to start, as in num_workers=4"
         )
     least = min_workers if min_workers is not None else np
     most = max_workers if max_workers is not None else np
     if least > most:
-        raise Invalid(f"min_workers {least} is greater than max_workers {most}; give min <= max")
+        raise Invalid(f"min_workers {least} is greater than max_workers {most}: pass min <= max")
     if not least <= np <= most:
         raise Invalid(
-            f"num_workers {np} is not between min_workers {least} and max_workers {most}; give min <= num <= max"
+            f"num_workers {np} is not between min_workers {least} and max_workers {most}: pass min <= num <= max"
         )
     if num_hosts is not None and (num_hosts < 1 or np % num_hosts):
-        raise Invalid(f"{np} workers can't be spread evenly over {num_hosts} hosts")
+        raise Invalid(f"{np} workers can't be divided evenly among {num_hosts} hosts")
     if num_hosts is not None and elastic:
-        raise Invalid("an elastic job takes the hosts that come; leave num_hosts out")
+        raise Invalid("an elastic job uses all hosts that are available: leave num_hosts out")
     return Wanted(
         np=np,
         least=least,
@@ -120,35 +120,35 @@ def wanted(
 def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, float]:
     """One CPU by default, and with ``use_gpu`` one GPU. Raises Invalid."""
     if not isinstance(use_gpu, bool):
-        raise Invalid(f"use_gpu is {use_gpu!r}; give True or False")
+        raise Invalid(f"use_gpu is {use_gpu!r}: pass True or False")
     if given is not None and not isinstance(given, Mapping):
         raise Invalid(
-            f"resources_per_worker is a {type(given).__name__}; give a dict such as {{'CPU': 2, 'GPU': 1}}"
+            f"resources_per_worker is a {type(given).__name__}: pass a dict such as {{'CPU': 2, 'GPU': 1}}"
         )
     found: dict[str, float] = {"CPU": 1.0}
     for name, amount in (given or {}).items():
         if not isinstance(name, str) or not name:
             raise Invalid(f"resources_per_worker names {name!r}; names of resources are strings")
         if isinstance(amount, bool) or not isinstance(amount, int | float):
-            raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}; give a number")
+            raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}: pass a number")
         if not math.isfinite(amount) or amount < 0:
-            raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}; give 0 or more")
+            raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}: pass 0 or more")
         found[name] = float(amount)
     if use_gpu:
         found.setdefault("GPU", 1.0)
         if not found["GPU"]:
             raise Invalid(
-                "use_gpu=True needs GPUs, but resources_per_worker['GPU'] is 0; leave out one"
+                "use_gpu=True needs GPUs, but resources_per_worker['GPU'] is 0: leave out one of them"
             )
     elif found.get("GPU"):
-        raise Invalid("resources_per_worker has GPUs; give use_gpu=True too")
+        raise Invalid("resources_per_worker has GPUs: pass use_gpu=True too")
     if found.get("GPU", 0.0) > 1 and found["GPU"] != int(found["GPU"]):
         raise Invalid(
-            f"resources_per_worker['GPU'] is {found['GPU']:g}; give a whole number, or less than 1"
+            f"resources_per_worker['GPU'] is {found['GPU']:g}: pass a whole number, or less than 1"
         )
     found = {name: amount for name, amount in found.items() if amount}
     if not found:
-        raise Invalid("resources_per_worker asks for nothing at all; give at least {'CPU': 1}")
+        raise Invalid("resources_per_worker requests nothing: pass at least {'CPU': 1}")
     return found
 
 
@@ -170,18 +170,18 @@ def check_limits(limits: Limits, *, elastic: bool = True) -> None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value < LEAST_S:
-            raise Invalid(f"{name} is {value!r}; give seconds, at least {LEAST_S:g}")
+            raise Invalid(f"{name} is {value!r}: pass seconds, at least {LEAST_S:g}")
 
     whole = {"reset_limit": 0, "checkpoint_keep": 1, "restarts": 0, "standbys": 0}
     for name, least in whole.items():
         count = getattr(limits, name)
         number = isinstance(count, int) and not isinstance(count, bool)
         if count is not None and (not number or count < least):
-            raise Invalid(f"{name} is {count!r}; give a whole number, {least} or more")
+            raise Invalid(f"{name} is {count!r}: pass a whole number, {least} or more")
     if limits.standbys and not elastic:
         raise Invalid(
-            f"standbys is {limits.standbys}, but a job without min_workers and max_workers replaces nobody; give one"
-            " of them"
+            f"standbys is {limits.standbys}, but a job without min_workers and max_workers replaces no worker: pass"
+            " one of them"
         )
     if limits.cooldown_range is not None:
         _check_cooldown(limits.cooldown_range)
@@ -192,7 +192,7 @@ def _check_cooldown(given: object) -> None:
     numbers = [x for x in pair if isinstance(x, int | float) and not isinstance(x, bool)]
     if len(pair) != 2 or len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
         raise Invalid(
-            f"cooldown_range is {given!r}; give the shortest and the longest in seconds, as in (1, 60)"
+            f"cooldown_range is {given!r}: pass the shortest and the longest in seconds, as in (1, 60)"
         )
 
 
@@ -201,7 +201,7 @@ def check_environ(given: object) -> None:
     if given is None:
         return
     if not isinstance(given, Mapping):
-        raise Invalid(f"env is a {type(given).__name__}; give a dict of strings")
+        raise Invalid(f"env is a {type(given).__name__}: pass a dict of strings")
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise Invalid(f"env[{name!r}] is {value!r}; names and values are strings")
@@ -227,7 +227,7 @@ def check_job_name(name: object) -> None:
 def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Whether the function can be called like that, as far as it can be told. Raises Invalid."""
     if not callable(function):
-        raise Invalid(f"a {type(function).__name__} can't be called; give a function")
+        raise Invalid(f"a {type(function).__name__} can't be called: pass a function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of what is not written in Python
@@ -236,7 +236,7 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", "the function")
-        with_what = "the config" if args or kwargs else "nothing; give a config"
+        with_what = "the config" if args or kwargs else "nothing: pass a config"
         raise Invalid(f"{name}{signature} would be called with {with_what}: {error}") from None
 
 
@@ -244,7 +244,7 @@ def check_callables(**given: Callable[..., Any] | None) -> None:
     """Raises Invalid."""
     for name, value in given.items():
         if value is not None and not callable(value):
-            raise Invalid(f"{name} is a {type(value).__name__}; give a function")
+            raise Invalid(f"{name} is a {type(value).__name__}: pass a function")
 
 
 def call_arguments(config: Any) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ def call(kind: str, *parts: Any) -> bytes:
     word: bytes = cloudpickle.dumps((kind, parts))
     if len(word) > FRAME_LIMIT:
         raise Invalid(
-            f"the function and its arguments have {len(word)} bytes, and {FRAME_LIMIT} is the limit; let the"
+            f"the function and its arguments have {len(word)} bytes, but the limit is {FRAME_LIMIT}: let the"
             " function load its data itself"
         )
     return word
@@ -83,7 +83,8 @@ def answered(value: Any) -> bytes:
     answer: bytes = _VALUE + cloudpickle.dumps(value)
     if len(answer) > FRAME_LIMIT:
         raise Invalid(
-            f"the value has {len(answer)} bytes, and {FRAME_LIMIT} is the limit; let the function write it to a file"
+            f"the value has {len(answer)} bytes, but the limit is {FRAME_LIMIT}: let the function write it to a"
+            " file"
         )
     return answer
 

@@ -186,7 +186,7 @@ class DriverActor:
 
     async def _begin(self, call: bytes, program: Sequence[str]) -> None:
         if self._job is not None and not self._job.done():
-            raise Invalid("this executor runs a function already; wait for its end")
+            raise Invalid("this executor is already running a function: wait until it returns")
         self._stopped = None
         self._job = asyncio.ensure_future(self._run(call, program))
 
@@ -251,11 +251,11 @@ class DriverActor:
             driver.stop(*self._stopped)
 
     async def _outcome(self) -> Ended:
-        assert self._job is not None, "a job has begun"
+        assert self._job is not None, "a job has started"
         return await asyncio.shield(self._job)
 
     async def _ready(self, count: int, within_s: float) -> str:
-        assert self._job is not None, "a job has begun"
+        assert self._job is not None, "a job has started"
         waiting = asyncio.ensure_future(self._all_present(count, within_s))
         both: set[asyncio.Future[Any]] = {waiting, self._job}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -194,10 +194,10 @@ class Executor:
     ) -> None:
         """Reserves the resources, and starts the workers if they persist. Raises Invalid, JobFailed."""
         if self._follower is not None:
-            raise Invalid("this executor was started already; shut it down first")
+            raise Invalid("this executor was already started: shut it down first")
         if executable_cls is not None and self._wanted.elastic:
             raise Invalid(
-                "an elastic executor has new workers for each run; make the object in the function"
+                "an elastic executor has new workers for each run: create the object in the function"
             )
         self._env |= dict(extra_env_vars or {})
         following, environ = self._prepared()
@@ -321,7 +321,7 @@ class Executor:
         if not callable(fn):
             raise Invalid(f"{what}() calls a function, not a {type(fn).__name__}")
         if self._follower is None:
-            raise Invalid(f"{what}() comes after start(): this executor has no workers")
+            raise Invalid(f"{what}() was called after start(): this executor has no workers")
 
     def _need_static(self, what: str) -> None:
         if self._wanted.elastic:
@@ -338,8 +338,8 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     except Exception as error:  # whatever the user's objects raise
         what = "".join(str(error).splitlines()[:1]) or type(error).__name__
         raise Invalid(
-            f"the function can't be pickled for the workers: {what}; make what can't be pickled"
-            " inside the function, and give it numbers, strings and paths"
+            f"the function can't be pickled for the workers: {what}; create what can't be pickled inside the"
+            " function, and pass it numbers, strings and paths"
         ) from error
     return call
 

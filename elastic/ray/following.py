@@ -53,14 +53,14 @@ def with_group(wanted: Wanted) -> Wanted:
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(
-                f"placement_group is {wanted.placement_group!r}; give 'current', None or a PlacementGroup"
+                f"placement_group is {wanted.placement_group!r}: pass 'current', None or a PlacementGroup"
             )
         group = ray.util.get_current_placement_group()
         in_use = {} if group is None else held_of(group)
         return replace(wanted, placement_group=group, in_use=in_use)
     if wanted.placement_group is not None and not hasattr(wanted.placement_group, "bundle_specs"):
         kind = type(wanted.placement_group).__name__
-        raise Invalid(f"placement_group is a {kind}; give 'current', None or a PlacementGroup")
+        raise Invalid(f"placement_group is a {kind}: pass 'current', None or a PlacementGroup")
     return wanted
 
 
@@ -93,8 +93,8 @@ class Follower:
         name = detached or uuid.uuid4().hex[:12]
         if detached is not None and find_actor(detached) is not None:
             raise Invalid(
-                f"a job {detached!r} is there already; elastic.ray.attach({detached!r}) follows it,"
-                " another name begins another one"
+                f"job {detached!r} already exists: follow it with elastic.ray.attach({detached!r}), or use another"
+                " name"
             )
         spec = DriverSpec(
             name=name,
@@ -132,8 +132,8 @@ class Follower:
         except GetTimeoutError:
             ray.kill(actor)
             raise JobFailed(
-                f"Ray has not started the driver's actor within {START_S:g} s; see"
-                f" `ray list actors`: is there a node that may run an actor without a CPU?"
+                f"Ray has not started the driver's actor within {START_S:g} s; see `ray list actors`: can a node"
+                " run an actor without a CPU?"
             ) from None
         except RayError as error:
             raise JobFailed(f"the driver's actor can't be started: {brief(error)}") from error
@@ -144,8 +144,8 @@ class Follower:
         """Raises JobFailed after ``ray.shutdown()``: a call would begin another cluster, which does not know it."""
         if not ray.is_initialized():
             raise JobFailed(
-                "this process has left Ray (ray.shutdown()), and so its driver and its workers have"
-                " ended; call shutdown() and start() of the executor again"
+                "this process left Ray (ray.shutdown()), which ended its driver and workers: call shutdown() and"
+                " start() of the executor again"
             )
         return self._actor
 
@@ -177,7 +177,7 @@ class Follower:
             if not self._complained:
                 self._complained = True
                 said = traceback.format_exc()
-                text = f"elastic | error: on_report has raised; the job goes on\n{said}"
+                text = f"elastic | error: on_report raised; the job continues\n{said}"
                 self._on_output("stderr", text.encode())
 
     def wait(self, refs: Sequence[Any]) -> list[Any]:

@@ -126,7 +126,9 @@ class Serving:
         if kind == EXECUTE:
             (function,) = parts
             return function(*self._made)
-        raise Invalid(f"a persistent worker knows no {kind!r}; is another release running there?")
+        raise Invalid(
+            f"a persistent worker got an unknown request {kind!r}: is another release running there?"
+        )
 
 
 def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) -> None:

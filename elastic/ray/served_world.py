@@ -125,9 +125,7 @@ def join() -> ServedRuntime:
     """Joins the job that this process was started for, and its first world. Raises what ``init()`` raises."""
     env = environment.read()
     if env.driver is None:
-        raise Invalid(
-            "no driver has started this worker; it is for workers of elastic.ray.Executor"
-        )
+        raise Invalid("no driver started this worker: it is for workers of elastic.ray.Executor")
     served = ServedRuntime(env, Link(env.driver, env.secret, env.worker, tls=env.tls))
     served.connect()
     lifecycle.adopt(served)

@@ -19,7 +19,7 @@ def spread(wanted: Wanted) -> Wanted:
     if bundle.get("GPU", 1.0) % 1 and each > 1:
         raise Invalid(
             f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g}, of which Ray"
-            " grants only whole ones; give a share that adds up"
+            " grants only whole ones: pass a share that adds up"
         )
     group: Any = ray.util.placement_group([bundle] * wanted.hosts, strategy="STRICT_SPREAD")
     return replace(wanted, placement_group=group, per_bundle=each)

@@ -91,8 +91,8 @@ def read(environ: Mapping[str, str] | None = None, launched: Started | None = No
             secret = bytes.fromhex(env["ELASTIC_SECRET"])
         except (KeyError, ValueError) as error:
             raise Invalid(
-                "ELASTIC_DRIVER is set, but ELASTIC_WORKER or ELASTIC_SECRET is missing or damaged:"
-                " start the script with elasticrun, or unset ELASTIC_DRIVER"
+                "ELASTIC_DRIVER is set, but ELASTIC_WORKER or ELASTIC_SECRET is missing or corrupted: start the"
+                " script with elasticrun, or unset ELASTIC_DRIVER"
             ) from error
     tls = tuple(env.get(name) or "" for name in _TLS)
     if any(tls) and not all(tls):
@@ -245,7 +245,7 @@ def worker(environ: Mapping[str, str] | None = None) -> Worker:
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     value = _number(env, name, "seconds", default)
     if value == 0:
-        raise Invalid(f"{name} is {env[name]!r}; give a number of seconds, more than 0")
+        raise Invalid(f"{name} is {env[name]!r}: set it to a number of seconds, more than 0")
     return value
 
 
@@ -256,7 +256,7 @@ def _number(env: Mapping[str, str], name: str, of: str, default: float) -> float
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise Invalid(f"{name} is {env[name]!r}; give a number of {of}")
+        raise Invalid(f"{name} is {env[name]!r}: set it to a number of {of}")
     return value
 
 
@@ -268,7 +268,7 @@ def _whole(env: Mapping[str, str], name: str, default: Default) -> int | Default
     if not text:
         return default
     if not text.isdecimal():
-        raise Invalid(f"{name} is {text!r}; give a whole number, 0 or more")
+        raise Invalid(f"{name} is {text!r}: set it to a whole number, 0 or more")
     return int(text)
 
 
@@ -285,7 +285,7 @@ def _cores(env: Mapping[str, str]) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() for word in words):
         raise Invalid(
-            f"HOROVOD_THREAD_AFFINITY is {text!r}; give the numbers of cores, one for each worker"
-            " of a host, as in 0,1,2,3"
+            f"HOROVOD_THREAD_AFFINITY is {text!r}: set it to the numbers of cores, one per worker of a host, as in"
+            " 0,1,2,3"
         )
     return tuple(map(int, words))

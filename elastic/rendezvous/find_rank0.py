@@ -140,8 +140,8 @@ def _greet(store: Store, started: Started, deadline: float) -> None:
 def _nobody(started: Started, waited_s: float | None) -> str:
     within = f" within {waited_s:g} s" if waited_s is not None else " in time"
     return (
-        f"the {started.size} ranks that {started.by} tells of did not all call init(){within}; rank {started.rank} has."
-        " Set HOROVOD_START_TIMEOUT to wait longer, or unset these variables to train alone"
+        f"the {started.size} ranks that {started.by} announces did not all call init(){within}; rank {started.rank}"
+        " did. Set HOROVOD_START_TIMEOUT to wait longer, or unset these variables to train alone"
     )
 
 
@@ -155,8 +155,8 @@ def _serve(address: Address, secret: bytes, way: object) -> Store:
         listener = listen(address.host, address.port)
     except OSError as error:
         raise Invalid(
-            f"rank 0 can't listen on {address.host} port {address.port}, where the others look for it:"
-            f" {error.strerror}; set {launcher_env.ASKS_FOR_PORT} to another port for all ranks, ELASTIC_BIND to"
+            f"rank 0 can't listen on {address.host} port {address.port}, where the others connect to:"
+            f" {error.strerror}; set {launcher_env.ASKS_FOR_PORT} to another port for all ranks, or ELASTIC_BIND to"
             " another address of this host"
         ) from None
     store = Store(listener.address, listener, REACH_S, secret=secret)
@@ -241,7 +241,7 @@ def private_folder() -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Invalid(
-            f"{path}, where the ranks of this host meet, is not a folder of this user's with mode 0700: remove it, or"
+            f"{path}, where the ranks of this host meet, is not a folder of this user with mode 0700: remove it, or"
             " set TMPDIR to a folder of your own for all ranks"
         )
     return path

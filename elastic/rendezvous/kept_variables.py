@@ -37,14 +37,14 @@ class KeptVariables:
         ]
         more = f" and {len(stale) - _SHOWN} more" if len(stale) > _SHOWN else ""
         slot = (
-            f" LOCAL_RANK is the slot, and stays {place.local_rank}, because it picks the GPU: a script that saves"
-            " or prints where it is 0 does neither while that slot is lost."
+            f" LOCAL_RANK is the slot, and stays {place.local_rank}, since it selects the GPU: a script that saves"
+            " or prints only if it is 0 does neither while that slot has no worker."
             if any(read.name == place_variables.SLOT for read in stale)
             else ""
         )
         return (
-            f"the world has changed: this worker is rank 0 of {place.size} now. The script reads variables of the"
-            f" environment ({', '.join(lines)}{more}) that were others when it started. os.environ has the present"
-            f" RANK and WORLD_SIZE; a value that was kept does not follow.{slot} Ask dist.get_rank() == 0 or"
-            " elastic.rank() == 0 each time that the script saves or prints, and use LOCAL_RANK for the device only"
+            f"the world changed: this worker is rank 0 of {place.size} now. The script reads environment variables"
+            f" ({', '.join(lines)}{more}) that had other values when it started. os.environ has the present RANK"
+            f" and WORLD_SIZE; a stored value does not follow.{slot} Check dist.get_rank() == 0 or elastic.rank()"
+            " == 0 whenever the script saves or prints, and use LOCAL_RANK for the device only"
         )

@@ -82,12 +82,12 @@ def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:
             return found
     if _has(env, "RANK", "WORLD_SIZE") and _number(env, "WORLD_SIZE") > 1:
         raise Invalid(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so that the ranks can't meet:"
-            " set these too, to the host of rank 0 and a port, or unset RANK"
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so the ranks can't connect: set"
+            " these too, to the host of rank 0 and a port, or unset RANK"
         )
     if _has(env, "PMIX_RANK"):
         raise Invalid(
-            "PMIX_RANK is set, but nothing tells of how many ranks: set HOROVOD_RANK, HOROVOD_SIZE, MASTER_ADDR and"
+            "PMIX_RANK is set, but the number of ranks is unknown: set HOROVOD_RANK, HOROVOD_SIZE, MASTER_ADDR and"
             " MASTER_PORT too, or unset PMIX_RANK"
         )
     return None
@@ -135,8 +135,8 @@ def _horovod(env: Mapping[str, str], parent: int) -> Started | None:
     rank, size = _rank_of(env, "HOROVOD_RANK", "HOROVOD_SIZE")
     if size > 1 and not _has(env, "MASTER_ADDR", "MASTER_PORT"):
         raise Invalid(
-            "HOROVOD_RANK and HOROVOD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so that the ranks can't"
-            " meet: set these too, to the host of rank 0 and a port, or start the script with elasticrun"
+            "HOROVOD_RANK and HOROVOD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so the ranks can't"
+            " connect: set these too, to the host of rank 0 and a port, or start the script with elasticrun"
         )
     by = "HOROVOD_RANK and HOROVOD_SIZE"
     return _made(by, rank, size, _local(env, "HOROVOD_LOCAL_RANK"), _by_hand(env, size))
@@ -222,8 +222,8 @@ def _of_launcher(
         return ByFile(_file_name(by, job))
     if host is None:
         raise Invalid(
-            f"{by} has started ranks on several hosts, and nothing tells which one rank 0 is on: set MASTER_ADDR to"
-            " that host for all ranks, or start the script with elasticrun"
+            f"{by} started ranks on several hosts, but the host of rank 0 is unknown: set MASTER_ADDR to it for all"
+            " ranks, or start the script with elasticrun"
         )
     return ByAddress(host, _port(env, job), _secret(env, f"{by} {job}"))
 
@@ -246,7 +246,7 @@ def _secret(env: Mapping[str, str], job: str) -> bytes:
         return bytes.fromhex(env["ELASTIC_SECRET"])
     except ValueError:
         raise Invalid(
-            "ELASTIC_SECRET is damaged; give an even number of hexadecimal digits"
+            "ELASTIC_SECRET is corrupted: set it to an even number of hexadecimal digits"
         ) from None
 
 
@@ -288,7 +288,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _port_in(env: Mapping[str, str], name: str) -> int:
     port = _number(env, name)
     if not 0 < port < 1 << 16:
-        raise Invalid(f"{name} is {port}, which is not a port; give 1 to 65535")
+        raise Invalid(f"{name} is {port}, which is not a port: set it to 1 to 65535")
     return port
 
 

@@ -159,7 +159,7 @@ class Store:
                     f"aborted while waiting for {awaited}", aborted=True, awaited=key
                 ) from None
             raise CollectiveFailed(
-                f"gave up waiting for {awaited} at the store {self.address}: {error or type(error).__name__}",
+                f"timed out waiting for {awaited} at the store {self.address}: {error or type(error).__name__}",
                 awaited=key,
             ) from error
         finally:
@@ -435,8 +435,8 @@ class _Server:
         try:
             blobs = self.provided[request.key]()
         except Exception as error:  # this thread serves all others too
-            log.exception("the store can't provide %r", request.key)
-            failed = f"{request.key!r} can't be had there: {type(error).__name__}: {error}"
+            log.exception("the store does not support %r", request.key)
+            failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer(sock, request, blobs, failed)
 
     def _tell(self, sock: socket.socket, request: _Request) -> None:

@@ -48,15 +48,15 @@ def _checked_comm(comm: Any) -> list[int]:
         return []
     if isinstance(comm, str) or not isinstance(comm, Iterable):
         raise Invalid(
-            f"init(comm={comm!r}): communicators need MPI, which is not used here; leave comm out,"
-            " and give process_sets for collectives among some of the ranks"
+            f"init(comm={comm!r}): communicators need MPI, which is not used here: leave comm out, and pass"
+            " process_sets for collectives among some of the ranks"
         )
     members = list(comm)
     for rank in members:
         if not isinstance(rank, int):
             raise Invalid(
-                f"init(comm=[{rank!r}, ...]): communicators need MPI, which is not used here; give"
-                " ranks, or leave comm out"
+                f"init(comm=[{rank!r}, ...]): communicators need MPI, which is not used here: pass ranks, or leave"
+                " comm out"
             )
     return members
 
@@ -69,9 +69,9 @@ def _check_members(members: list[int]) -> None:
     everybody = list(range(rt.place.size))
     if members != everybody:
         raise Invalid(
-            f"init(comm={members}): this job has the ranks {everybody}, and all of them train together here;"
-            f" start another job (-np {len(members)}) for some of them, or give their collectives a"
-            f" process set: init(process_sets=[ProcessSet({members})])"
+            f"init(comm={members}): this job has the ranks {everybody}, which all train together: start another job"
+            f" (-np {len(members)}) for some of them, or use a process set for their collectives,"
+            f" init(process_sets=[ProcessSet({members})])"
         )
 
 
@@ -91,9 +91,7 @@ def long_phase(name: str) -> Iterator[None]:
     nested; has no effect outside the thread that trains. Without a driver it does nothing.
     """
     if not isinstance(name, str) or not name:
-        raise Invalid(
-            f"long_phase was given {name!r}; give it a name, as in long_phase('evaluate')"
-        )
+        raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")
     rt = lifecycle.active()
     if rt is None:
         yield

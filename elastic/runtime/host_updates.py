@@ -71,8 +71,7 @@ def tell(timestamp: float, result: HostUpdateResult) -> None:
             listener.on_hosts_updated(timestamp, result)
         except Exception:
             print(
-                f"elastic: {type(listener).__name__}.on_hosts_updated raised, and is passed over:\n"
-                f"{traceback.format_exc()}",
+                f"elastic: {type(listener).__name__}.on_hosts_updated raised (ignored):\n{traceback.format_exc()}",
                 file=sys.stderr,
             )
 

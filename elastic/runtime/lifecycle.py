@@ -45,8 +45,9 @@ def current() -> Runtime:
     if _runtime is None or not _initialized:
         if _inherited is not None:
             raise NotInitialized(
-                "this process was forked from a worker, which alone takes part in collectives, steps and commits:"
-                " move them there; rank(), size() and the other queries answer here, with the place of that worker"
+                "this process was forked from a worker, and only the worker itself takes part in collectives,"
+                " steps and commits: move them there; rank(), size() and the other queries return that worker's"
+                " values here"
             )
         raise NotInitialized(context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED)
     return _runtime

@@ -88,7 +88,7 @@ class Link:
             with contextlib.suppress(OSError):
                 self._flush()  # an alert says why
             self._socket.close()
-            raise DriverLost(f"the driver refused this worker: {error}") from error
+            raise DriverLost(f"the driver rejected this worker: {error}") from error
 
     def _next(self, deadline: float) -> Message:
         silent = True
@@ -97,7 +97,8 @@ class Link:
             data = self._socket.recv(65536)
             if not data and silent and self._tls is None:
                 raise ProtocolError(
-                    "it closed the connection without a word; does it expect TLS (--tls-cert, --tls-key, --tls-ca)?"
+                    "it closed the connection without an answer: does it require TLS (--tls-cert, --tls-key,"
+                    " --tls-ca)?"
                 )
             if not data:
                 raise ProtocolError("it closed the connection")
@@ -168,7 +169,7 @@ class Link:
                         receive(message)
                     self._flush()
                 except (OSError, ProtocolError) as error:
-                    reason = f"the connection to the driver broke: {error}"
+                    reason = f"lost the connection to the driver: {error}"
                     break
         if not self._closed:
             lost(reason)
@@ -185,7 +186,7 @@ class Link:
                         data = self._tls.due()
                 self._socket.sendall(data)
             except (OSError, ProtocolError) as error:
-                raise DriverLost(f"the connection to the driver broke: {error}") from error
+                raise DriverLost(f"lost the connection to the driver: {error}") from error
 
     def poke(self) -> None:
         """Wakes the thread. Safe in a signal handler."""

@@ -210,7 +210,7 @@ class Groups:
         with self._forming:
             if self._engine is None or self._engine.generation != generation:
                 if self._store is None or self._store.generation != generation:
-                    raise CollectiveFailed(f"generation {generation} is over")
+                    raise CollectiveFailed(f"generation {generation} has ended")
                 self._engine = self._make_engine(self._store, place, broken)
             return self._engine
 
@@ -243,7 +243,7 @@ class Groups:
     def _form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         purpose, device_type, members = key
         if self._store is None or self._store.generation != generation:
-            raise CollectiveFailed(f"generation {generation} is over")
+            raise CollectiveFailed(f"generation {generation} has ended")
         connecting = Connecting(
             self._store,
             purpose=_named(purpose, members, place),
@@ -318,7 +318,7 @@ class Groups:
         until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
             raise DeviceLost(
-                f"its GPU did not get back the memory of an earlier world's communicators within"
+                "its GPU did not free the memory of an earlier world's communicators within"
                 f" {self._env.timeout_s:g} s"
             )
         # Those that did not connect are freed when NCCL's time for that is over, unless they have become many.
@@ -327,7 +327,8 @@ class Groups:
         for each in self._unconnected[:-MOST_UNCONNECTED]:
             if not each.freed(max(0.0, until - time.monotonic())):
                 raise DeviceLost(
-                    f"communicators that did not connect were not given up within {2 * self._env.timeout_s:g} s"
+                    "communicators that did not connect could not be released within"
+                    f" {2 * self._env.timeout_s:g} s"
                 )
 
     def retire(self) -> None:
@@ -405,7 +406,7 @@ class Groups:
 
 def _did_not_come_back() -> DeviceLost:
     return DeviceLost(
-        f"its GPU did not come back within {DEVICE_S:g} s: an aborted collective still runs on it"
+        f"its GPU did not respond within {DEVICE_S:g} s: an aborted collective still runs on it"
     )
 
 

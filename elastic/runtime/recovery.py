@@ -136,7 +136,9 @@ class Recovery:
             case messages.StopAt(generation=generation, change=change, check=check):
                 if generation == self.generation and change == self._change:
                     if change == self._passed:
-                        return self.fail(generation, "the word where to stop came too late")
+                        return self.fail(
+                            generation, "the message with the safepoint arrived too late"
+                        )
                     self._stop_at = check
             case messages.Proceed(generation=generation, change=change):
                 if generation == self.generation and change == self._change:

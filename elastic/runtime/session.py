@@ -106,8 +106,8 @@ class Session:
                     began = said_at = now
                 if now - began > self.env.wait_timeout_s:
                     raise DriverLost(
-                        f"{waits}, in vain for {self.env.wait_timeout_s:g} s: is elasticrun stopped,"
-                        " or its host cut off?"
+                        f"{waits}: no response from the driver for {self.env.wait_timeout_s:g} s: is elasticrun"
+                        " stopped, or its host unreachable?"
                     )
                 if now - said_at > WAIT_SAID_S:
                     said_at = now
@@ -148,7 +148,7 @@ class Session:
         """Nothing comes or goes any more. From any thread; never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
-            why = f"it did not run for {slept_s:.0f} s, and the others go on without it"
+            why = f"it did not run for {slept_s:.0f} s, and the others continued without it"
             said = f"this worker was fenced: {why} ({reason})"
         else:
             said = f"this worker was fenced, or elasticrun is gone: {reason}"

@@ -84,7 +84,7 @@ class Training:
         if session.alone:
             return
         session.update(Recovery.returned)
-        session.wait_while(Phase.RETURNED, "to say that all have returned")
+        session.wait_while(Phase.RETURNED, "to report that all have returned")
         phase = session.recovery.phase
         if phase is Phase.BROKEN:
             raise PeerLost(session.recovery.reason)
@@ -165,7 +165,7 @@ class Training:
         """See `elastic.long_phase`."""
         if self._trains_in not in (None, threading.get_ident()):
             warnings.warn(
-                f"long_phase({name!r}) has no effect here: it counts in the thread that trains",
+                f"long_phase({name!r}) has no effect here: it applies to the training thread",
                 stacklevel=4,
             )
             yield

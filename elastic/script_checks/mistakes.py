@@ -191,12 +191,12 @@ def _mistake(kind: Kind, **facts: Any) -> Mistake:
 
 _SENTENCES = {
     Kind.NO_COMMIT: (
-        "no state.commit() in {steps} steps: a failure loses all training since elastic.run began; call state.commit()"
-        " after optimizer.step()"
+        "no state.commit() in {steps} steps: a failure loses all training since elastic.run started; call"
+        " state.commit() after optimizer.step()"
     ),
     Kind.COMMIT_ON_SOME_RANKS: (
-        "state.commit() is called under a condition on the rank: if those ranks are lost, so is their commit, and no"
-        " worker can join; call it on every rank"
+        "state.commit() is called under a condition on the rank: if those ranks are lost, so is their commit, and"
+        " no worker can join; call it on every rank"
     ),
     Kind.NEVER_REDUCED: (
         "no collective ran in {steps} steps of {optimizer} on {workers} workers: each trains a model of its own; wrap"

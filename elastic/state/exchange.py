@@ -191,7 +191,7 @@ def difference(theirs: str, ours: str, they: str = "the world") -> str:
         said.append(f"this worker has {'; '.join(only_here)}")
     if only_there:
         said.append(f"{they} has {'; '.join(only_there)}")
-    what = ", ".join(said) or "the same tensors come in another order"
+    what = ", ".join(said) or "the same tensors are in another order"
     return f"this worker's state differs from that of {they}: {what}"
 
 

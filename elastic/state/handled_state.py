@@ -43,10 +43,10 @@ class _OfThisProcess:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklable(
-            f"a {type(self).__name__} can't be pickled or copied: it holds buffers of this process. It is probably an"
-            " attribute of the object that is pickled, or a variable that its function refers to; keep it out of there"
-            " (__getstate__), or make it in the worker. To save what it holds, save model.state_dict(), or give"
-            " --checkpoint-dir to elasticrun"
+            f"a {type(self).__name__} can't be pickled or copied: it holds buffers of this process. It is probably"
+            " an attribute of the pickled object, or a variable of its function: exclude it (__getstate__), or"
+            " create it in the worker. To save its contents, save model.state_dict(), or pass --checkpoint-dir to"
+            " elasticrun"
         )
 
 
@@ -134,9 +134,9 @@ class HandledState(_OfThisProcess, ObjectState):
                 own = next((each for each in shards if value in each.optimizers), own)
                 if shards and own is None:
                     raise Invalid(
-                        f"state.{name} knows nothing of the state's Shards, and would step with this worker's own"
-                        " gradients; wrap it: elastic.DistributedOptimizer(optimizer, model.named_parameters(),"
-                        " shards=shards)"
+                        f"state.{name} does not use the state's Shards, and would step with this worker's own"
+                        " gradients: wrap it with elastic.DistributedOptimizer(optimizer,"
+                        " model.named_parameters(), shards=shards)"
                     )
                 if own is not None:
                     shard_checks.check_trained(name, value, self._referred())
@@ -146,8 +146,8 @@ class HandledState(_OfThisProcess, ObjectState):
                 continue
             if own is not None and all(own is not each for each in shards):
                 raise Invalid(
-                    f"state.{name} works in shards that are no part of the state, so a commit would not have the step's"
-                    " number: add them, as in TorchState(..., shards=shards)"
+                    f"state.{name} uses shards that are not part of the state, so a commit would not have the"
+                    " step's number: add them, as in TorchState(..., shards=shards)"
                 )
         shard_checks.check_optimizers(values)
 
@@ -172,7 +172,7 @@ class HandledState(_OfThisProcess, ObjectState):
         for part in partitioned:
             shard_checks.check_trained(part.name, part.value, self._referred())
         if not isinstance(copies, int) or copies < 0:
-            raise Invalid(f"copies is {copies!r}; give a number of further ranks, 1 or more")
+            raise Invalid(f"copies is {copies!r}: pass a number of further ranks, 1 or more")
         reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
         if reduced or self._shards():
             what = (

@@ -115,7 +115,7 @@ def grouped_allreduce(
     if not tensors:
         return []
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        raise ValueError("grouped_allreduce takes no tf.IndexedSlices; give each to allreduce")
+        raise ValueError("grouped_allreduce takes no tf.IndexedSlices: pass each to allreduce")
     factors = (prescale_factor, postscale_factor)
     members = _members(process_set)
     return reduce_dense(tensors, name, members, as_op(op, average), factors, compression)

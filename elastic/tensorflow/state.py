@@ -64,16 +64,16 @@ class TensorFlowState(HandledState):
             if session is None:
                 raise Invalid("TensorFlowState in a graph needs the session that has its values")
         if session is not None and not hasattr(session, "graph"):
-            raise Invalid(f"session is a {type(session).__name__}; give a tf.compat.v1.Session")
+            raise Invalid(f"session is a {type(session).__name__}: pass a tf.compat.v1.Session")
         if session is not None and variables is None:
             with session.graph.as_default():
                 variables = tf.compat.v1.global_variables()
         if not variables:
-            raise Invalid("TensorFlowState has no variables; give those that exist, in a list")
+            raise Invalid("TensorFlowState has no variables: pass those that exist, in a list")
         for variable in variables:
             if not hasattr(variable, "assign"):
                 raise Invalid(
-                    f"variables has a {type(variable).__name__}, which is not a variable; give TensorFlow's or Keras's"
+                    f"variables has a {type(variable).__name__}, which is not a variable: pass TensorFlow's or Keras's"
                 )
         kept = _Variables(variables)
         if session is not None:

@@ -132,7 +132,7 @@ def local_variables(local_layers: Any) -> list[Any]:
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is not a Keras layer; give one layer, or a list"
+                f"local_layers has a {type(layer).__name__}, which is not a Keras layer: pass one layer, or a list"
             )
     return [each for layer in layers for each in layer.trainable_weights]
 

@@ -286,7 +286,7 @@ def _shares(tensor: torch.Tensor, size: int, which: str) -> list[int]:
     rows = tensor.shape[0] if tensor.dim() else 0
     if rows % size:
         raise ValueError(
-            f"the {which} of an all_to_all has {rows} rows, which {size} ranks can't share equally; give split sizes"
+            f"the {which} of an all_to_all has {rows} rows, which {size} ranks can't share equally: pass split sizes"
         )
     return [rows // size] * size
 

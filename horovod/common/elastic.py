@@ -23,7 +23,7 @@ def run_fn(func: Callable[..., Value], reset: Callable[[], None]) -> Callable[..
     ``state.register_reset_callbacks``. Raises Invalid if it is not a function.
     """
     if not callable(reset):
-        raise Invalid(f"run_fn takes a function to reset with, not a {type(reset).__name__}")
+        raise Invalid(f"run_fn needs a reset function, not a {type(reset).__name__}")
     return run(func)
 
 

@@ -45,7 +45,7 @@ class AsyncDataLoaderMixin:
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
         if async_loader_queue_size < 0:
             raise ValueError(
-                f"async_loader_queue_size is {async_loader_queue_size}; give the number of batches"
+                f"async_loader_queue_size is {async_loader_queue_size}: pass the number of batches"
                 " to read ahead, or 0 for none"
             )
         super().__init__(*args, **kwargs)

@@ -23,7 +23,7 @@ class RayHostDiscovery:
         needed = {"CPU": cpus_per_worker} | ({"GPU": self.gpus_per_worker} if use_gpu else {})
         self._needed = {name: amount for name, amount in needed.items() if amount}
         if not self._needed or min(self._needed.values()) < 0:
-            raise Invalid(f"a worker needs {needed}; give at least a part of a CPU or a GPU")
+            raise Invalid(f"a worker needs {needed}: pass at least a part of a CPU or a GPU")
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Slots by address. Joins the cluster of RAY_ADDRESS, unless this process has joined one."""
@@ -119,7 +119,7 @@ class TestDiscovery(RayHostDiscovery):
         """``_graceful`` has no meaning: no host is harmed."""
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
         if not 0 <= min_hosts <= max_hosts:
-            raise Invalid(f"min_hosts {min_hosts}, max_hosts {max_hosts}; give 0 <= min <= max")
+            raise Invalid(f"min_hosts {min_hosts}, max_hosts {max_hosts}: pass 0 <= min <= max")
         self._min_hosts = min_hosts
         self._max_hosts = max_hosts
         self._change_frequency_s = change_frequency_s

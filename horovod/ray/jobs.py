@@ -40,9 +40,9 @@ class _Job:
     ) -> None:
         variables = checked_environment(environ)
         if self._begun:
-            raise Invalid("this executor was started already; call shutdown() first")
+            raise Invalid("this executor was already started: call shutdown() first")
         if cls is not None and not callable(cls):
-            raise Invalid(f"executable_cls is a {type(cls).__name__}; give a class")
+            raise Invalid(f"executable_cls is a {type(cls).__name__}: pass a class")
         self._makes = None if cls is None else (cls, tuple(args or ()), dict(kwargs or {}))
         self._start(variables)
         self._begun = True
@@ -75,7 +75,7 @@ class _Job:
             raise Invalid(f"workers call a function, not a {type(fn).__name__}")
         for each in callbacks or ():
             if not callable(each):
-                raise Invalid(f"one of the callbacks is a {type(each).__name__}; give functions")
+                raise Invalid(f"one of the callbacks is a {type(each).__name__}: pass functions")
         if not self._begun:
             raise Invalid("this executor has no workers; call start() first")
 

@@ -100,7 +100,7 @@ class RayExecutor:
             return
         if not override_discovery:
             raise Invalid(
-                "override_discovery=False: hosts come from Ray here, as far as it grants them to this job; leave it out"
+                "override_discovery=False: hosts are discovered through Ray here: leave it out"
             )
         placing = PGStrategy(
             num_workers=min_workers,
@@ -180,8 +180,8 @@ def _check_kind(
     """Static or elastic, and said once. Raises Invalid."""
     if max_workers is not None and (min_workers is None or min_workers <= 0):
         raise Invalid(
-            "`max_workers` provided without any positive `min_workers`: give min_workers too, with how few"
-            " workers training may go on"
+            "`max_workers` provided without any positive `min_workers`: pass min_workers too, the smallest number"
+            " of workers to continue with"
         )
     if min_workers is not None and num_workers is not None:
         raise Invalid(
@@ -198,7 +198,7 @@ def _check_kind(
         )
     if min_workers is None and num_workers is None and num_hosts is None:
         raise Invalid(
-            "Either `num_workers`, `num_hosts` or `min_workers` must be provided; say how many workers to"
+            "Either `num_workers`, `num_hosts` or `min_workers` must be provided: pass the number of workers to"
             " start, as in num_workers=4"
         )
 

@@ -75,7 +75,7 @@ def warn_of_ssh(settings: Any) -> None:
     ]
     if given and not getattr(settings, "_warned_of_ssh", False):
         warnings.warn(
-            f"{' and '.join(given)} change nothing: Ray reaches the hosts, not ssh; leave them out",
+            f"no effect, since Ray reaches the hosts, not ssh: {' and '.join(given)}",
             UserWarning,
             stacklevel=4,
         )
@@ -99,7 +99,7 @@ def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: 
     if old_value is None:
         return value
     if value != default:
-        raise ValueError(f"{old} is the old name of {new}; give {new} only")
+        raise ValueError(f"{old} is the old name of {new}: pass {new} only")
     warnings.warn(f"{what}({old}=...) is deprecated; use {new}", DeprecationWarning, stacklevel=3)
     return old_value
 
@@ -110,7 +110,7 @@ def checked_environment(given: Any) -> dict[str, str]:
         items = dict(given or {}).items()
     except (TypeError, ValueError):
         kind = type(given).__name__
-        raise ValueError(f"extra_env_vars is a {kind}; give a dict of names and values") from None
+        raise ValueError(f"extra_env_vars is a {kind}: pass a dict of names and values") from None
     return {
         str(name): os.fspath(v) if isinstance(v, os.PathLike) else str(v)
         for name, v in items

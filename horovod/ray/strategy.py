@@ -90,7 +90,7 @@ class ColocatedStrategy(BaseStrategy):
             ("num_workers_per_host", num_workers_per_host),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+                raise ValueError(f"{name} is {value!r}: pass a whole number of at least 1")
         self.num_hosts = num_hosts
         self.num_workers_per_host = num_workers_per_host
 

@@ -53,7 +53,7 @@ def run(
         if value:
             raise Invalid(f"horovod.run({name}=...): MPI is not used here; leave it out")
     if network_interface and network_interfaces:
-        raise Invalid("network_interface and network_interfaces mean the same; give one of them")
+        raise Invalid("network_interface and network_interfaces mean the same: pass one of them")
 
     from elastic.launcher.launch_function import launch
 
@@ -89,7 +89,7 @@ def _renamed(name: str, value: int | None, old_name: str, old_value: int | None)
     if old_value is None:
         return value
     if value is not None:
-        raise Invalid(f"{old_name} is the old name of {name}; give {name} only")
+        raise Invalid(f"{old_name} is the old name of {name}: pass {name} only")
     warnings.warn(
         f"horovod.run({old_name}=...) is deprecated; use {name}", DeprecationWarning, stacklevel=3
     )

@@ -37,7 +37,8 @@ def check(size: int) -> None:
     """Raises Unsupported (a ValueError, too) if ``size`` ranks can't be taken in pairs of pairs."""
     if size < 1 or size & (size - 1):
         raise Unsupported(
-            f"Adasum works among 1, 2, 4, 8, ... ranks, and here are {size}; use Average, or another number of workers"
+            f"Adasum requires 1, 2, 4, 8, ... ranks, but there are {size}: use Average, or another number of"
+            " workers"
         )
 
 

@@ -38,7 +38,7 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
         adasum.check_tensors(tensors)
     if scaled and op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(
-            f"prescale_factor and postscale_factor have no meaning with {op.name.title()}; leave them at 1.0"
+            f"prescale_factor and postscale_factor have no effect with {op.name.title()}: leave them at 1.0"
         )
 
 

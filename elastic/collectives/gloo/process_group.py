@@ -448,7 +448,7 @@ class GlooCollectives:
 
     def close_in_forked_child(self) -> None:
         """In a forked child: lets go of the sockets, so that the parent's death closes them."""
-        self._failed = "this is a forked child, and groups stay with the parent"
+        self._failed = "process groups can't be used in a forked child"
         sockets.release_in_child(self._own, self._peers, self._sockets)
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:

@@ -157,7 +157,7 @@ class HierarchicalCollectives:
 
     def close_in_forked_child(self) -> None:
         """In a forked child: holds none of the parent's sockets, nor the memory of its host."""
-        self._order.close_in_forked_child("this is a forked child, and groups stay with the parent")
+        self._order.close_in_forked_child("process groups can't be used in a forked child")
         self._host.close_in_forked_child()
         if self._inter_node is not None:
             self._inter_node.close_in_forked_child()

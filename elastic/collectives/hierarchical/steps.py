@@ -156,8 +156,8 @@ class Steps:
             self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)
         if self.copies is None:
             raise CollectiveFailed(
-                "there is no room left in the memory that ranks of a host share; keep fewer gradients, or start the"
-                " job with ELASTIC_NATIVE=0"
+                "the memory that ranks of a host share is full: keep fewer gradients, or start the job with"
+                " ELASTIC_NATIVE=0"
             )
         places = self.copies.view(_COPIES, chunk_bytes)
         return [

@@ -32,7 +32,7 @@ _WHAT_TO_DO = {
     errno.ENOMEM: "the limit on virtual memory (`ulimit -v`) is too low: set it to unlimited",
     errno.EMFILE: "the limit on open files (`ulimit -n`) is reached: raise it",
     errno.ENFILE: "the system has no more open files: raise fs.file-max",
-    errno.ENOSYS: "the system has no memfd_create: it takes Linux 3.17 or later, and a sandbox that allows it",
+    errno.ENOSYS: "the system has no memfd_create: Linux 3.17 or later is required, and a sandbox that allows it",
     errno.EPERM: "a sandbox forbids memfd_create: allow it, as Docker's own seccomp profile does",
     errno.EACCES: "a sandbox forbids memfd_create: allow it, as Docker's own seccomp profile does",
 }
@@ -197,7 +197,7 @@ def zeros(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sentence(size: int, error: OSError) -> str:
-    return f"no {math.ceil(size / 2**30)} GiB of memory to share can be mapped: {what_to_do(error)}"
+    return f"{math.ceil(size / 2**30)} GiB of shared memory can't be mapped: {what_to_do(error)}"
 
 
 def what_to_do(error: OSError) -> str:

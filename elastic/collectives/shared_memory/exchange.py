@@ -43,7 +43,7 @@ class MemoryOffer:
             raise Unreachable(arena.why_not())
         self._staging = self._arena.take(library.elastic_staging_bytes())
         if self._staging is None:
-            raise Unreachable("the memory that can be shared is full")
+            raise Unreachable("the shared memory is full")
         control_bytes = library.elastic_control_bytes(min(size, topology.MAX_LOCAL_RANKS))
         self._control = memfd.create("elastic-control", control_bytes)
         return RankInfo(
@@ -129,5 +129,5 @@ class _Held:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"memory to share can't be mapped: {arena.what_to_do(error)}"
+        return f"shared memory can't be mapped: {arena.what_to_do(error)}"
     return str(error)

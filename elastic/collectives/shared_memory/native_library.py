@@ -122,7 +122,10 @@ def read(file: Path) -> tuple[Library | None, str]:
     except OSError as error:
         return None, f"the C++ library can't be read: {error}"
     if not _whole(content):
-        return None, f"{file} is damaged, or not what was built: its checksum differs; {_BUILD}"
+        return (
+            None,
+            f"{file} is corrupted, or not the file that was built: its checksum differs; {_BUILD}",
+        )
     try:
         library = ctypes.CDLL(str(file))
         found = library.elastic_abi()

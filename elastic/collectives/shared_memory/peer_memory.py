@@ -22,14 +22,14 @@ from elastic.collectives.topology import Host, Identity, Shareable
 _PROC = "/proc"
 
 _WHAT_TO_DO = {
-    errno.EACCES: "it runs as another user, or may not be looked into; run the ranks of a host as one user, without"
+    errno.EACCES: "it runs as another user, or access is denied; run the ranks of a host as one user, without"
     " setuid and file capabilities",
-    errno.ENOENT: "it has gone, or /proc does not show it; mount /proc without hidepid, and run the ranks of a host in"
-    " one container",
+    errno.ENOENT: "it exited, or /proc does not show it; mount /proc without hidepid, and run the ranks of a host"
+    " in one container",
     errno.EMFILE: "the limit on open files (`ulimit -n`) is reached; raise it",
     errno.ENFILE: "the system has no more open files; raise fs.file-max",
     errno.ENOMEM: "the limit on virtual memory (`ulimit -v`) or vm.max_map_count is reached; raise it",
-    errno.ENOSYS: "the system has no pidfd_open; it takes Linux 5.3 or later, and a sandbox that allows it",
+    errno.ENOSYS: "the system has no pidfd_open; Linux 5.3 or later is required, and a sandbox that allows it",
 }
 _WHAT_TO_DO[errno.EPERM] = _WHAT_TO_DO[errno.EACCES]
 _WHAT_TO_DO[errno.ESRCH] = _WHAT_TO_DO[errno.ENOENT]
@@ -102,7 +102,7 @@ def myself() -> Identity:
         host = Host(boot, _namespace("pid"), _namespace("net"))
         return Identity(host, os.getpid(), _started("self"), os.geteuid())
     except (OSError, ValueError, IndexError) as error:
-        raise Unreachable(f"/proc does not tell who this process is ({error}); mount it") from error
+        raise Unreachable(f"/proc does not show this process ({error}); mount it") from error
 
 
 def cores() -> bytes:
@@ -170,14 +170,14 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
         pidfd = os.pidfd_open(owner.pid)
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
-            raise Unreachable(f"process {owner.pid} has gone, and another has its id")
+            raise Unreachable(f"process {owner.pid} exited, and another has its ID")
         fd = os.open(f"{_PROC}/{owner.pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
             if (found.st_ino, found.st_size) != (offered.inode, offered.bytes):
                 raise Unreachable(
-                    f"descriptor {offered.fd} of process {owner.pid} is not the memory that it offered; a program"
-                    " that closes descriptors it did not open must leave those out"
+                    f"descriptor {offered.fd} of process {owner.pid} is not the memory that it offered: a program"
+                    " must not close descriptors that it did not open"
                 )
             address = memfd.map_shared(fd, offered.bytes)
         finally:

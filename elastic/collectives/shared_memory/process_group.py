@@ -36,12 +36,12 @@ _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
 _LEFT, _ENDED, _LATE, _OTHER, _MISMATCH = 1, 2, 3, 4, 5
 _REASONS = {
-    _LEFT: "rank {rank} of this group left it or aborted it",
-    _ENDED: "the process of rank {rank} of this group has ended",
-    _LATE: "rank {rank} of this group did not come within {timeout_s:g} s",
+    _LEFT: "rank {rank} of this group left or aborted it",
+    _ENDED: "the process of rank {rank} of this group exited",
+    _LATE: "rank {rank} of this group did not arrive within {timeout_s:g} s",
     _OTHER: "rank {rank} of this group called another collective, or one of another size",
 }
-_CHILD = "this is a forked child, and groups stay with the parent"
+_CHILD = "process groups can't be used in a forked child"
 
 # Tensors of groups that another rank may still write into: theirs for ever.
 _lost: list[object] = []
@@ -236,7 +236,7 @@ class SharedCollectives:
                 holding[-1] = ticket, held
         if ticket == 0:
             raise ValueError(
-                "the tensor does not lie in the memory that this process shares; make it with arena.zeros()"
+                "the tensor is not in the shared memory of this process: create it with arena.zeros()"
             )
         return SharedWork(self, ticket)
 
@@ -453,7 +453,7 @@ class _Native:
         self.handle = library.elastic_open(ctypes.byref(options))
         if not self.handle:
             memory.release(True)
-            raise CollectiveFailed("no thread could be had for collectives in shared memory")
+            raise CollectiveFailed("no thread could be started for collectives in shared memory")
 
     @property
     def elsewhere(self) -> bool:

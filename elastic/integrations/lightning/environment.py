@@ -17,8 +17,8 @@ class ElasticEnvironment(ClusterEnvironment):
         env = environment.read()
         if env.driver is None and env.started is None:
             raise Invalid(
-                'strategy="elastic" trains in workers that elasticrun has started, and nobody has started this process'
-                ' as one: run it as  elasticrun -np 2 python script.py  or leave strategy="elastic" out'
+                'strategy="elastic" trains in workers that elasticrun started, and this process is none: run it as'
+                '  elasticrun -np 2 python script.py  or leave strategy="elastic" out'
             )
 
     @property

@@ -19,9 +19,9 @@ BACKEND = "elastic"
 REFUSED = {
     "start_method": "elasticrun starts the workers",
     "process_group_backend": "the process group is elastic's own",
-    "cluster_environment": "elasticrun says who is which rank",
-    "model_averaging_period": "ranks that average their parameters now and then differ, and the state of one could not"
-    " replace that of a lost one",
+    "cluster_environment": "elasticrun assigns the ranks",
+    "model_averaging_period": "ranks that average their parameters from time to time differ, so the state of one"
+    " could not replace that of a lost one",
 }
 
 
@@ -29,16 +29,16 @@ def refuse(arguments: dict[str, Any]) -> None:
     """Raises Invalid for arguments of `DDPStrategy` that can't be had here."""
     for name, why in REFUSED.items():
         if arguments.get(name) is not None:
-            raise Invalid(f"ElasticStrategy takes no {name}: {why}; leave it out")
+            raise Invalid(f"ElasticStrategy does not accept {name}: {why}; leave it out")
 
 
 def refuse_shards(loader: Any) -> None:
     """Raises Invalid for a loader that cuts steps into shards."""
     if isinstance(loader, DataLoader) and loader.arguments.shards is not None:
         raise Invalid(
-            "this loader cuts a step into shards, and what trains with it has one batch of each rank in a step, which"
-            " DDP averages: give Trainer(strategy=ElasticStrategy(shards=shards)) the same shards, or leave shards="
-            " out; with Fabric write the loop as in: elasticrun docs exact"
+            "this loader divides a step into shards, but the trainer uses one batch per rank and step, which DDP"
+            " averages: pass the same shards to Trainer(strategy=ElasticStrategy(shards=shards)), or leave shards="
+            " out; with Fabric, write the loop as in: elasticrun docs exact"
         )
 
 
@@ -48,7 +48,7 @@ def join_process_group(timeout: timedelta | None) -> None:
         found = distributed.get_backend()
         if found != BACKEND:
             raise Invalid(
-                f'a process group of the backend {found} is there already, and strategy="elastic" needs its own: make'
+                f'a process group of backend {found} already exists, and strategy="elastic" needs its own: create'
                 " the Trainer first, or call init_process_group with the backend elastic"
             )
         return

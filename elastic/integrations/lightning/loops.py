@@ -124,8 +124,8 @@ class ElasticFitLoop(Trained):
             _select_data_fetcher(trainer, RunningStage.TRAINING), _DataLoaderIterDataFetcher
         ):
             raise Invalid(
-                'with strategy="elastic" a training_step can\'t take a dataloader_iter: nobody would know which batches'
-                " it has trained on; let it take the batch"
+                'with strategy="elastic" a training_step can\'t take a dataloader_iter, since the batches that it'
+                " used would be unknown: let it take the batch"
             )
         with self.strategy.dealing():
             super().setup_data()
@@ -135,15 +135,15 @@ class ElasticFitLoop(Trained):
         loaders = combined.flattened
         if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
             raise Invalid(
-                f'strategy="elastic" keeps the position of one train dataloader, and there are {len(loaders)}; give one'
+                f'strategy="elastic" keeps the position of one train dataloader, and there are {len(loaders)}: pass one'
                 " whose dataset has the others' samples too"
             )
         (self.loader,) = loaders
         if self._data_fetcher.length is None:
             if self.loader.shards is not None:
                 raise Invalid(
-                    "Lightning looks whether another batch follows, and of a stream no second step can be begun while"
-                    " the shards of one are under way; give a dataset with a length"
+                    "Lightning checks whether another batch follows, but a stream can't start a second step while"
+                    " the shards of one are in progress: use a dataset with a length"
                 )
             self.loader.ahead = 1  # Lightning looks whether another batch follows
 

@@ -46,7 +46,7 @@ class ShardedSteps:
         """Adds up the gradients of the trainer's optimizers over shards. Raises Invalid for what can't be meant."""
         if trainer.accumulate_grad_batches != 1:
             raise Invalid(
-                "shards are what a step accumulates: leave accumulate_grad_batches out, and give more shards for a"
+                "a step accumulates its shards: leave accumulate_grad_batches out, and use more shards for a"
                 " larger batch"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -67,8 +67,8 @@ class ShardedSteps:
         if isinstance(dataloader, DataLoader):
             if dataloader.shards is not self.shards:
                 raise Invalid(
-                    "the train dataloader is cut into other shards than ElasticStrategy(shards=...) was given, or into"
-                    " none; give elastic.data.DataLoader the same ones, or give a DataLoader of torch's"
+                    "the train dataloader is divided into other shards than ElasticStrategy(shards=...) has, or"
+                    " into none: pass elastic.data.DataLoader the same ones, or use torch's DataLoader"
                 )
             return dataloader
         size = getattr(dataloader, "batch_size", None)
@@ -96,8 +96,8 @@ class ShardedSteps:
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, torch.Tensor):
                 raise Invalid(
-                    f"training_step gave {type(loss).__name__} for shard {loader.shard}, and every shard of a step"
-                    " counts; return a loss, which may be zero"
+                    f"training_step returned {type(loss).__name__} for shard {loader.shard}, but every shard of a"
+                    " step counts: return a loss, which may be zero"
                 )
             losses.append(loss.detach() * loader.weight)
             backward(loss * loader.weight)

@@ -50,10 +50,10 @@ class ElasticStrategy(DDPStrategy):
         versions.check("lightning")
         if commit_every < 1:
             raise Invalid(
-                f"commit_every is {commit_every}; give a number of optimizer steps, at least 1"
+                f"commit_every is {commit_every}: pass a number of optimizer steps, at least 1"
             )
         if shards is not None and not isinstance(shards, Shards):
-            raise Invalid(f"shards is {shards!r}; give an elastic.Shards")
+            raise Invalid(f"shards is {shards!r}: pass an elastic.Shards")
         self.commit_every = commit_every
         self.shards = shards
         self._sharded = None if shards is None else ShardedSteps(shards)

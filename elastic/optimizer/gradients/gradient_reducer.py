@@ -249,8 +249,8 @@ class GradientReducer:
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(
-                f"the gradient of {slot.name} requires a gradient itself; create_graph=True cannot be combined"
-                " with DistributedOptimizer, take such gradients with torch.autograd.grad()"
+                f"the gradient of {slot.name} requires a gradient itself: create_graph=True cannot be combined with"
+                " DistributedOptimizer, compute such gradients with torch.autograd.grad()"
             )
         tell_end(self)
         self._partial += slot.passes_left == self._passes
@@ -477,8 +477,9 @@ class GradientReducer:
             for slot in self._plan.slots:
                 if slot.parameter.is_complex():
                     raise TypeError(
-                        f"{slot.name} is {slot.parameter.dtype}, which can't be reduced; keep its real and imaginary"
-                        " parts as a parameter, and make the complex tensor of that with torch.view_as_complex()"
+                        f"{slot.name} is {slot.parameter.dtype}, which can't be reduced: keep its real and"
+                        " imaginary parts as a parameter, and create the complex tensor from that with"
+                        " torch.view_as_complex()"
                     )
         known = plan_agreement.of(world, self._members)
         digest = digest_of(self._plan.lines())
@@ -562,8 +563,8 @@ class GradientReducer:
                 if verdict.joined:
                     joined_rank.tell_layout(group, device, verdict.source, None)
                 raise ValueError(
-                    f"sparse gradients can be reduced with Average and Sum, not with {self._options.op.name.title()};"
-                    " pass sparse_as_dense=True"
+                    "sparse gradients can be reduced with Average and Sum, not with"
+                    f" {self._options.op.name.title()}: pass sparse_as_dense=True"
                 )
         plan.arrange(found, order, bucket_bytes(world, plan.device))
         layout, number = plan.layout(digest, self._size), known.number(verdict)
@@ -663,9 +664,9 @@ def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
 def _too_many(slot: Slot, passes: int, *, twice: bool) -> str:
     if twice:
         return (
-            f"two DistributedOptimizers hold {slot.name}, and one of them got its gradient"
-            f" more than backward_passes_per_step={passes} times before its step(); keep one:"
-            " drop the old one also where a scheduler or a state holds it"
+            f"two DistributedOptimizers hold {slot.name}, and one of them received its gradient more than"
+            f" backward_passes_per_step={passes} times before its step(): keep one, and drop the old one also from"
+            " schedulers and states"
         )
     return (
         f"{slot.name} received more than backward_passes_per_step={passes} gradients before step(),"

@@ -225,7 +225,8 @@ class ShardBucket:
         ):
             if parameter.grad is not given or given._version != version:
                 raise Invalid(
-                    f"the gradient of {name_of(parameter)} was changed within the loop over the shards, when it was"
-                    " not yet the mean over all of them; clip and change gradients after the loop, and leave out what"
-                    " does so by itself: DistributedDataParallel, or a second optimizer of the same parameters"
+                    f"the gradient of {name_of(parameter)} was changed within the loop over the shards, before it"
+                    " was the mean over all of them: clip and change gradients after the loop, and leave out code"
+                    " that does so by itself, such as DistributedDataParallel or a second optimizer of the same"
+                    " parameters"
                 )

@@ -130,8 +130,9 @@ class ShardReducer:
         """Gradients are the mean since the loop over the shards ended. Raises Invalid before that."""
         if self.pending:
             raise Invalid(
-                f"optimizer.step() or synchronize() was called within the loop over the shards of step"
-                f" {self.shards.step}, which has no gradient before all of them are computed; call it after the loop"
+                "optimizer.step() or synchronize() was called within the loop over the shards of step"
+                f" {self.shards.step}, which has no gradient before all of them are computed: call it after the"
+                " loop"
             )
 
     def discard(self) -> None:
@@ -196,14 +197,14 @@ class ShardReducer:
         slot = self._plan.slots.get(id(parameter))
         if slot is None or self._shard is None or not self.pending:
             raise Invalid(
-                f"{self._parameters.name(parameter)} got a gradient outside of the loop over the shards, where it"
-                " belongs to none of them; call backward() within `for batch in shards.over(loader)`, and freeze or add"
-                " parameters between two steps"
+                f"{self._parameters.name(parameter)} received a gradient outside the loop over the shards: call"
+                " backward() within `for batch in shards.over(loader)`, and freeze or add parameters between two"
+                " steps"
             )
         if slot.passes_left == 0:
             raise Invalid(
-                f"{self._parameters.name(parameter)} got more than backward_passes_per_step={self._passes}"
-                f" gradients in shard {self._shard.shard}; say the number of backward passes that a shard has"
+                f"{self._parameters.name(parameter)} received more than backward_passes_per_step={self._passes}"
+                f" gradients in shard {self._shard.shard}: set it to the number of backward passes of a shard"
             )
         slot.passes_left -= 1
         if slot.passes_left == 0:
@@ -219,8 +220,8 @@ class ShardReducer:
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
                 raise Invalid(
-                    f"the gradient of {self._parameters.name(parameter)} is sparse, which shards can't add up in one"
-                    " order; pass sparse_as_dense=True to DistributedOptimizer"
+                    f"the gradient of {self._parameters.name(parameter)} is sparse, and shards can't sum it in a"
+                    " fixed order: pass sparse_as_dense=True to DistributedOptimizer"
                 )
             parameter.grad = gradient = gradient.to_dense()
         if self._noting and gradient is not None:
@@ -339,7 +340,7 @@ class ShardReducer:
             differs = [rank for rank, row in enumerate(found) if row[0] != found[0][0]]
             if differs:
                 raise StateMismatch(
-                    f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: give"
+                    f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: pass"
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
             others = [str(rank) for rank, row in enumerate(found) if row[1] != found[0][1]]
@@ -376,8 +377,8 @@ class ShardReducer:
         differs = f"{who} computes differently from rank 0: other threads, instructions or versions"
         if not world.env.allow_inexact:
             raise StateMismatch(
-                f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them the"
-                " same, set ELASTIC_ALLOW_INEXACT=1, or give Shards exact=False"
+                f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them"
+                " the same, set ELASTIC_ALLOW_INEXACT=1, or pass exact=False to Shards"
             )
         if world.place.rank == 0:
             self.shards.computes_differently(differs)

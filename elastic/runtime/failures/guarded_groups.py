@@ -110,8 +110,8 @@ class GuardedGroups:
         if recovery.provisional and recovery.place.size > 1 and not self._warned_alone:
             self._warned_alone = True
             warnings.warn(
-                "a world is training already and this worker has not joined it yet: collectives"
-                " before elastic.run act as in a world of one",
+                "a world is already training and this worker has not joined it yet: collectives before elastic.run"
+                " act as in a world of size 1",
                 stacklevel=4,
             )
         return LocalCollectives()

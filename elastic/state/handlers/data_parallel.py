@@ -74,8 +74,8 @@ class ReplicasHandler(ModelStateHandler):
         name = next(name for name, each in self.model.named_parameters() if each is late)
         raise NotReduced(
             f"{self.full_name(name)} is trained, but was not when DistributedDataParallel was built, which does not"
-            " reduce its gradient: ranks would differ in it; register, replace or unfreeze parameters before you build"
-            " DistributedDataParallel, or build another one and give it to the state",
+            " reduce its gradient, so ranks would differ: register, replace or unfreeze parameters before you"
+            " build DistributedDataParallel, or build another one and pass it to the state",
             self.full_name(name),
         )
 

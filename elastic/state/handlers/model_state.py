@@ -41,7 +41,7 @@ class ModelStateHandler(Part):
         for name, tensor in dissect(self.model).tensors():
             if is_lazy(tensor):
                 raise Invalid(
-                    f"{self.full_name(name)} has no shape yet; run one forward pass before you hand the model to a"
+                    f"{self.full_name(name)} has no shape yet: run one forward pass before you pass the model to a"
                     " state"
                 )
         self._gradients: list[tuple[int, int, int]] = []
@@ -127,8 +127,8 @@ class ModelStateHandler(Part):
         ]  # fmt: skip
         if gone:
             raise StateMismatch(
-                f"{self.full_name(gone[0])} was committed, but the model has no tensor of that name any more;"
-                " commit() after you change a model, or hand the state a new one"
+                f"{self.full_name(gone[0])} was committed, but the model has no tensor of that name any more:"
+                " commit() after you change a model, or pass the state a new one"
             )
         shared = self._newly_shared(live) if restoring else set()
         where: dict[str, torch.Tensor | Destination] = {}

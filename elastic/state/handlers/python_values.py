@@ -39,8 +39,8 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
         made = _copied(value, memo)
     except Exception as error:
         raise Invalid(
-            f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error});"
-            " keep it out of the state, or keep what it is made from there"
+            f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error}): keep it out of"
+            " the state, or keep the values there from which it is made"
         ) from error
     sharding.check_within(what, itertools.islice(memo.values(), given, None))
     return made
@@ -99,7 +99,7 @@ def dumps(value: Any, what: str, referred: dict[str, object]) -> bytes:
         _Pickler(file, referred).dump(value)
     except Exception as error:
         raise Invalid(
-            f"{what} can't be pickled, so no newcomer could be sent it ({type(error).__name__}: {error});"
+            f"{what} can't be pickled, so it can't be sent to workers that join ({type(error).__name__}: {error}):"
             " keep it out of the state"
         ) from error
     return file.getvalue()

@@ -95,8 +95,8 @@ def refuse_handled(name: str, value: Any) -> None:
     """Raises Invalid for what only a `HandledState` knows how to restore: a copy would take its place."""
     if isinstance(as_written(value), tuple(kind for kind, _ in get_handler_registry())):
         raise Invalid(
-            f"state.{name} is a {type(value).__name__}: a restore would put a copy there that nothing uses; give it to"
-            " a TorchState, with everything else"
+            f"state.{name} is a {type(value).__name__}: a restore would put a copy there that is not used; pass it"
+            " to a TorchState, with everything else"
         )
 
 
@@ -129,6 +129,6 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
                 " torch.nn.ParameterList"
             )
             raise Invalid(
-                f"state.{name} {what} a {type(each).__name__}: a restore would put a copy there that nothing trains;"
-                f" give the state {remedy}"
+                f"state.{name} {what} a {type(each).__name__}: a restore would put a copy there that is not"
+                f" trained; pass the state {remedy}"
             )

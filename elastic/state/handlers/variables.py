@@ -51,8 +51,8 @@ class VariablesPart(Part):
         for name, tensor in fresh.items():
             if name not in named or list(named[name].shape) != list(tensor.shape):
                 raise StateMismatch(
-                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, and is not there any more;"
-                    " commit() after you change a model, or hand the state a new one"
+                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, but does not exist any more:"
+                    " commit() after you change a model, or pass the state a new one"
                 )
         for name, tensor in fresh.items():
             self.assign(named[name], tensor)

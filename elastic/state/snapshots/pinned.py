@@ -84,8 +84,7 @@ def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         code = cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
     if int(code):
         raise MemoryError(
-            f"CUDA can't pin {block.nbytes} bytes of host memory for the state's commits:"
-            f" {cudart.cudaGetErrorString(code)}"
+            f"CUDA can't pin {block.nbytes} bytes of host memory for commits: {cudart.cudaGetErrorString(code)}"
         )
     pages.device, pages.address, pages.owner = tensors[0].device, block.data_ptr(), os.getpid()
     return [

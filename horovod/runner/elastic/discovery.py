@@ -71,7 +71,7 @@ class HostManager:
     def __init__(self, discovery: HostDiscovery) -> None:
         if not hasattr(discovery, "find_available_hosts_and_slots"):
             raise Invalid(
-                f"{type(discovery).__name__} has no find_available_hosts_and_slots(); give a HostDiscovery"
+                f"{type(discovery).__name__} has no find_available_hosts_and_slots(): pass a HostDiscovery"
             )
         self._discovery = discovery
         self._hosts: dict[str, int] = {}

@@ -52,13 +52,13 @@ class TfDataServiceConfig:
     def __post_init__(self) -> None:
         for name in ("dispatchers", "workers_per_dispatcher"):
             if getattr(self, name) < 1:
-                raise Invalid(f"{name} is {getattr(self, name)}; give 1 or more")
+                raise Invalid(f"{name} is {getattr(self, name)}: pass 1 or more")
         if self.dispatcher_side not in SIDES:
-            raise Invalid(f"dispatcher_side is {self.dispatcher_side!r}; give {' or '.join(SIDES)}")
+            raise Invalid(f"dispatcher_side is {self.dispatcher_side!r}: pass {' or '.join(SIDES)}")
         if not self.timeout > 0:
-            raise Invalid(f"timeout is {self.timeout}; give a number of seconds, more than 0")
+            raise Invalid(f"timeout is {self.timeout}: pass a number of seconds, more than 0")
         if not any(self.addresses.values()):
-            raise Invalid("addresses has none in it: take those of the ComputeService")
+            raise Invalid("addresses is empty: take those of the ComputeService")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
         """Through which a training ends the service: ``compute_client().shutdown()``."""
@@ -123,7 +123,7 @@ class TfDataServiceConfig:
                 if not silent:
                     silent = (
                         f"{config.compute_client().address}, which it names, does not answer from here. If that job"
-                        " runs, on another host, start it again with --network-interface; else "
+                        " runs on another host, start it again with --network-interface; else "
                     )
                     log.warning("%s: %s%s", path, silent, start)
             deadline.check_time_out_for(silent + start)
@@ -148,13 +148,13 @@ def _read(path: Path) -> TfDataServiceConfig:
             fault = f"may be written by others (mode {mode:04o})" if others else ""
     if fault:
         raise Invalid(
-            f"{path} {fault}, who could feed this training: start the compute job as the user who trains, with a file"
-            " in a folder of this user's own"
+            f"{path} {fault}, who could feed this training: start the compute job as the user who trains, with a"
+            " file in a folder of this user"
         )
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise Invalid(f"{path} holds no config of a tf.data service: {error}") from None
+        raise Invalid(f"{path} is not a config of a tf.data service: {error}") from None
     return TfDataServiceConfig.from_dict(found)
 
 
@@ -330,7 +330,8 @@ def _watch(compute: ComputeClient) -> None:
         except ConnectionError as error:
             if threading.main_thread().is_alive():
                 log.error(
-                    "the compute job is gone, and TensorFlow goes on waiting for its data: end this training (%s)",
+                    "the compute job is gone, but TensorFlow keeps waiting for its data: end this training"
+                    " (%s)",
                     error,
                 )
 

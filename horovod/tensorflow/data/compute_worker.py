@@ -78,7 +78,7 @@ def _remove(file: Path, config: TfDataServiceConfig) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; give a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a whole number, 1 or more")
     return int(text)
 
 
@@ -88,7 +88,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}; give a number of seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a number of seconds, more than 0")
     return value
 
 

@@ -355,7 +355,7 @@ def test_verbose_and_slots_are_taken_with_a_warning(ours):
 @pytest.mark.parametrize("given", [{"ssh_identity_file": "key"}, {"ssh_str": "secret"}])
 def test_ssh_is_ignored_with_one_warning(ours, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="change nothing") as warned:
+    with pytest.warns(UserWarning, match="no effect") as warned:
         settings = RayExecutor.create_settings(**given)
         RayExecutor(settings, num_workers=1)
     assert len(warned) == 1

@@ -86,7 +86,7 @@ class ComputeClient:
         first = self._call(lambda: self._store.announce(_dispatcher(dispatcher_id), 0, mine))
         if first != mine:
             raise Invalid(
-                f"dispatcher {dispatcher_id} is registered already, at {first.decode()}, and not at"
+                f"dispatcher {dispatcher_id} is already registered at {first.decode()}, not at"
                 f" {dispatcher_address}: start the compute job again before another training starts dispatchers"
             )
 
@@ -150,7 +150,7 @@ class ComputeClient:
         dispatchers, _ = self._shape()
         if not 0 <= dispatcher_id < dispatchers:
             raise IndexError(
-                f"there is no dispatcher {dispatcher_id}: they are numbered from 0 to {dispatchers - 1}"
+                f"dispatcher {dispatcher_id} does not exist: they are numbered from 0 to {dispatchers - 1}"
             )
 
     def _hear(self, what: str, timeout: float) -> bytes:
@@ -162,12 +162,12 @@ class ComputeClient:
         except CollectiveFailed as error:
             if awaited and isinstance(error.__cause__, TimeoutError):
                 raise TimeoutException(
-                    f"the compute service waited too long until {awaited}: look into the output of its job, or give"
+                    f"the compute service timed out waiting until {awaited}: see the output of its job, or pass"
                     " horovod.tensorflow.data.compute_worker a longer --timeout"
                 ) from error
             raise ConnectionError(
-                f"no compute service answers at {self.address} ({error.__cause__}): its job has ended, or can't be"
-                " reached from here; start horovod.tensorflow.data.compute_worker again, on another host with"
+                f"no compute service answers at {self.address} ({error.__cause__}): its job ended, or is"
+                " unreachable from here: start horovod.tensorflow.data.compute_worker again, on another host with"
                 " --network-interface"
             ) from error
 

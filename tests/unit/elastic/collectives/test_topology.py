@@ -67,7 +67,7 @@ def test_hosts_may_have_unequally_many_ranks():
 
 def test_processes_that_can_not_find_each_other_are_on_two_hosts_and_that_is_told():
     containers = [rank_on("b"), rank_on("a", processes=1), rank_on("a", processes=2)]
-    why = "ranks 1 and 2 run on one machine in PID namespaces of their own, as in two containers; run them in one"
+    why = "ranks 1 and 2 run on one machine in different PID namespaces, as in two containers: run them in one"
     assert plan(containers) == Plan(Backend.GLOO, ((0,), (1,), (2,)), why)
 
 
@@ -106,13 +106,13 @@ def test_turned_off_everywhere_nobody_complains():
 
 
 def test_turned_off_on_one_rank_it_is_off_on_all():
-    why = "rank 2 has ELASTIC_NATIVE=0; give all ranks the same"
+    why = "rank 2 has ELASTIC_NATIVE=0: set the same on all ranks"
     assert plan([rank_on("a"), rank_on("a"), off("b")]) == Plan(Backend.GLOO, ((0, 1), (2,)), why)
 
 
 def test_ranks_of_a_host_run_as_one_user():
     rows = [rank_on("a"), as_user(rank_on("a"), 1001), as_user(rank_on("b"), 1002)]
-    why = "rank 1 runs as user 1001, rank 0 as user 1000; run the ranks of a host as one user"
+    why = "rank 1 runs as user 1001, rank 0 as user 1000: run the ranks of a host as one user"
     assert plan(rows) == Plan(Backend.GLOO, ((0, 1), (2,)), why)
 
 

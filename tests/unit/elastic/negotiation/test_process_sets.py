@@ -95,7 +95,7 @@ def test_none_and_the_global_set_mean_everybody(world):
     assert (global_process_set.size(), global_process_set.rank()) == (4, 1)
     assert global_process_set.included()
     assert copy.deepcopy(global_process_set) is global_process_set
-    with refuses("process_set is a list; give a ProcessSet"):
+    with refuses("process_set is a list: pass a ProcessSet"):
         resolve([0, 1])  # type: ignore[arg-type]
 
 
@@ -135,10 +135,10 @@ def test_the_environment_allows_changes_too(world):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("static", 'give "dynamic", or a list'),
-        (3, "give a list of ProcessSet objects"),
-        (ProcessSet([0]), "give a list of ProcessSet objects"),
-        ([[0, 1]], r"has \[0, 1\] in it; give ProcessSet objects"),
+        ("static", 'pass "dynamic", or a list'),
+        (3, "pass a list of ProcessSet objects"),
+        (ProcessSet([0]), "pass a list of ProcessSet objects"),
+        ([[0, 1]], r"contains \[0, 1\]: pass ProcessSet objects"),
         ([global_process_set], "leave out global_process_set"),
     ],
 )
@@ -163,11 +163,11 @@ def test_added_and_removed_and_added_again(world):
 
 
 def test_what_can_not_be_added_or_removed(world):
-    with refuses("nothing to add"):
+    with refuses("do not add it"):
         add_process_set(global_process_set)
     assert remove_process_set(global_process_set) is False
     assert remove_process_set(ProcessSet([0])) is False
-    with refuses("give the ProcessSet that was added"):
+    with refuses("pass the ProcessSet that was added"):
         remove_process_set([0])  # type: ignore[arg-type]
     with refuses("has a rank 4, and the ranks of this job are 0 to 3"):
         add_process_set([1, 4])

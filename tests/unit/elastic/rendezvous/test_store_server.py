@@ -111,7 +111,7 @@ def test_without_descriptors_it_looks_again_in_a_while_and_serves_who_is_there(t
 def test_a_provider_that_fails_costs_who_asked_an_answer_and_nobody_else_anything(talk, caplog):
     asker, other = talk.comes(), talk.comes()
     talk.turn(talk.says(asker, asks(FETCH, "fails")), talk.says(other, asks(FETCH)))
-    error = "'fails' can't be had there: ValueError: no rules yet"
+    error = "'fails' is not available: ValueError: no rules yet"
     assert answered(asker) == store._Reply(0, "fails", [], error)
     assert answered(other) == store._Reply(0, "end", [])
     recorded("log", caplog.text)

@@ -191,7 +191,7 @@ def test_a_word_that_comes_too_late_breaks_the_world():
     r.arrive()
     r.release()
     assert r.verdict() is Verdict.PASS
-    late = "the word where to stop came too late"
+    late = "the message with the safepoint arrived too late"
     assert r.receive(StopAt(2, 1, 1)) == [Cut(2, late), Send(Failed(2, late))]
 
 
