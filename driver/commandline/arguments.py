@@ -180,7 +180,7 @@ class Names(argparse.Action):
         names = [name.strip() for name in values.split(",") if name.strip()]
         if not names:
             raise argparse.ArgumentError(
-                self, "names nothing; give one name, or several, as in a,b"
+                self, "names nothing: pass one name, or several, as in a,b"
             )
         setattr(options, self.dest, [*(getattr(options, self.dest) or []), *names])
 

@@ -194,7 +194,7 @@ def _counted(options: Any, nodes: tuple[int, int], each: int) -> dict[str, Any]:
 
 def _workers(text: str, cores: int, gpus: int) -> int:
     if text == "gpu" and not gpus:
-        raise Invalid("--nproc-per-node gpu: this host has no GPU; give a number, or cpu")
+        raise Invalid("--nproc-per-node gpu: this host has no GPU: pass a number, or cpu")
     if text == "cpu" or (text == "auto" and not gpus):
         return cores
     return int(text) if text.isdecimal() else gpus
@@ -215,7 +215,7 @@ def _found(options: Any, several: bool) -> dict[str, Any]:
     if (options.rdzv_backend or "").startswith("etcd"):
         if not options.rdzv_endpoint:
             raise Invalid(
-                "--rdzv-backend etcd needs --rdzv-endpoint; give etcd's address, or --etcd"
+                "--rdzv-backend etcd needs --rdzv-endpoint: pass etcd's address, or --etcd"
             )
         return {"etcd": _first(options.etcd, options.rdzv_endpoint)}
     if options.rdzv_backend not in (None, "c10d", "static"):

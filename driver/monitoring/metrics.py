@@ -225,14 +225,14 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     stages = Counter(figures.stages.values())
     yield _gauge("workers", "Worker processes by stage.", "stage", ((s, stages[s]) for s in STAGES))
     yield GaugeMetricFamily(
-        "elastic_generation", "Number of the present world.", value=figures.generation
+        "elastic_generation", "Generation of the current world.", value=figures.generation
     )
     yield GaugeMetricFamily(
-        "elastic_world_size", "Workers in the present world.", value=figures.size
+        "elastic_world_size", "Workers in the current world.", value=figures.size
     )
     recoveries = HistogramMetricFamily(
         "elastic_recovery_seconds",
-        "From a cause noticed to the last member's first collective in the new world.",
+        "Time from a detected failure to the last member's first collective in the new world.",
         labels=["kind"],
     )
     for kind, durations in figures.recoveries.items():
@@ -240,7 +240,7 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     yield recoveries
     phases = HistogramMetricFamily(
         "elastic_recovery_phase_seconds",
-        "One phase of a recovery, by the member that took longest for it.",
+        "Duration of one phase of a recovery, of the slowest member.",
         labels=["kind", "phase"],
     )
     for (kind, phase), durations in figures.phases.items():
@@ -248,7 +248,7 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     yield phases
     yield _counter(
         "fenced_workers",
-        "Workers killed so that the others can go on.",
+        "Workers killed so that the others could continue.",
         "reason",
         figures.fenced.items(),
     )
@@ -260,13 +260,13 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     )
     yield _gauge(
         "straggler",
-        "1 for a worker that holds the others up.",
+        "1 for a straggler.",
         "worker",
         ((str(w), w in figures.stragglers) for w in figures.stages),
     )
     waited_for = HistogramMetricFamily(
         "elastic_waited_for_seconds",
-        "How long the others wait in a collective for the worker that waits least, mean by mean of their reports.",
+        "Time that the others wait in collectives for a straggler, averaged over reports.",
         labels=["worker"],
     )
     for worker, waited in figures.waited_for.by_worker.items():
@@ -277,27 +277,27 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         ("collectives", "Collectives completed.", [(w, x.collectives) for w, x in waits]),
         (
             "waited_seconds",
-            "Time inside collectives, of the time reported.",
+            "Time spent in collectives; low next to high peers marks a straggler.",
             [(w, x.waited_s) for w, x in waits],
         ),
-        ("reported_seconds", "Time that was reported about.", [(w, x.over_s) for w, x in waits]),
+        ("reported_seconds", "Time covered by reports.", [(w, x.over_s) for w, x in waits]),
     ):
         yield _counter(name, text, "worker", values)
     yield _gauge(
         "spent_seconds",
-        "How the time of all workers went, by their last word; what has to be done again is lost, and what went by in a"
-        " stall is stalled.",
+        "Time of all workers by activity, at their last report; lost: training to be repeated, stalled: no"
+        " progress.",
         "part",
         msgspec.structs.asdict(figures.spent.total()).items(),
     )
     yield GaugeMetricFamily(
         "elastic_goodput_ratio",
-        "Of the time of all workers, the share that was training, without what was lost.",
+        "Share of the time of all workers spent on training that was not lost.",
         value=figures.spent.goodput(),
     )
     yield _gauge(
         "job_spent_seconds",
-        "How the time of the job went; the parts add up to the time since its driver began.",
+        "Time of the job by activity; the parts sum to the time since its driver started.",
         "part",
         figures.spent.stretches().items(),
     )
@@ -306,15 +306,15 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     for name, text, value in (
         (
             "steps_per_second",
-            "Of an optimizer; 0 while none can be made.",
+            "Optimizer steps per second; 0 while no step can complete.",
             figures.step_rate.steps(at),
         ),
         (
             "samples_per_second",
-            "Of all workers, where a loader in the state tells the batch size.",
+            "Samples per second of all workers, if a loader in the state has a batch size.",
             figures.step_rate.samples(at, figures.size),
         ),
-        ("step", "The state's own at the newest commit, where it has one.", figures.step),
+        ("step", "Step counter of the state at the newest commit, if it has one.", figures.step),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
@@ -325,41 +325,41 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
     if figures.durable:
         yield GaugeMetricFamily(
             "elastic_last_durable_commit_timestamp_seconds",
-            "When the newest durable commit was complete, in seconds since 1970.",
+            "Time at which the newest durable commit completed, in seconds since 1970.",
             value=figures.durable_at,
         )
         yield GaugeMetricFamily(
             "elastic_last_durable_commit_age_seconds",
-            "Since the newest durable commit was complete.",
+            "Age of the newest durable commit.",
             value=max(0.0, now - figures.durable_at),
         )
     if figures.commit is not None:
         for name, text, value in (
             (
                 "commit_number",
-                "The newest commit known, counted in its generation.",
+                "Number of the newest known commit within its generation.",
                 figures.commit.number,
             ),
             (
                 "commit_generation",
-                "The generation of the newest commit known.",
+                "Generation of the newest known commit.",
                 figures.commit.generation,
             ),
             (
                 "last_commit_timestamp_seconds",
-                "When the driver last heard of a new commit, in seconds since 1970.",
+                "Time at which the driver received the newest commit, in seconds since 1970.",
                 figures.committed_at,
             ),
             (
                 "commits_per_second",
-                "As measured last; falls to 0 while none can come.",
+                "Latest measured rate; falls to 0 while no commit is possible.",
                 figures.rate.value(figures.spent.now) or 0.0,
             ),
         ):
             yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
     reported = GaugeMetricFamily(
         "elastic_reported",
-        "The last number under this name by elastic.report.",
+        "Last value reported under this name with elastic.report.",
         labels=["name", "rank"],
     )
     for rank, values_of_rank in sorted(figures.reported.items()):
@@ -370,21 +370,21 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
 
 def _stalls(spent: TimeSpent) -> Iterator[Metric]:
     yield CounterMetricFamily(
-        "elastic_stalls", "Stalls of training that are over.", value=spent.stalls.count
+        "elastic_stalls", "Stalls of training that have ended.", value=spent.stalls.count
     )
     yield CounterMetricFamily(
         "elastic_stalled_seconds",
-        "Time of the job in which ranks waited for others and nothing was trained, the present stall included.",
+        "Time of the job in which no rank trained because of a stall, including the current one.",
         value=spent.stretches()["stalled"],
     )
     past = spent.stalls.past
     for name, text, stall in (
         (
             "stall_seconds",
-            "How long the present stall has lasted, for each rank that the others wait for.",
+            "Duration of the current stall, for each rank that the others wait for.",
             spent.stall,
         ),
-        ("last_stall_seconds", "How long the last stall lasted.", past[-1] if past else None),
+        ("last_stall_seconds", "Duration of the last stall.", past[-1] if past else None),
     ):
         family = GaugeMetricFamily(f"elastic_{name}", text, labels=["rank", "worker", "line"])
         culprits = (

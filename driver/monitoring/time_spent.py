@@ -383,7 +383,7 @@ WORDS: dict[Stretch, str] = {
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     """As lines of a table, with SHOWN of the workers. ``zeros``: also stretches and parts that nobody had."""
     job, total = spent.stretches(), spent.total()
-    until = ", until the last worker had ended" if spent.over else ""
+    until = ", until the last worker exited" if spent.over else ""
     rows = [(str(each.worker), times) for each, times in spent.workers()]
     count = len(rows) + spent.older_count
     parts = [
@@ -394,7 +394,7 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     width = max([len("all workers"), *(len(name) for name, _ in rows[:SHOWN])])
     had = [name for name in PARTS if zeros or getattr(total, name) >= LEAST_S]
     lines = [
-        f"how the time went, {sum(job.values()):.1f} s{until}: {', '.join(parts)}",
+        f"time spent, {sum(job.values()):.1f} s{until}: {', '.join(parts)}",
         f"  {'seconds':<{width}}" + "".join(f"{name:>11}" for name in ("total", *had)),
         *(_row(name, width, times, had) for name, times in rows[:SHOWN]),
     ]
@@ -404,13 +404,11 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     worked, goodput = sum(msgspec.structs.astuple(total)), spent.goodput()
     if goodput is not None:
         lines.append(
-            f"  goodput {goodput:.3f}: {total.training:.1f} s of the workers' {worked:.1f} s were training, without"
-            " what was lost"
+            f"  goodput {goodput:.3f}: {total.training:.1f} s of {worked:.1f} worker-seconds were spent on training"
+            " that was not lost"
         )
     elif worked:
-        lines.append(
-            "  goodput is not known: no worker was in elastic.run, where its training counts"
-        )
+        lines.append("  goodput unknown: no worker entered elastic.run, where training counts")
     return lines
 
 

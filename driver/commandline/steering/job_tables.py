@@ -56,7 +56,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     if len(workers) > len(shown):
         states = Counter(row["state"] for row in workers.values())
         told = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        lines.append(f"... {len(workers)} in all: {told}")
+        lines.append(f"... {len(workers)} in total: {told}")
     return lines
 
 
@@ -126,7 +126,7 @@ def _progress(state: State) -> list[str]:
         ago = span(now - commit["at"])  # workers tell of the newest every few seconds
         step = "" if commit.get("step") is None else f"step {commit['step']}, "
         said.append(
-            f"{step}{commit['total']} commits, {_commit(commit)} by the last word {ago} ago"
+            f"last commit {_commit(commit)} ({step}{commit['total']} in all), reported {ago} ago"
         )
     if values.get("steps") is not None:
         samples = values.get("samples")
@@ -141,7 +141,7 @@ def _progress(state: State) -> list[str]:
     if goodput is not None and goodput["ratio"] is not None:
         said.append(f"goodput {100 * goodput['ratio']:.1f} %")
     if goodput is not None and goodput["job"]["stalled"]:
-        said.append(f"stalled {span(goodput['job']['stalled'])} in all")
+        said.append(f"stalled {span(goodput['job']['stalled'])} in total")
     for name, row in state["rows"]["reported"].items():
         if row["value"] is not None:
             old = f" {span(now - row['at'])} ago" if values["stall"] is not None else ""
@@ -152,8 +152,8 @@ def _progress(state: State) -> list[str]:
 def _held_up(each: dict[str, Any], now: float) -> str:
     who = f"rank {each['rank']} ({each['worker']})"
     if "since" in each:
-        return f"{who}: {each['others']} wait for it for {span(now - each['since'])}"
-    return f"{who}: it waits {each['share']:.0%} of its time, the others {each['median']:.0%}"
+        return f"{who}: {counted(each['others'], 'worker')} waiting for {span(now - each['since'])}"
+    return f"{who}: waits {each['share']:.0%} of its time, the others {each['median']:.0%}"
 
 
 def _commit(commit: dict[str, Any]) -> str:

@@ -44,33 +44,33 @@ class Guard:
             first, *lines = head.decode("ascii").split("\r\n")
             method, target, version = first.split(" ")
         except (UnicodeDecodeError, ValueError):
-            return PageRefusal("400 Bad Request", "this is not a request that a browser makes")
+            return PageRefusal("400 Bad Request", "not a request of a browser")
         if not version.startswith("HTTP/1."):
-            return PageRefusal("505 HTTP Version Not Supported", "HTTP/1.1 is spoken here")
+            return PageRefusal("505 HTTP Version Not Supported", "use HTTP/1.1")
         headers: dict[str, str] = {}
         for line in filter(None, lines):
             name, colon, value = line.partition(":")
             if not colon or name.lower() in headers:
-                return PageRefusal("400 Bad Request", "a header twice, or none at all")
+                return PageRefusal("400 Bad Request", "a header is missing or repeated")
             headers[name.lower()] = value.strip()
         if not is_ours(headers.get("host", ""), self.names):
-            why = "open the page by its address, or as localhost: another name may be somebody's trick"
+            why = "open the page by its address, or as localhost; other names are rejected for security"
             return PageRefusal("403 Forbidden", why)
         if method != "GET":
-            return PageRefusal("405 Method Not Allowed", "this page can only be read")
+            return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
                 return "page"  # also to who follows a link that stands on another site
             case "/events" if _foreign(headers):
-                return PageRefusal("403 Forbidden", "another site asks")
+                return PageRefusal("403 Forbidden", "the request came from another site")
             case "/events":
                 given = headers.get("authorization", "").removeprefix("Bearer ")
                 if not self.token or not hmac.compare_digest(given.encode(), self.token.encode()):
-                    why = "use the link of the driver's log, with what follows #; elasticrun logs shows it"
+                    why = "use the link in the driver's log, including the part after #; elasticrun logs shows it"
                     return PageRefusal("403 Forbidden", why)
                 return "events"
             case _:
-                return PageRefusal("404 Not Found", "there is only the page, at /")
+                return PageRefusal("404 Not Found", "the only page is /")
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:

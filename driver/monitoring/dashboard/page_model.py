@@ -160,7 +160,7 @@ class PageModel:
         if now - self._second < 1.0:
             return self._lines < LINES
         if self._left_out:
-            text = f"{self._left_out} lines are left out here"
+            text = f"{self._left_out} lines omitted"
             self.state.add("log", [now, "warning", "", text])
         self._second, self._lines, self._left_out = now, 0, 0
         return True
@@ -281,7 +281,7 @@ class PageModel:
             case events.ScaleRequested(_, workers):
                 self._job(most=workers)
             case events.DrainRequested(_, host, off):
-                note = "" if off else "no worker is started there any more"
+                note = "" if off else "no more workers are started there"
                 self._grid.host(host, state="up" if off else "drained", note=note)
             case _:
                 pass
@@ -446,7 +446,7 @@ def _told(action: events.Action) -> tuple[str, str, str] | None:
         case events.KillWorker(worker, reason):
             return "kill", str(worker), str(reason)
         case events.LetGo(worker, reason):
-            return "let go", str(worker), str(reason)
+            return "release", str(worker), str(reason)
         case events.DumpStacks(worker, reason):
             return "stacks of", str(worker), str(reason)
         case events.GiveUpHost(host, reason):
@@ -454,7 +454,7 @@ def _told(action: events.Action) -> tuple[str, str, str] | None:
         case events.RejectWorker(worker):
             return "reject", str(worker), "its state differs from the world's"
         case events.TellStandby(worker):
-            return "stand by", str(worker), "the world is as large as it may be"
+            return "standby", str(worker), "the world has its maximum size"
         case events.BreakWorld(generation, _, reason):
             return "break", f"generation {generation}", str(reason)
         case events.PublishWorld(generation, members, reason=reason):

@@ -108,7 +108,7 @@ class PageServer:
             body, policy = self._page
             visit.answer("200 OK", "text/html; charset=utf-8", body, policy)
         elif len(self._viewers) >= VIEWERS:
-            why = f"{VIEWERS} others look at this page already; close one of them\n"
+            why = f"this page already has {VIEWERS} viewers; close one of them\n"
             visit.answer("503 Service Unavailable", "text/plain; charset=utf-8", why.encode())
         else:
             self._flush()
@@ -239,7 +239,7 @@ def bound(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise Invalid(
-            f"the page can't be served on {address} port {port}: {why}; give another --dashboard [ADDRESS]:PORT"
+            f"the page can't be served on {address} port {port}: {why}: pass another --dashboard [ADDRESS]:PORT"
         ) from None
     return listening
 

@@ -170,7 +170,7 @@ class WorkerGrid:
     def lost_host(self, host: str, reason: str, now: float) -> None:
         self.host(host, state="lost", note=reason)
         for cell in [each for each in self._cells.values() if each.worker.host == host]:
-            self.move(cell.worker, "lost", now, f"its host is lost: {reason}")
+            self.move(cell.worker, "lost", now, f"its host was lost: {reason}")
 
     def _forget_gone(self) -> None:
         """Slots that are not listed, and whose worker is gone."""

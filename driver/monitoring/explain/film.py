@@ -328,7 +328,7 @@ _TOLD = {
 def _captions(story: Story, cut: Cut) -> list[str]:
     """What became of each loss, until the next."""
     told = [(cut.share(each.at), _caption(each)) for each in story.incidents if each.first]
-    frames = [(0.0, "everybody trains")]
+    frames = [(0.0, "all workers train")]
     told = [each for each in told if 0.0 < each[0] < 1.0]
     frames += told[:: 1 + len(told) // CAPTIONS]
     return _shown_in_turn(390, 128, 15, frames, cut, "start", "#ffd479")
@@ -380,7 +380,7 @@ def _curve(rows: WorkerRows, cut: Cut) -> list[str]:
     )
     if ticks:
         parts.append(f'<path d="{ticks}" stroke="{BAD}" stroke-width="2"/>')
-    parts.append(_text(left, bottom + 30, "each mark: a worker was lost", FAINT, 12))
+    parts.append(_text(left, bottom + 30, "each mark is a lost worker", FAINT, 12))
     line = _animate("x1", [(0.0, f"{left:g}"), (1.0, f"{right:g}")], cut, "linear")
     parts.append(
         f'<line x1="{left:g}" x2="{left:g}" y1="{top - 6:g}" y2="{bottom + 13:g}" stroke="{TEXT}" stroke-width="1.5">'

@@ -28,8 +28,8 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 _HINTS = {
-    errno.ENOENT: "; give the file of --journal",
-    errno.EACCES: "; it is for the user that started the job, so explain it as that user",
+    errno.ENOENT: ": pass the file of --journal",
+    errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
 LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has some 50 MB
 NO_JOURNAL = 100  # lines that are none, and not one that is: it is something else
@@ -110,7 +110,9 @@ class JournalEntries:
         except (msgspec.MsgspecError, UnicodeError, TypeError, LookupError, ValueError):
             self._left_out += 1
             if self._left_out >= NO_JOURNAL and not self._read:
-                raise Invalid(f"{str(self._path)!r} is not a journal: its lines are none") from None
+                raise Invalid(
+                    f"{str(self._path)!r} is not a journal: its lines are not journal entries"
+                ) from None
             return None
 
     def _note(self, entry: entries.Entry) -> None:
@@ -152,7 +154,7 @@ class JournalEntries:
 def _opened(path: Path) -> BinaryIO:
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
-            raise Invalid(f"{str(path)!r} is a folder; give the file of --journal")
+            raise Invalid(f"{str(path)!r} is a folder: pass the file of --journal")
         return open(path, "rb")
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, "")
@@ -180,11 +182,11 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
         header = entries.decoded_header(line)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise Invalid(
-            f"{str(path)!r} is not a journal of elasticrun: {error}; give the file of --journal"
+            f"{str(path)!r} is not a journal of elasticrun: {error}: pass the file of --journal"
         ) from error
     if header.journal not in (entries.FORMAT, entries.ABANDONED):
         raise Invalid(
-            f"{str(path)!r} has format {header.journal}, which this version does not know; explain it with the version"
+            f"{str(path)!r} has format {header.journal}, which this version can't read: explain it with the version"
             " that wrote it"
         )
     try:

@@ -180,7 +180,7 @@ def _tiles(job: PageJob) -> Iterable[str]:
     own: list[tuple[str, str]] = []
     if reported is not None and reported.steps:
         own.append((f"{reported.steps:,}", "steps"))
-        own.append((f"{reported.again:,}", "steps done again"))
+        own.append((f"{reported.again:,}", "steps repeated"))
     joined = max(0, story.started - story.largest)
     own.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
     mean = story.step_rate.mean()
@@ -211,14 +211,13 @@ def _timeline(job: PageJob) -> Iterable[str]:
     key = "".join(f'<span><i style="background:var(--{s})"></i>{s}</span>' for s in STATES)
     left_out = f" {job.rows.left_out} later spans are left out." if job.rows.left_out else ""
     yield (
-        '<section><h2>Timeline</h2><div class="tools">'
-        '<button id="in">zoom in</button><button id="out">zoom out</button><button id="left">◀</button>'
-        '<button id="right">▶</button><button id="all">all</button>'
-        '<span class="faint" id="range"></span></div>'
-        '<div id="scroll"><canvas id="timeline" tabindex="0" role="img" aria-label="a row for each slot, and what its'
-        ' worker did when"></canvas></div><div id="under" class="faint"></div>'
-        f'<div class="key">{key}</div><p class="faint">Wheel: zoom. Drag, or shift and wheel: along. A red mark: a'
-        f" worker was lost.{left_out}</p><noscript>The timeline is drawn by a script.</noscript></section>"
+        '<section><h2>Timeline</h2><div class="tools"><button id="in">zoom in</button><button id="out">zoom'
+        ' out</button><button id="left">◀</button><button id="right">▶</button><button id="all">all</button><span'
+        ' class="faint" id="range"></span></div><div id="scroll"><canvas id="timeline" tabindex="0" role="img"'
+        ' aria-label="one row per slot, with the activity of its workers over time"></canvas></div><div id="under"'
+        f' class="faint"></div><div class="key">{key}</div><p class="faint">Wheel: zoom. Drag, or shift and wheel:'
+        f" scroll. Red mark: lost worker.{left_out}</p><noscript>The timeline requires"
+        " JavaScript.</noscript></section>"
     )
 
 
@@ -227,7 +226,7 @@ def _reported(job: PageJob) -> Iterable[str]:
     if reported is None or not (reported.series or reported.texts):
         yield '<div id="charts" hidden></div>'
         return
-    yield '<section><h2>What the script reported</h2><div id="charts"></div>'
+    yield '<section><h2>Reported values</h2><div id="charts"></div>'
     for name, text in reported.texts.items():
         yield f'<p class="faint">{escape(name)}</p><pre>{escape(text)}</pre>'
     yield "</section>"

@@ -68,4 +68,4 @@ def write_page(file: Path, text: str) -> None:
         unfinished.replace(file)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise Invalid(f"cannot write {str(file)!r}: {error.strerror}; give another file") from error
+        raise Invalid(f"cannot write {str(file)!r}: {error.strerror}: pass another file") from error

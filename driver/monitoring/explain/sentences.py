@@ -13,7 +13,7 @@ from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
 from elastic.driver.reasons import Why, commit_id, counted
 
 Facts = Mapping[str, Any]
-GOODPUT = "the share that was training, without what was lost"
+GOODPUT = "the share spent on training that was not lost"
 LINE = 400  # characters of what somebody else has said
 HEADINGS = {
     "ended": "",
@@ -102,10 +102,10 @@ def shown(text: str, limit: int = LINE) -> str:
 
 _CRASHES = {
     "SIGSEGV": "it touched memory that is not its own (segmentation fault)",
-    "SIGBUS": "memory behind a mapping was gone, as where /dev/shm is full",
+    "SIGBUS": "the backing of a memory mapping was missing, as with a full /dev/shm",
     "SIGABRT": "a library called abort()",
     "SIGFPE": "an arithmetic error",
-    "SIGILL": "an instruction that this processor does not have",
+    "SIGILL": "an instruction that this processor does not support",
 }
 
 
@@ -116,30 +116,32 @@ def _death(facts: Facts) -> str:
         case Cause.EXCEPTION:
             return f"{who} raised {what}"
         case Cause.MISMATCH:
-            return f"the ranks submitted tensors that do not fit together: {what}"
+            return f"the ranks submitted mismatched tensors: {what}"
         case Cause.STATE_MISMATCH:
-            return f"{who} was turned away: its model, optimizer or state is not that of the others"
+            return (
+                f"{who} was rejected: its model, optimizer or state differs from that of the others"
+            )
         case Cause.MISSING_MODULE:
-            return f"{who} could not import what it needs: {what}"
+            return f"{who} could not import a module: {what}"
         case Cause.MEMORY_ERROR:
-            return f"{who} got no memory from its host: {what}"
+            return f"{who} could not allocate host memory: {what}"
         case Cause.GPU_MEMORY:
             return f"{who} ran out of GPU memory: {what}"
         case Cause.DISK_FULL:
-            return f"{who} could not write to a disk that is full (No space left on device): {what}"
+            return f"{who} could not write to a full disk (No space left on device): {what}"
         case Cause.WRITE_FAILED:
             return f"{who} could not write a file, most likely because its disk is full: {what}"
         case Cause.GPU_ERROR:
-            return f"the GPU of {who} failed, or NCCL: {what}"
+            return f"the GPU of {who} or NCCL failed: {what}"
         case Cause.OUT_OF_MEMORY:
             limit = f" ({what}, which all processes of its cgroup share)" if what else ""
             return f"{who} ran out of memory: the kernel killed it{limit}"
         case Cause.SIGNAL if not facts["signal"]:
-            return f"{who} was gone when its agent came back"
+            return f"{who} had exited when its agent reconnected"
         case Cause.SIGNAL if facts["signal"] in _CRASHES:
             return f"{who} crashed with {facts['signal']}: {_CRASHES[facts['signal']]}"
         case Cause.SIGNAL:
-            return f"{who} was killed with {facts['signal']} by something outside this job"
+            return f"{who} was killed with {facts['signal']} from outside this job"
         case Cause.EXIT_CODE if facts.get("call"):
             return f"{who} called {facts['call']}"
         case Cause.EXIT_CODE:
@@ -147,11 +149,11 @@ def _death(facts: Facts) -> str:
         case Cause.NOT_STARTED:
             return f"{who} could not be started: {what}"
         case Cause.FROZEN:
-            return f"{who} was frozen: {facts.get('how', what)}; it answered nothing, so this job killed it (SIGKILL)"
+            return f"{who} was frozen: {facts.get('how', what)}; it did not respond, so this job killed it (SIGKILL)"
         case Cause.CUT_OFF:
-            return f"{who} was cut off: its host answered nothing any more"
+            return f"{who} was cut off: its host did not acknowledge data any more"
         case Cause.STUCK:
-            doing = "idle" if facts.get("why") == Why.IDLE.value else "busy with something else"
+            doing = "idle" if facts.get("why") == Why.IDLE.value else "busy"
             where = f" {facts['where']}" if facts.get("where") else ""
             where = where.replace(" in '", " in the collective '")
             for_s = f" for {float(facts['for_s']):.0f} s" if facts.get("for_s") else ""
@@ -167,13 +169,13 @@ def _death(facts: Facts) -> str:
         case Cause.HOST_LOST:
             return f"host {facts['host']} was lost, and {who} with it: {what}"
         case Cause.LOST_PEER:
-            return f"{who} lost its peers and could not go on: {what}"
+            return f"{who} lost its peers and could not continue: {what}"
         case Cause.SHARDS_LOST:
-            return f"{who} could not go on: {what}"
+            return f"{who} could not continue: {what}"
         case Cause.SPOILT:
             return (
-                "damaged memory of a worker, nobody knows whose, has made gradients infinite or NaN, and spoilt the"
-                f" replicas of all by commit {commit_id(facts.get('commit', ''))}"
+                "damaged memory of an unidentified worker made gradients infinite or NaN, and corrupted all"
+                f" replicas at commit {commit_id(facts.get('commit', ''))}"
             )
 
 
@@ -184,7 +186,7 @@ def _capital(text: str) -> str:
 def _cause(facts: Facts) -> str:
     if "after_store_s" in facts:
         later = duration(facts["after_store_s"])
-        return f"What followed, {later} after etcd was lost: {_death(facts)}. Without etcd nobody could take its place."
+        return f"Then, {later} after etcd was lost: {_death(facts)}. Without etcd the driver could not replace it."
     return f"{_capital(_death(facts))}."
 
 
@@ -195,7 +197,7 @@ def _done(facts: Facts) -> str:
     commit = f", at commit {facts['commit']}" if facts["commit"] else ""
     if facts.get("short"):
         return f"The job ended after {duration(facts['after_s'])}{commit}: {shown(facts['short'])}."
-    return f"The job ended well after {duration(facts['after_s'])}{commit}."
+    return f"The job succeeded after {duration(facts['after_s'])}{commit}."
 
 
 def _runs(facts: Facts) -> str:
@@ -208,33 +210,32 @@ def _runs(facts: Facts) -> str:
 def _cut_off(facts: Facts) -> str:
     if facts["abandoned"]:
         return (
-            f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver could not write"
-            " it any further, as on a full disk, and the job went on."
+            f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver could not"
+            " write any more of it, as with a full disk, and the job continued."
         )
     if "after_store_s" in facts:
         return (
-            f"The journal ends {duration(facts['after_store_s'])} after etcd was lost, in the middle of the job: its"
-            " driver was killed, or its machine went down, or this is a copy of a journal that is still being written."
+            f"The journal ends {duration(facts['after_store_s'])} after etcd was lost, in the middle of the job:"
+            " its driver was killed, its machine went down, or this is a copy of a journal that is still being"
+            " written."
         )
     return (
-        f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver was killed, or its"
-        " machine went down, or its disk was full, or this is a copy of a journal that is still being written."
+        f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver was killed, its"
+        " machine went down, its disk was full, or this is a copy of a journal that is still being written."
     )
 
 
 def _nothing(facts: Facts) -> str:
     why = (
-        "it has only just begun"
-        if facts["runs"]
-        else "the job's driver ended before anything began"
+        "it has just started" if facts["runs"] else "the job's driver ended before the first event"
     )
     return f"The journal has no events: {why}."
 
 
 def _store_away(facts: Facts) -> str:
     return (
-        f"The job lost etcd, without which its driver can decide nothing: etcd at {facts['store']} stopped answering"
-        f" {duration(facts['at_s'])} after the start ({facts['text']}), and did not come back."
+        f"The job lost etcd, without which its driver makes no decisions: etcd at {facts['store']} stopped"
+        f" answering {duration(facts['at_s'])} after the start ({facts['text']}), and did not recover."
     )
 
 
@@ -242,8 +243,8 @@ def _then(facts: Facts) -> str:
     match facts["kind"]:
         case Why.SAME_EXCEPTION.value:
             return (
-                f"{facts['first']} and {facts['worker']} raised the same exception, both when training had come to"
-                f" commit {commit_id(facts['commit'])}: every worker that goes on from there would raise it, so the job"
+                f"{facts['first']} and {facts['worker']} raised the same exception, both at commit"
+                f" {commit_id(facts['commit'])}: every worker that resumes from it would raise it, so the job"
                 " ended."
             )
         case Why.SCRIPT_FAILS.value:
@@ -257,30 +258,27 @@ def _then(facts: Facts) -> str:
             return f"--restarts {facts['limit']} allows no more restarts from a checkpoint, so the job ended."
         case Why.ALL_LOST.value:
             members = counted(facts["members"], "worker")
-            return f"All {members} of generation {facts['generation']} were lost: nobody was left to go on from."
+            return f"All {members} of generation {facts['generation']} were lost, so no worker held a commit."
         case Why.NO_COMMIT.value:
-            return "No survivor held a commit, so there was nothing to go on from."
+            return "No survivor held a commit to continue from."
         case Why.STUCK_AGAIN.value:
             worlds = counted(facts["worlds"], "world")
-            return (
-                f"In each of the last {worlds} a worker was stuck, and no step was committed in between, so the job was"
-                " ended."
-            )
+            return f"In each of the last {worlds} a worker was stuck without a new commit, so the job ended."
         case Why.IN_CIRCLES.value:
-            return f"{facts['worlds']} worlds in a row broke with no new commit between, so the job ended."
+            return f"{facts['worlds']} consecutive recoveries made no progress, so the job ended."
         case Why.TOO_FEW.value:
             needed = counted(facts["needed"], "worker")
             return (
-                f"The job needs at least {needed}: it had {facts['ready']}, waited {facts['within_s']:g} s for more,"
-                " and gave up."
+                f"The job needs at least {needed}: it had {facts['ready']}, and none joined within"
+                f" {facts['within_s']:g} s."
             )
         case _:
-            return f"The driver's reason for the end: {shown(facts['text'])}."
+            return f"The job ended because: {shown(facts['text'])}."
 
 
 def _repeated(facts: Facts) -> str:
     same = f", each of them as rank {facts['rank']}" if facts.get("rank") is not None else ""
-    return f"{facts['times']} workers were lost in this way in the whole job{same}."
+    return f"{facts['times']} workers were lost in this way in total{same}."
 
 
 def _trace(facts: Facts) -> str:
@@ -291,9 +289,9 @@ def _trace(facts: Facts) -> str:
 
 
 def _training_began(facts: Facts) -> str:
-    what, since, in_all = "began", "", " in all"
+    what, since, in_all = "began", "", " in total"
     if facts["before"]:  # a copy that begins in the middle
-        what, since, in_all = "went on", " since then", ""
+        what, since, in_all = "continued", " since then", ""
     return (
         f"{_at(facts)} Training {what}; the largest world{since} had {counted(facts['largest'], 'worker')},"
         f" on {counted(facts['hosts'], 'host')}"
@@ -308,7 +306,7 @@ def _at(facts: Facts) -> str:
 def _incident(facts: Facts) -> str:
     first = facts.get("first")
     if first is None:
-        lead = f"The world broke: {shown(facts['broke'])}" if facts["broke"] else "The world broke"
+        lead = f"The world failed: {shown(facts['broke'])}" if facts["broke"] else "The world broke"
     else:
         lead = _capital(_death(first))
     return f"{_at(facts)} {lead}.{_others(facts)} {_after(facts)}".rstrip()
@@ -318,7 +316,7 @@ def _others(facts: Facts) -> str:
     others = facts.get("others") or []
     first, spoilt = facts.get("first") or {}, ""
     if facts["spoilt"] and first.get("cause") == Cause.DAMAGED.value:
-        spoilt = " Its gradients had spoilt the replicas of all others too."
+        spoilt = " Its gradients had corrupted the replicas of all others too."
     if not others:
         return spoilt
     count = len(others) + facts["more"]
@@ -339,22 +337,22 @@ def _after(facts: Facts) -> str:
     if facts["recovered_ms"] is None:
         size = facts["size_after"]
         if size is None:
-            return "" if facts["broke"] or not facts["size"] else "Nobody else was disturbed."
-        begun = ", begun anew from a checkpoint" if facts["from_checkpoint"] else ""
+            return "" if facts["broke"] or not facts["size"] else "No other worker was affected."
+        begun = ", restarted from a checkpoint" if facts["from_checkpoint"] else ""
         return f"{counted(size, 'worker')} formed a new world{begun}."
     held = f" from commit {facts['commit']}" if facts["commit"] else ""
     if facts["from_checkpoint"]:
         why = (
-            "commits in memory were spoilt"
+            "the commits in memory were corrupted"
             if facts["spoilt"]
-            else "no whole commit was left in memory"
+            else "no complete commit was left in memory"
         )
         held = f" from {_checkpoint(facts)}, as {why}"
     size = facts["size_after"]
     who = counted(size, "worker") if size else "The others"
     copied = facts["copied_bytes"] / 1e6
-    much = f", {copied:.1f} MB copied to newcomers" if copied >= 0.1 else ""
-    return f"{who} trained on {milliseconds(facts['recovered_ms'])} later{held}{much}."
+    much = f", {copied:.1f} MB copied to new workers" if copied >= 0.1 else ""
+    return f"{who} resumed training {milliseconds(facts['recovered_ms'])} later{held}{much}."
 
 
 def _checkpoint(facts: Facts) -> str:
@@ -364,23 +362,21 @@ def _checkpoint(facts: Facts) -> str:
 def _request(facts: Facts) -> str:
     match facts["kind"]:
         case "scale":
-            wish = f"the job to have {counted(facts['workers'], 'worker')}"
+            wish = f"{counted(facts['workers'], 'worker')}"
         case "drain":
-            wish = f"no worker on host {facts['host']}"
+            wish = f"the drain of host {facts['host']}"
         case "drain off":
-            wish = f"workers on host {facts['host']} again"
+            wish = f"the end of the drain of host {facts['host']}"
         case "remove":
-            wish = f"worker {facts['worker']} to leave"
+            wish = f"the removal of worker {facts['worker']}"
         case _:
-            wish = "something that this version does not know"
-    return (
-        f"{_at(facts)} An operator wanted {wish}{'' if facts['done'] else ', which was refused'}."
-    )
+            wish = "an action that is unknown to this version"
+    return f"{_at(facts)} An operator requested {wish}{'' if facts['done'] else ', which was refused'}."
 
 
 def _store_silent(facts: Facts) -> str:
     back = facts["back_after_s"]
-    then = "did not come back" if back is None else f"answered again {duration(back)} later"
+    then = "did not recover" if back is None else f"answered again {duration(back)} later"
     return f"{_at(facts)} etcd at {facts['store']} stopped answering ({shown(facts['text'])}), and {then}."
 
 
@@ -403,44 +399,44 @@ def _planned(facts: Facts) -> str:
 
 def _lost_steps(facts: Facts) -> str:
     return (
-        f"{duration(facts['lost_s'])} of training, added up over all workers: what each had done since the last commit"
-        " when a worker was lost."
+        f"{duration(facts['lost_s'])} of training, summed over all workers: the work since the last commit of each"
+        " loss."
     )
 
 
 def _lost_commits(facts: Facts) -> str:
     times = "Once" if facts["times"] == 1 else f"{facts['times']} times"
     if facts["spoilt"]:
-        why = "damaged memory of a worker had spoilt the newer ones"
+        why = "the newer ones were corrupted by damaged memory"
     elif facts["from_checkpoint"]:
-        why = "that of the newest checkpoint, as nobody held a newer one any more"
+        why = "that of the newest checkpoint, as no worker held a newer one"
     else:
-        why = "who held the newer one was lost"
+        why = "the worker that held the newer one was lost"
     return (
-        f"{times} training went on from an older commit than the newest ({facts['commit']} and not {facts['newest']}):"
-        f" {why}."
+        f"{times} training resumed from an older commit than the newest ({facts['commit']} instead of"
+        f" {facts['newest']}): {why}."
     )
 
 
 def _lost_all(facts: Facts) -> str:
-    upto = f"up to commit {facts['commit']},"
+    upto = f"up to commit {facts['commit']}"
     if facts["checkpoints"]:
         return (
-            f"What was trained {upto} was in the memory of the workers; the newest of"
-            f" {counted(facts['checkpoints'], 'checkpoint')} can be gone on from."
+            f"Training {upto} was in the memory of the workers; the newest of"
+            f" {counted(facts['checkpoints'], 'checkpoint')} can be resumed from."
         )
     return (
-        f"All that was trained, {upto} was in the memory of the workers, which have ended. Files that the script wrote"
-        " itself are still there."
+        f"All training {upto} was in the memory of the workers, which have ended. Files that the script itself"
+        " wrote still exist."
     )
 
 
 def _recoveries(facts: Facts) -> str:
     count, longest = facts["count"], milliseconds(facts["longest_ms"])
     if count == 1:
-        return f"From the loss to the next step of all: {longest}."
+        return f"From the loss to the next step of all workers: {longest}."
     middle = milliseconds(facts["median_ms"])
-    return f"From a loss to the next step of all: {middle} (the middle of {count}), {longest} at worst."
+    return f"From a loss to the next step of all workers: {middle} (median of {count}), {longest} at most."
 
 
 def _time(facts: Facts) -> str:
@@ -456,11 +452,11 @@ def _time(facts: Facts) -> str:
 
 
 _MEANT = {
-    "stalled": "nothing was trained, as ranks waited for another one",
+    "stalled": "no training, since ranks waited for another one",
     "storage": "reading a checkpoint, or waiting for one",
     "recovering": "from the end of a world until the next one trains",
     "joining": "from its start until it trains, and while others join or leave",
-    "lost": "was to be trained again",
+    "lost": "training that had to be repeated",
     "idle": "after its training, until its exit",
 }
 
@@ -474,117 +470,115 @@ def parts_meant(facts: Facts) -> str:
 def _lines_left_out(facts: Facts) -> str:
     told = []
     if facts["count"]:
-        told.append(f"{counted(facts['count'], 'line')} could not be read, and left out here")
+        told.append(f"{counted(facts['count'], 'line')} could not be read and were skipped")
     if facts["torn"]:
-        told.append("the last line is cut off, as after a crash or in a copy")
+        told.append("the last line is incomplete, as after a crash or in a copy")
     return _capital("; ".join(told)) + "."
 
 
 # ---- what to change -------------------------------------------------------------------------------------------------
 
 
-_GOES_ON = "from what its workers hold if they still train, and else from the newest checkpoint, if it makes any"
+_GOES_ON = "from the live workers, else from the newest checkpoint in --checkpoint-dir"
 
 
 # Of the facts of a finding, worded for a format.
 _ADVICE = {
     Advice.MORE_MEMORY: (
-        "Give the workers of {host} more memory, start fewer of them there, or have each hold less: a smaller"
-        " batch, fewer DataLoader workers, fewer tensors kept from step to step."
+        "Give the workers of {host} more memory, run fewer of them there, or reduce the memory use of each: a"
+        " smaller batch, fewer DataLoader workers, fewer tensors kept between steps."
     ),
     Advice.LESS_GPU_MEMORY: (
-        "Have each worker hold less on its GPU: a smaller batch, activation checkpointing, or fewer tensors kept from"
-        " step to step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragmentation."
+        "Reduce the GPU memory use of each worker: a smaller batch, activation checkpointing, or fewer tensors"
+        " kept between steps. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation."
     ),
     Advice.FREE_DISK: (
-        "Make room on {host} on the disk that the script writes to in the traceback's last line of its own, or"
-        " write elsewhere."
+        "Free space on {host} on the disk that the script writes to in the last line of its own in the traceback,"
+        " or write elsewhere."
     ),
     Advice.SAME_CALLS: (
-        "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes. A rank that"
-        " has fewer batches than the others calls join() at its end."
+        "Make the same collective calls on all ranks, with tensors of the same shapes and dtypes. A rank with"
+        " fewer batches than the others calls join() at its end."
     ),
     Advice.SAME_STATE: (
-        "Have every worker build the same model, optimizer and state: the log shows the first difference, in"
-        " both texts."
+        "Build the same model, optimizer and state on every worker: the log shows the first difference."
     ),
-    Advice.MEND_SCRIPT: "Mend the script, or its data, where the traceback says; it was not the cluster's fault.",
+    Advice.MEND_SCRIPT: "Fix the script or its data at the line shown; the cluster is fine.",
     Advice.INSTALL: (
-        "Check the name; install what is missing in the Python that runs the workers on {host}, or put its"
-        " folder into PYTHONPATH."
+        "Check the name; install the module in the Python that runs the workers on {host}, or add its folder to"
+        " PYTHONPATH."
     ),
-    Advice.MEND_START: "Try the command by hand on {host}: the program, its path and its permissions.",
+    Advice.MEND_START: "Run the command by hand on {host}: check the program, its path and its permissions.",
     Advice.TEST_GPU: (
-        "Look for the GPU's errors on {host} (nvidia-smi -q, Xid lines in dmesg), and leave it out of the"
-        " list of hosts until it is tested."
+        "Check the GPU's errors on {host} (nvidia-smi -q, Xid lines in dmesg), and remove it from the list of"
+        " hosts until it is tested."
     ),
-    Advice.TEST_HOST: "Have the memory and the processor of {host} tested, and leave it out until then.",
+    Advice.TEST_HOST: "Test the memory and the processor of {host}, and do not use it until then.",
     Advice.TEST_HOSTS: (
-        "Have the memory and the processors of all hosts tested: whose bits have changed could not be told."
+        "Test the memory and the processors of all hosts: the faulty one could not be identified."
     ),
     Advice.LOOK_AT_LINE: (
-        "Look at what {who} does. While it lasts, `elasticrun stacks {rank}` shows where it is. If the pause is"
-        ' intended, put it into `with elastic.long_phase("evaluate"):`.'
+        "Check what {who} does. Meanwhile `elasticrun stacks {rank}` shows its stack. If the pause is intended,"
+        ' put it into `with elastic.long_phase("evaluate"):`.'
     ),
     Advice.LOOK_AT_STACKS: (
-        "Look at the stacks of {who} in the log: they were written before it was killed. If the pause is"
-        ' intended, put it into `with elastic.long_phase("evaluate"):`.'
+        "See the stacks of {who} in the log, written before it was killed. If the pause is intended, put it into"
+        ' `with elastic.long_phase("evaluate"):`.'
     ),
     Advice.WHO_FROZE_IT: (
-        "Find out who stopped {who} on {host}: SIGSTOP by a person or a debugger, a frozen container, a"
-        " suspended machine. A longer --lease tolerates longer stops."
+        "Find out what stopped {who} on {host}: SIGSTOP by a user or a debugger, a frozen container, a suspended"
+        " machine. A longer --lease tolerates longer stops."
     ),
-    Advice.LOOK_AT_NETWORK: "Look at the network of {host}, and whether the machine itself stood still.",
+    Advice.LOOK_AT_NETWORK: "Check the network of {host}, and whether the machine itself was stopped.",
     Advice.WHO_KILLED_IT: (
-        "Find out who killed {who} on {host} ({seen}): look in dmesg, in the system's log, and in what your batch"
-        " system or container runtime says. The kernel did not report that memory ran out."
+        "Find out what killed {who} on {host} ({seen}): see dmesg, the system's log, and the log of your batch"
+        " system or container runtime. The kernel did not report that memory ran out."
     ),
     Advice.MORE_COPIES: (
-        "Raise copies of elastic.TorchState: as many workers on different hosts as there are copies of each shard can"
-        " be lost at once."
+        "Raise copies of elastic.TorchState: the number of workers on different hosts that can be lost at once."
     ),
     Advice.CRASH: (
-        "{signal} is a crash in native code: a library that does not fit, or a bug of an extension. Run the"
-        " script with PYTHONFAULTHANDLER=1 to see where."
+        "{signal} is a crash in native code: an incompatible library, or a bug in an extension. Run the script"
+        " with PYTHONFAULTHANDLER=1 to locate it."
     ),
     Advice.SHARED_MEMORY: (
-        "Give /dev/shm on {host} more room (in a container: --shm-size), or use fewer DataLoader workers."
+        "Enlarge /dev/shm on {host} (in a container: --shm-size), or use fewer DataLoader workers."
     ),
-    Advice.LOOK_AT_HOST: "See whether {host} is up, whether its agent runs, and whether it reaches the driver.",
-    Advice.START_TIMEOUT: "Give a slow start more time by --start-timeout, or do less before hvd.init().",
+    Advice.LOOK_AT_HOST: "Check whether {host} is up, whether its agent runs, and whether it reaches the driver.",
+    Advice.START_TIMEOUT: "Raise --start-timeout, or do less before hvd.init().",
     Advice.BE_ELASTIC: (
-        "Let the job survive a lost worker: start it with --min-np, with the training loop in a function under"
+        "To survive a lost worker, start the job with --min-np, with the training loop in a function under"
         " @elastic.run."
     ),
     Advice.FEWER_NEEDED: (
-        "Have the job go on with fewer than {workers} (--min-np), or start more"
-        " hosts, keep spares by --standbys, or wait longer by --elastic-timeout."
+        "Continue with fewer than {workers} (--min-np), or start more hosts, keep spares with --standbys, or wait"
+        " longer with --elastic-timeout."
     ),
     Advice.RESET_LIMIT: "Raise --reset-limit (it is {limit}), or leave it out.",
-    Advice.CHECKPOINTS: "With --checkpoint-dir, commits outlive all workers, and the job goes on from the newest.",
+    Advice.CHECKPOINTS: "Use --checkpoint-dir: checkpoints outlive all workers, and the job resumes from the newest.",
     Advice.COMMIT_MORE_OFTEN: (
-        "{share:.0%} of the workers' time was done again, with {committed}: commit more often, after every step at"
-        " most."
+        "{share:.0%} of the workers' time was repeated, with {committed}: commit more often, at most after every"
+        " step."
     ),
     Advice.PRELOAD: (
         "{share:.0%} of the workers' time was spent on imports and joining. If --preload auto finds no"
         " imports (elasticrun docs spot), name the modules: --preload torch."
     ),
-    Advice.STANDBYS: "--standbys 1 keeps a worker ready to take the place of a lost one at once.",
+    Advice.STANDBYS: "Use --standbys 1 to keep a spare worker that replaces a lost one at once.",
     Advice.ETCD: (
-        "Bring etcd at {store} back, and run several members of it. The same command with --resume"
-        " then goes on with the job, {goes_on}."
+        "Restore etcd at {store}, and run several members of it. Then rerun the same command with --resume: it"
+        " continues {goes_on}."
     ),
     Advice.REPORT_BUG: "Please report the bug, with this journal.",
-    Advice.RESUME: "The same command goes on with the job if it had --resume, {goes_on}.",
-    Advice.LOOK_AT_EXIT: "Look at what {who} wrote last: the script, or a library, ended it without an exception.",
+    Advice.RESUME: "Rerun the same command. With --resume it continues {goes_on}.",
+    Advice.LOOK_AT_EXIT: "See the last output of {who}: the script or a library exited without an exception.",
 }
 
 
 def _advice(facts: Facts) -> str:
     worded = {
         **facts,
-        "seen": facts.get("signal") or "its end was not seen",
+        "seen": facts.get("signal") or "its exit was not observed",
         "workers": counted(facts["needed"], "worker") if "needed" in facts else "",
         "goes_on": _GOES_ON,
         "committed": f"a commit every {duration(facts['every_s'])}"
@@ -603,16 +597,19 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
         f"The job was stopped after {duration(f['after_s'])}: {shown(f['by'])}."
     ),
     What.RUNS: _runs,
-    What.STALLS_NOW: lambda f: f"Training is stalled, for {f['seconds']:.1f} s now: {in_words(f)}.",
+    What.STALLS_NOW: lambda f: (
+        f"Training has been stalled for {f['seconds']:.1f} s: {in_words(f)}."
+    ),
     What.CUT_OFF: _cut_off,
     What.NOTHING_HAPPENED: _nothing,
     What.CAUSE: _cause,
     What.CAUSE_UNKNOWN: lambda f: f"{_capital(shown(f['reason']))}.",
-    What.DRIVER_BUG: lambda f: f"A bug in the driver ended it: {shown(f['error'])}.",
+    What.DRIVER_BUG: lambda f: f"A bug in the driver ended the job: {shown(f['error'])}.",
     What.STORE_AWAY: _store_away,
     What.THEN: _then,
     What.AFTER_TRAINING: lambda f: (
-        "Training had succeeded by then: this came in the code that runs after it, which no commit protects."
+        "Training had already succeeded: this happened in the code after it, which is not protected by"
+        " commits."
     ),
     What.NOT_ELASTIC: lambda f: (
         "The job was started without --min-np, so the loss of any worker ends it."
@@ -628,29 +625,30 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
         f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {in_words(f)}; {ENDS[StallEnd(f['end'])]}."
     ),
     What.MORE_STALLS: lambda f: (
-        f"Before that it stalled {f['count']} times, for {f['seconds']:.1f} s in all."
+        f"Before that it stalled {f['count']} times, for {f['seconds']:.1f} s in total."
     ),
     What.MORE_INCIDENTS: _more_incidents,
     What.REQUEST: _request,
     What.PLANNED: _planned,
     What.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
     What.STORE_SILENT: _store_silent,
-    What.MORE_SILENCES: lambda f: f"Later etcd did not answer for a while {f['times']} times more.",
-    What.LOST_NOTHING: lambda f: "Nothing: no commit, and no time worth a word.",
+    What.MORE_SILENCES: lambda f: f"Later etcd did not answer for a while {f['times']} more times.",
+    What.LOST_NOTHING: lambda f: "Nothing: no commit, and negligible time.",
     What.LOST_STEPS: _lost_steps,
     What.LOST_COMMITS: _lost_commits,
     What.LOST_ALL: _lost_all,
     What.NOT_DURABLE: lambda f: (
-        f"The last commit, {f['commit']}, is in no checkpoint: the newest has {f['durable']}."
+        f"The last commit, {f['commit']}, is in no checkpoint; the newest checkpoint has {f['durable']}."
     ),
     What.RECOVERIES: _recoveries,
     What.TIME: _time,
     What.ADVICE: _advice,
     What.LINES_LEFT_OUT: _lines_left_out,
     What.FROM_THE_MIDDLE: lambda f: (
-        "This copy begins in the middle of the job: what was before is not in it."
+        "This copy starts in the middle of the job: earlier events are missing."
     ),
     What.NOT_WRITTEN_ON: lambda f: (
-        "Its driver could not write it to its end, as on a full disk: the job went on after what is told here."
+        "Its driver could not write it completely, as with a full disk: the job continued after the last event"
+        " shown here."
     ),
 }

@@ -35,16 +35,16 @@ JOBS = {
     "killed": (Cause.SIGNAL, ["SIGKILL", "localhost:2#1", "3 workers: it had 2"]),
     "host-lost": (Cause.HOST_LOST, ["Host 127.0.0.2 was lost", "2 workers: it had 1"]),
     "disk-full": (Cause.WRITE_FAILED, ["its disk is full", "localhost:0#1"]),
-    "mismatch": (Cause.MISMATCH, ["do not fit together", "rank 1 has [any, 2]"]),
+    "mismatch": (Cause.MISMATCH, ["mismatched tensors", "rank 1 has [any, 2]"]),
     "stuck": (Cause.STUCK, ["stuck", "'gradients'", "rank 1"]),
     "frozen": (Cause.FROZEN, ["frozen", "SIGSTOP", "localhost:1#1"]),
     "start-failure": (Cause.MISSING_MODULE, ["No module named 'transformerz'", "before training"]),
     "etcd-gone": (
         Cause.SIGNAL,
         [
-            "the job lost etcd, without which its driver can decide nothing: etcd at 127.0.0.1:24790 stopped",
+            "the job lost etcd, without which its driver makes no decisions: etcd at 127.0.0.1:24790 stopped",
             "the journal ends 3.8 s after etcd was lost",
-            "what followed, 3.8 s after etcd was lost: rank 1",
+            "then, 3.8 s after etcd was lost: rank 1",
         ],
     ),
 }
