@@ -1,6 +1,6 @@
-"""The runtime of this process, for the rooms below it: collectives, reports and traces ask here.
+"""The runtime of this process, as an interface for lower layers: collectives, reports and traces.
 
-`elastic.runtime.lifecycle` registers itself when it is imported; everything above it asks it directly.
+`elastic.runtime.lifecycle` registers itself when it is imported; layers above it use it directly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ NOT_INITIALIZED = (
 
 
 class Context(Protocol):
-    """What collectives, gradients, reports and traces ask of the runtime. ``engine``, ``tracing``, ``account``,
-    ``reporting`` and ``first_not_finite`` are typed where they are asked for."""
+    """The part of the runtime that collectives, gradients, reports and traces use. ``engine``, ``tracing``,
+    ``account``,
+    ``reporting`` and ``first_not_finite`` are typed where they are used.
+    """
 
     env: Environment
     elastic: bool
@@ -77,24 +79,26 @@ _refusal: Callable[[], str] = str
 
 
 def refuse_collectives(why: Callable[[], str]) -> None:
-    """Asked before each collective of a script: why there can be none now, or nothing."""
+    """Register a function that is called before each collective of a script, and returns why none is possible now, or
+    "".
+    """
     global _refusal
     _refusal = why
 
 
 def refusal() -> str:
-    """Why a script can have no collective now. Empty: it can."""
+    """The reason why a script can run no collective now. Empty: it can."""
     return _refusal()
 
 
 def register(current: Callable[[], Context]) -> None:
-    """Says how to find the runtime."""
+    """Register the function that returns the runtime."""
     global _current
     _current = current
 
 
 def current() -> Context:
-    """The runtime. Raises NotInitialized."""
+    """Return the runtime. Raises NotInitialized."""
     if _current is None:
         raise NotInitialized(NOT_INITIALIZED)
     return _current()

@@ -1,4 +1,4 @@
-"""What can go wrong, in three kinds: an interruption, an error a user may see, a bug (an ``assert``). Pure."""
+"""Exceptions of three kinds: interruptions, errors for users, and bugs (an ``assert``). Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 
 
 class Interrupted(BaseException):
-    """Unwinds user code to ``elastic.run``. Not an error; do not catch it.
+    """Base of the exceptions that unwind user code to ``elastic.run``. Not an error; do not catch it.
 
-    A ``BaseException``, so that a user's ``except RuntimeError:`` around an out-of-memory
-    handler cannot swallow a change of the world.
+    A ``BaseException``, so that a user's ``except RuntimeError:`` around an out-of-memory handler cannot swallow a
+    change
+    of the world.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -24,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class PeerLost(Interrupted):
-    """A collective broke: restore the last commit, then rejoin."""
+    """A collective failed: restore the last commit, then rejoin."""
 
 
 class WorldChanging(Interrupted):
@@ -32,13 +33,13 @@ class WorldChanging(Interrupted):
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed. Raised by a script under ``elastic.run``: restore the last commit and rejoin."""
+    """A collective failed. Raise it under ``elastic.run`` to restore the last commit and rejoin."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts have changed. Raised by a script under ``elastic.run``: rejoin with the state as it is.
+    """The hosts changed. Raise it under ``elastic.run`` to rejoin with the current state.
 
-    ``skip_sync``: kept because scripts set and read it; whether state is copied is decided from the commits.
+    ``skip_sync``: kept because scripts set and read it; commits decide whether state is copied.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -50,11 +51,11 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class LeaveRequested(Interrupted):
-    """This worker was asked to leave and has stopped at an agreed check: end the process."""
+    """This worker was asked to leave and has stopped at a safepoint: end the process."""
 
 
 class ElasticError(Exception):
-    """Base of the errors that users may see."""
+    """Base of the errors for users."""
 
 
 class NotInitialized(ElasticError, ValueError):
@@ -66,9 +67,8 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """No worker holds some shards of a fully sharded state any more. Ends the job where no checkpoint has them either.
-    ``lost``: each such shard of the
-    newest commit, of how many, and the hosts that had it.
+    """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint. ``lost``: each
+    such shard of the newest commit, the number of shards, and the hosts that had it.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
@@ -87,36 +87,34 @@ class ShardLost(ElasticError):
 
 
 class JobFailed(ElasticError, RuntimeError):
-    """A launched job ended without success; the message names rank, host and exit code.
+    """A launched job failed; the message names rank, host and exit code.
 
-    A RuntimeError too, which is what callers of ``horovod.run`` catch.
+    Also a RuntimeError, which callers of ``horovod.run`` catch.
     """
 
 
 class ScriptMistakes(ElasticError):
-    """With ``--strict``: the first steps of the script showed what a failure would make wrong. Ends the job with exit
-    code 2.
-    """
+    """The first steps of the script showed a mistake, with ``--strict``. Ends the job with exit code 2."""
 
 
 class RequestRefused(ElasticError):
-    """A running job does not do what it was asked for; the message says why."""
+    """A running job refused a request; the message gives the reason."""
 
 
 class JobOver(JobFailed):
-    """As JobFailed, in a worker: the driver has said why, once for all, so it ends a worker without a traceback."""
+    """JobFailed within a worker: the driver has reported the reason, so the worker ends without a traceback."""
 
 
 class DeviceLost(ElasticError):
-    """A GPU does not answer, or has reported an error that its process can't survive: the process has to end."""
+    """A GPU does not respond, or reported an error that its process can't survive: the process has to end."""
 
 
 class DriverLost(ElasticError):
-    """The connection to the driver broke, and without it this worker can't go on."""
+    """The connection to the driver failed, and this worker can't continue without it."""
 
 
 class Differing(NamedTuple):
-    """A group whose ranks have called different collectives. ``key`` names it to all of them, in their world."""
+    """A group whose ranks called different collectives. ``key`` identifies it on all of them, in their world."""
 
     key: str
     rank: int
@@ -124,13 +122,17 @@ class Differing(NamedTuple):
 
 
 class CollectiveFailed(HorovodInternalError):
-    """A collective of one group broke or was aborted. The runtime turns it into ``PeerLost`` where a job can recover.
+    """A collective of one group failed or was aborted. The runtime converts it to ``PeerLost`` if the job can recover.
 
-    In a world of a fixed size it reaches the script: nobody replaces the lost worker there. ``aborted``: the group was
-    aborted, here or by another rank, so that the error does not know why. ``ended``: the rank whose process has ended,
-    where that is seen. ``differs``: of ranks that have called different collectives, the group. ``late``: a rank did
-    not come in time. ``rank``: the one that left, ended, differed or was late, by its rank in the group, where one
-    is known. ``awaited``: the key under which ranks were awaited at the store.
+    In a world of a fixed size it reaches the script, since the lost worker is not replaced.
+
+    Attributes:
+        aborted: the group was aborted, here or by another rank, so the error does not know the cause.
+        ended: the rank whose process exited, if known.
+        differs: the group, if its ranks called different collectives.
+        late: a rank did not arrive in time.
+        rank: the rank that left, exited, differed or was late, by its rank in the group, if known.
+        awaited: the key under which ranks were awaited at the store.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class CollectiveFailed(HorovodInternalError):
         self.awaited = awaited
 
     def again(self) -> CollectiveFailed:
-        """The same once more: each one that waits raises its own."""
+        """Return a copy: each waiting call raises its own."""
         return CollectiveFailed(
             *self.args,
             aborted=self.aborted,
@@ -165,9 +167,9 @@ class CollectiveFailed(HorovodInternalError):
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):
-    """What the ranks submitted under one name does not fit together; every rank raises it, and names the difference.
+    """The ranks submitted mismatched tensors under one name; every rank raises it, and names the difference.
 
-    A Horovod error by name, and yet never recovered: the same lines would submit the same tensors again. It ends the
+    A Horovod error by name, but never recovered from: the same lines would submit the same tensors again. It ends the
     worker with its traceback. ``calls``: the ranks' different calls, as `elastic.protocol.calls.Called`.
     """
 
@@ -178,7 +180,7 @@ class TensorMismatch(ElasticError, HorovodInternalError):
         self.calls = tuple(calls)
 
     def again(self) -> TensorMismatch:
-        """The same once more: each one that waits raises its own."""
+        """Return a copy: each waiting call raises its own."""
         return TensorMismatch(*self.args, calls=self.calls)
 
 
@@ -187,15 +189,16 @@ class Invalid(ElasticError, ValueError):
 
 
 class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
-    """A collective can't do what it is asked for, such as a reducescatter of maxima. Raised before anything is sent.
+    """A collective does not support the request, such as a reducescatter of maxima. Raised before anything is sent.
 
-    Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is never recovered: the
-    same lines would ask for the same again.
+    Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is never recovered from:
+    the
+    same lines would request the same again.
     """
 
 
 class Fixed(enum.Enum):
-    """What keeps its layout for one world, and so can't follow an elastic job's; see `NotElastic`."""
+    """Objects whose layout is fixed for one world, and can't follow an elastic job's; see `NotElastic`."""
 
     PROCESS_GROUP = "process group of some ranks"
     PARAMETERS = "sharded parameters"
@@ -204,10 +207,11 @@ class Fixed(enum.Enum):
 
 
 class NotElastic(Invalid, NotImplementedError):
-    """A script has something that can't follow a change of the world. ``kind``: what that is.
+    """A script uses an object that can't follow a change of the world. ``kind``: its kind.
 
-    Raised before it trains, or before the next update after a change. It ends the worker: the same script would have
-    the same again.
+    Raised before the training starts, or before the next update after a change. It ends the worker: the same script
+    would
+    use the same object again.
     """
 
     def __init__(self, message: str, kind: Fixed) -> None:
@@ -219,7 +223,7 @@ class NotElastic(Invalid, NotImplementedError):
 
 
 class NotReduced(Invalid):
-    """A model in DistributedDataParallel trains a parameter that this was not built with: ranks would differ in it.
+    """A model in DistributedDataParallel trains a parameter that DDP was not built with, so ranks would differ in it.
 
     ``parameter``: its name, as in ``model.layer.weight``.
     """
@@ -233,26 +237,27 @@ class NotReduced(Invalid):
 
 
 class DuplicateName(Invalid):
-    """A collective was submitted under a name that one in flight has."""
+    """A collective was submitted under the name of one in flight."""
 
 
 class UnsupportedType(Invalid, TypeError):
-    """A collective can't carry tensors of this dtype; a ValueError in Horovod."""
+    """A collective does not support tensors of this dtype; a ValueError in Horovod."""
 
 
 class NotPicklable(Invalid, TypeError):
-    """An object belongs to its process, such as a state, and was to be pickled or copied."""
+    """An object that belongs to its process, such as a state, was to be pickled or copied."""
 
 
 class StaleValueWarning(UserWarning):
-    """Something of the script was made for a world that has changed, and does not follow: a schedule of the learning
-    rate, a variable of the environment. The message says what to do.
+    """A value of the script was made for an earlier world and does not follow: a learning rate schedule, an environment
+    variable. The message says what to do.
     """
 
 
 def summary_of(error: BaseException) -> str:
-    """``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters; the class alone where that is
-    empty. Notes are left out.
+    """Return ``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters; only the class if the
+    message
+    is empty. Notes are omitted.
     """
     try:
         text = str(error)
@@ -263,7 +268,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def shortened(line: str) -> str:
-    """Without what of its middle is too much for a line of a log."""
+    """Shorten a line for the log by omitting its middle."""
     if len(line) <= SUMMARY_LIMIT:
         return line
     half = SUMMARY_LIMIT // 2

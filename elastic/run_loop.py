@@ -1,4 +1,4 @@
-"""The loop under ``@elastic.run``: form a world, bring the state to all, train, and again when the world changes.
+"""The loop under ``@elastic.run``: form a world, send the state to all, train, and repeat when the world changes.
 
 Interruptions reach user code only in the training thread, at a collective, an optimizer step or synchronize, at
 ``commit()`` and ``check_host_updates()``. A user's own exception is not recovered here: it ends this process, and the
@@ -69,7 +69,7 @@ AGAIN = (
 
 
 def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Decorates a training function whose first argument is a State; returns what the function returns.
+    """Decorate a training function whose first argument is a State; return what the function returns.
 
     A script may train again, by another such function or another fit() of a trainer, once the first has returned on
     all workers; that training is not elastic any more, and a line says so.
@@ -160,7 +160,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
 
 
 def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
-    """Every other way out of the process would wait for the device."""
+    """End the process at once: every other way would wait for the device."""
     trace = traceback.format_exc()
     rt.training.raised(summary_of(lost), trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
@@ -250,7 +250,7 @@ def _train_in_worlds(
 
 
 def _return_to_commit(rt: Runtime, state: State, *, alone: bool = False) -> None:
-    """The world is over. ``alone``: to the state as it is, which was saved here."""
+    """Return to the last commit at the end of a world. ``alone``: to the present state, which was saved here."""
     rt.training.interrupted()
     rt.training.drain()
     if alone:
@@ -259,7 +259,7 @@ def _return_to_commit(rt: Runtime, state: State, *, alone: bool = False) -> None
 
 
 def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value:
-    """A second training of one job, and each that follows: in the last world, which nobody can leave or join."""
+    """Run a further training of a job, in the last world, which no worker can leave or join."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
@@ -277,7 +277,7 @@ def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value
 
 
 def _same_layout(rank: int, layouts: Sequence[str]) -> None:
-    """Raises StateMismatch on every rank if one of them has another state."""
+    """Raise StateMismatch on every rank if the state of one differs."""
     ours = layouts[rank]
     for other, theirs in enumerate(layouts):
         if theirs != ours:
@@ -342,7 +342,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
 
 
 def _bring(rt: Runtime, state: State, world: World) -> int:
-    """All hold the same state now. Returns bytes copied, as far as they are known."""
+    """Make the state equal on all ranks. Returns bytes copied, as far as they are known."""
     if has_custom_sync(state):
         state.sync()
         return 0
@@ -350,7 +350,9 @@ def _bring(rt: Runtime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: Runtime, state: State, world: World) -> int:
-    """Rank 0 sends to the ranks that lack the newest commit; the others go on at once. Returns bytes copied."""
+    """Send the state from rank 0 to the ranks that lack the newest commit; the others return at once. Returns bytes
+    copied.
+    """
     rank, lacking = world.place.rank, _lacking(world)
     if world.holders == 0:
         state.save()  # the first world: what rank 0 holds now is where all begin

@@ -1,4 +1,4 @@
-"""What the log says of checkpoints: each that is made where they are rare, and whatever an operator has to look at."""
+"""Log lines about checkpoints: each one if they are rare, and all problems that need an operator."""
 
 from __future__ import annotations
 

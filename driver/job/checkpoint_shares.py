@@ -100,7 +100,7 @@ Action = TellRanks | Made | Failed | Damaged | NotEqual | Spoilt
 
 @dataclass
 class CheckpointShares:
-    """Of one job."""
+    """Checkpoint shares of one job."""
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # by rank
@@ -210,7 +210,7 @@ class CheckpointShares:
         return TellRanks(self._members, off)
 
     def _of_the_past(self, message: Any) -> list[Action]:
-        """Of an older world nothing counts any more, but what is whole."""
+        """Handle a message of an older world, in which only complete checkpoints count."""
         return self._made(message) if isinstance(message, CheckpointWritten) else []
 
     def _made(self, message: CheckpointWritten) -> list[Action]:

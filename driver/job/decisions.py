@@ -75,7 +75,7 @@ class JobDecisions:
         return min((at for at in (ending, decision) if at is not None), default=None)
 
     def answer(self, event: Event, now: float) -> list[Action]:
-        """What membership decides. Raises what it raises: once, it is not asked again."""
+        """The decisions of membership. Raises what it raises, after which it is not called again."""
         if self.raised:
             return []
         try:
@@ -154,7 +154,7 @@ class JobDecisions:
         return actions + self.ending.hurried(now) if again else actions
 
     def _unseen(self, event: Event) -> set[Worker]:
-        """Whose exit nobody will report any more."""
+        """The workers whose exit will not be reported any more."""
         match event:
             case HostLost(host):
                 return {worker for worker in self.running if worker.host == host}

@@ -76,7 +76,7 @@ class Ending:
         return self._again and self.code == 0 and self._idle_s > 0
 
     def heard(self, event: events.Event, now: float) -> list[events.Action]:
-        """What is told of a worker."""
+        """Handle an event about a worker."""
         match event:
             case events.WorkerExited():
                 return self._exited(event, now)
@@ -142,7 +142,7 @@ class Ending:
         return self.overdue(now)
 
     def overdue(self, now: float) -> list[events.Action]:
-        """What to do at a deadline."""
+        """The actions at a deadline."""
         actions: list[events.Action] = []
         for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
             if now >= since + self._idle_s:

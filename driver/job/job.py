@@ -77,7 +77,7 @@ class Job:
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int]:
-    """What the discovery script lists now. It must work this first time; later on troubles are only reported.
+    """The hosts that the discovery script lists now. The first run must succeed; later failures are only logged.
 
     Raises Invalid if it fails, or prints what is not a list of hosts. An empty list is none: hosts may be on their way.
     """
@@ -98,7 +98,7 @@ def script_discovery(
 
 
 def most_workers(cores: int) -> int:
-    """Of this machine, where nobody has counted its slots: a digit too many would leave one that answers nobody."""
+    """The default limit of workers on this machine, which protects it from a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a driver whatever kind of job it runs: its console, its workers' output, metrics, timeline. Acts."""
+"""Input and output of a driver for any kind of job: console, workers' output, metrics, timeline. Acts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class JobIO:
             self.tensorboard.note(actions)
 
     def say_rest(self, *, last: bool = False) -> None:
-        """What is not said yet of workers' exceptions. ``last``: no worker is left; one that was killed before it could
+        """Log exceptions of workers that were not logged yet. ``last``: no worker is left; one that was killed before
+        it could
         send its exception had announced it.
         """
         # Who says why the job can't go on has no traceback.
@@ -258,7 +259,7 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 
 
 def page_token(job: Job) -> str:
-    """Whoever has it may read the page. The next driver of a job that has a secret of its own has the same."""
+    """The token that grants access to the page. The next driver of a job with its own secret uses the same."""
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)
     return derived(job.fleet.secret, "dashboard").hex()[:32]
@@ -274,7 +275,7 @@ def _asked_to_end() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_it() -> Iterator[None]:
-    """Of a wait in this thread: asyncio's own handler would only cancel a task, which no loop runs meanwhile."""
+    """Let Ctrl-C end a wait in this thread: asyncio's own handler would only cancel a task, but no loop runs."""
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGINT) in unwanted:

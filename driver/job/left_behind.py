@@ -1,4 +1,4 @@
-"""What a driver that was killed has left to the next one, where a new job begins in its place."""
+"""State that a killed driver has left behind, when a new job starts in its place."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class WorkerConnections(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRuntime:
-    """What is run, and where its workers find the driver and each other.
+    """The job, and the addresses at which its workers find the driver and each other.
 
     ``by_agents``: agents start the workers, and add what their hosts have; then ``environ`` is only what goes before
     that, and ``advertised``, ``bind`` and ``secret`` mean nothing.
@@ -114,8 +114,8 @@ class JobRuntime:
 
 @dataclass(frozen=True)
 class Adopted:
-    """What another driver of the job has left behind. ``clock_offset``: added to this machine's clock, in seconds, it
-    goes on from the journal's.
+    """State of an earlier driver of the job. ``clock_offset``: seconds to add to this machine's clock to continue the
+    journal's clock.
     """
 
     running: Collection[Worker]
@@ -448,7 +448,7 @@ class Driver:
             self._promised.pop(event.worker, None)  # it may be one of any number
 
     def _decide(self, event: events.Event, now: float) -> list[events.Action]:
-        """What is to be done. What membership answers is written down before anything is done about it."""
+        """Decide the actions. Membership's answer is written to the journal before any action."""
         try:
             answer = self._decisions.answer(event, now)
         except Exception as error:
@@ -578,7 +578,7 @@ class Driver:
         return None
 
     def _news(self, text: str) -> Line:
-        """What holds for all is said again to each that comes back, and there may be thousands."""
+        """A line of the log; a repetition, as after each of thousands of reconnections, gets level debug."""
         level = "debug" if text == self._said_last else "info"
         self._said_last = text
         return (level, text)

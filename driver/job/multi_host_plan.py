@@ -1,4 +1,4 @@
-"""What a job on several hosts needs besides the job itself.
+"""The additional settings of a job on several hosts.
 
 A job is such a one if it has a host that is not this machine, hosts that come by etcd, or a driver that may be followed
 by another.

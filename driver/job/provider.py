@@ -33,7 +33,7 @@ class Provider(Protocol):
         """Where the journal is kept that another driver goes on from; None: the job ends with this one."""
 
     def environ_of(self, host: str) -> Mapping[str, str]:
-        """What every worker of this host is given besides what all workers get."""
+        """Environment variables of this host's workers, in addition to those of all workers."""
 
     async def listening(self, address: str) -> None:
         """The driver is found at ``host:port`` from here on: agents that belong to the driver before have to know."""

@@ -1,4 +1,4 @@
-"""What the checks of a start have written: removed again where the start is refused. Acts."""
+"""Files that the checks of a start have created: removed if the start is refused. Acts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class Traces:
-    """Of one start. ``remove`` undoes what was noted, the latest first; safe to repeat."""
+    """The files of one start. ``remove`` removes them, the latest first; safe to repeat."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -32,14 +32,16 @@ class Traces:
             raise
 
     def folder(self, path: str) -> None:
-        """It is about to be made, with those above it: each that is still empty then is removed."""
+        """Note a folder that is about to be created, with its parents: each that is still empty then is removed."""
         made = Path(os.path.abspath(path))
         for folder in reversed([made, *made.parents]):
             if not folder.exists():
                 self._undo.append(folder.rmdir)
 
     def file(self, path: str) -> None:
-        """It is about to be made. A journal with more than its header is one of a job that has begun, and stays."""
+        """Note a file that is about to be created. A journal with more than its header belongs to a started job, and is
+        kept.
+        """
         if not os.path.exists(path):
             self._undo.append(lambda: _remove_unused(Path(path)))
 

@@ -1,4 +1,4 @@
-"""What has been decided about the event at hand, in order, and when it happened. Decides nothing."""
+"""The actions that were decided for the present event, in order, and its time. Decides nothing."""
 
 from __future__ import annotations
 

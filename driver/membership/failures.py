@@ -34,7 +34,7 @@ class Failures(Part):
     """One method per event; what they need below."""
 
     def handle(self, event: Event) -> bool:
-        """What broke, or ended: whether it was that."""
+        """Handle a failure or an exit; return whether it was one."""
         match event:
             case WorkerFailed():
                 self.failed(event)
@@ -225,7 +225,9 @@ class Failures(Part):
         return killed and member and self._nothing_to_lose()
 
     def _begin_anew(self, why: Reason) -> None:
-        """Nobody was in elastic.run, and who waits for a lost peer can't go on: the next world is a first one."""
+        """Start again from the beginning: no worker was in elastic.run, and those that wait for a lost peer can't
+        continue.
+        """
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
         self.worlds.gathering.anew = self.worlds.gathering.whole = True
@@ -237,7 +239,9 @@ class Failures(Part):
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
     def _complain(self, record: WorkerRecord, verdict: Reason) -> None:
-        """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
+        """Record that a worker can't continue because of another one. The next exit explains it, else this is the
+        reason.
+        """
         if self.worlds.root_cause_search is None:
             if self.worlds.completed:
                 early = ", ".join(self.worlds.completed[:8])

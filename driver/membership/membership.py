@@ -75,7 +75,7 @@ class Membership:
 
     @property
     def members(self) -> list[Worker]:
-        """Of the last world, in rank order, dead ones included."""
+        """Members of the last world, in rank order, dead ones included."""
         return self.worlds.members
 
     @property
@@ -90,7 +90,7 @@ class Membership:
 
     @property
     def workers_max(self) -> int:
-        """Of the largest world, as it was wanted last."""
+        """Size of the largest world, as last requested."""
         return self.worlds.staff.workers_max
 
     @property
@@ -101,7 +101,7 @@ class Membership:
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Who holds the others up although everybody gets on."""
+        """The workers that slow the others down although all make progress."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
@@ -122,7 +122,7 @@ class Membership:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
-        """What to do about an event, in order. Raises IllegalEvent on one that can't be."""
+        """Decide the actions for an event, in order. Raises IllegalEvent on an impossible one."""
         self.story.append(event)
         self.worlds.actions.begin(now)
         try:
@@ -179,7 +179,7 @@ class Membership:
                 raise IllegalEvent("no handler for it")
 
     def _overdue(self) -> None:
-        """Whatever should have happened by now and has not."""
+        """Handle missed deadlines."""
         for record in self.worlds.staff.overdue():
             if record.stage is not WorkerStage.DISMISSED:
                 record.stage = WorkerStage.DISMISSED

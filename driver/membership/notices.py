@@ -70,7 +70,7 @@ class Notices(Part):
         self._looked_at: tuple[int, int, int] | None = None  # what members were looked at for
 
     def handle(self, event: Event) -> bool:
-        """What is told of machines: whether it was that."""
+        """Handle a notice about a machine; return whether it was one."""
         match event:
             case HostLeaving(host, notice, alone):
                 self._leaves(host, notice, alone=alone)
@@ -81,7 +81,7 @@ class Notices(Part):
         return True
 
     def reported(self, event: HostReported) -> None:
-        """What its agent says now is what holds."""
+        """Apply the state that the agent reports, which replaces earlier notices."""
         if event.notice is not None:
             self._leaves(event.host, event.notice, alone=False)
         else:

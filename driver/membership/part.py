@@ -1,4 +1,4 @@
-"""What each part of a membership has at hand: the worlds, and what these share. Decides nothing."""
+"""Base of the parts of a membership: the worlds, and the objects that they share. Decides nothing."""
 
 from __future__ import annotations
 

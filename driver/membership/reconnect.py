@@ -37,7 +37,7 @@ UNTIL_IT_IS_BACK = (Why.CONNECTION_LOST, Why.NOT_BACK)  # why it is to be killed
 
 
 class Reconnections(Part):
-    """What holds for one worker, said again."""
+    """Repeat the current decisions to one worker."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
@@ -99,7 +99,7 @@ class Reconnections(Part):
     # ---- a whole host, or everybody --------------------------------------------------------------------------------
 
     def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
-        """Who should run on the host and does not. Who runs there and should not is killed, again if it was before."""
+        """The workers that should run on the host and do not. Others that run there are killed, again if necessary."""
         running = set(event.running)
         here = self.roster.hosts.get(event.host, {})
         for worker in event.running:
@@ -115,7 +115,7 @@ class Reconnections(Part):
             )
 
     def restarted(self) -> None:
-        """Nobody is late only because there was no driver."""
+        """Extend deadlines after a driver failover, which made no worker late."""
         now, settings = self.actions.now, self.settings
         for record in self.roster.values():
             if record.killed_for or record.stage is WorkerStage.DISMISSED:

@@ -76,7 +76,7 @@ class OperatorRequests(Part):
         return len(surplus)
 
     def _surplus(self, workers: int) -> list[WorkerRecord]:
-        """Who is too many: of the members the last ranks; of the others those that were started last."""
+        """The surplus workers: the last ranks among the members, and the most recently started among the others."""
         staying = [record for record in self.roster.in_plans() if record.leaving is None]
         places = self.worlds.world.places
         members = [record for record in staying if record.worker in places]

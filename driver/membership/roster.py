@@ -1,4 +1,4 @@
-"""What membership knows about each live process, and the questions it asks of all of them. Decides nothing."""
+"""The state of each live process, and queries over all of them. Decides nothing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class WorkerRecord:
         return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
-        """It waits in no collective now, and no suspicion from before counts."""
+        """The worker waits in no collective now; earlier suspicions do not count."""
         if self.inside:
             self.inside = ""
         self.moved_at = now
@@ -182,7 +182,7 @@ class Roster(dict[Worker, WorkerRecord]):
         return None
 
     def overdue(self, now: float) -> list[WorkerRecord]:
-        """Those that should be gone, the longest overdue first. Each must be given another time, or none."""
+        """The workers that should have exited, the longest overdue first. Set another deadline for each, or none."""
         found: dict[Worker, WorkerRecord] = {}
         while (exit_by := self.first_exit_by()) is not None and exit_by <= now:
             worker = heapq.heappop(self._exits)[2]
@@ -217,6 +217,6 @@ class Roster(dict[Worker, WorkerRecord]):
         return (s for s in self.values() if s.in_plans)
 
     def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
-        """Those of ``members`` that live and were not dismissed, in that order."""
+        """The workers of ``members`` that are alive and were not dismissed, in that order."""
         found = (self.get(worker) for worker in members)
         return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]

@@ -215,7 +215,7 @@ class _Taking:
         return way(value)
 
     def _number(self, *kind: str) -> int:
-        """Of a kind: its name, and the names of its fields."""
+        """The number of a kind, given its name and the names of its fields."""
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _add(self, value: Any, row: list[Any]) -> list[int]:

@@ -14,7 +14,7 @@ class Versions:
         self._first: dict[str, str] = {}
 
     def heard(self, host: str, version: str) -> str:
-        """What to say of it, once for each version after the first; else empty."""
+        """The warning about a host's version, once for each version after the first; else empty."""
         if not version or version in self._first:
             return ""
         others = [f"{each} on {first}" for each, first in self._first.items()]

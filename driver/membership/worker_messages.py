@@ -1,4 +1,4 @@
-"""What a worker says, as an event. Decides nothing. Pure."""
+"""Conversion of worker messages to events. Decides nothing. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVENTS: dict[type[messages.Message], type[events.Event]] = {
 
 
 def event_of(worker: Worker, message: Any) -> events.Event:
-    """What a worker said, word for word as an event."""
+    """Convert a message of a worker to an event."""
     if isinstance(message, messages.Hello):
         return events.WorkerConnected(worker, message.pid, message.torch_version)
     return EVENTS[type(message)](worker, *msgspec.structs.astuple(message))

@@ -31,7 +31,7 @@ class WorkerReports(Part):
         self.frozen = frozen
 
     def handle(self, event: events.Event) -> bool:
-        """What a worker says of itself: whether it was that. Raises IllegalEvent."""
+        """Handle a report of a worker about itself; return whether it was one. Raises IllegalEvent."""
         match event:
             case events.WorkerConnected():
                 self.connected(event)

@@ -1,4 +1,4 @@
-"""Arrays of numpy as torch's tensors, and back: how tensors of other frameworks travel."""
+"""Convert numpy arrays to torch tensors and back, to send tensors of other frameworks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Array = np.ndarray[Any, Any]
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """A view, but of what may not be written to or isn't in one piece, which is copied. Raises UnsupportedType."""
+    """Convert an array to a tensor: a view, or a copy if the array is read-only or not contiguous. Raises
+    UnsupportedType.
+    """
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = np.array(array, order="C")  # not ascontiguousarray: that has at least one dimension
     try:
@@ -27,7 +29,7 @@ def to_torch(array: Array) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """A view of a tensor on the CPU."""
+    """Convert a CPU tensor to an array that shares its memory."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
@@ -38,7 +40,7 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def value_of(variable: Any) -> torch.Tensor:
-    """Of a variable or a tensor of any framework that numpy can read, on the CPU: a view where there can be one."""
+    """Convert a variable or tensor of any framework that numpy can read to a CPU tensor: a view where possible."""
     held = getattr(variable, "value", None)
     # Of Keras; TensorFlow has a method.
     value = variable if held is None or callable(held) else held

@@ -1,10 +1,10 @@
-"""The gradients of collectives, with Horovod's conventions: a rank's loss counts as its share of an average.
+"""Gradients of collectives, with Horovod's conventions: a rank's loss counts as its share of an average.
 
-A backward pass runs collectives of its own, among the same ranks; it is differentiable in turn. Their names are made of
-the forward's, so that those match too whatever order a rank's backward pass takes; calls without a name are matched by
-their order. Tensors of integers have no gradient and take no part.
+A backward pass runs collectives among the same ranks and is differentiable in turn. Their names are derived from the
+forward's, so that they match in whatever order a rank runs its backward pass; calls without a name are matched by their
+order. Integer tensors have no gradient and are skipped.
 
-``members`` are the ranks of a process set, None for the world; roots count in the world.
+``members`` are the ranks of a process set, None for the world; roots are world ranks.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _backward(name: str | None) -> str | None:
 def _average(
     how: tuple[str | None, Members], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """``how``: name and members. Complex gradients are averaged by their parts."""
+    """Average gradients over ranks. ``how``: name and members. Complex gradients are averaged as pairs of reals."""
     parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     averages = allreduce(*how, Op.AVERAGE, 1.0, 1.0, *parts)
     return [
@@ -173,7 +173,7 @@ def _average(
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which tensors have a gradient: by dtype, so that all ranks choose the same ones."""
+    """For each tensor, whether it has a gradient: decided by dtype, so that all ranks decide the same."""
     return [
         # What is no tensor is refused, with a sentence, when it is submitted.
         not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex()
@@ -186,6 +186,6 @@ def _chosen(items: Sequence[Any], floating: list[bool]) -> list[Any]:
 
 
 def _placed(gradients: Sequence[torch.Tensor], floating: list[bool]) -> Gradients:
-    """The gradients in the places of their tensors, None in those between."""
+    """Put the gradients in the positions of their tensors, and None in the others."""
     following = iter(gradients)
     return tuple(next(following) if chosen else None for chosen in floating)

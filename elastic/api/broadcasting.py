@@ -1,8 +1,8 @@
-"""Makes replicas equal: parameters, optimizer state and Python objects travel from one rank to all.
+"""Broadcast parameters, optimizer state and Python objects from one rank to all.
 
-Tensors travel packed, in few large broadcasts. Objects are pickled: they come from this job's own workers.
-All functions are collective, among the ranks of a process set where one is given; ``root_rank`` counts in the world,
-there too. Layouts are compared first: where they differ, every rank raises and nothing has changed.
+Tensors are packed into a few large broadcasts. Objects are pickled: they come from this job's own workers.
+All functions are collective, among the ranks of ``process_set`` if given; ``root_rank`` is always a world rank. Layouts
+are compared first: if they differ, every rank raises and nothing has changed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Parameters = (
 def broadcast_parameters(
     params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrites all tensors with rank ``root_rank``'s, in place. They travel packed, 64 MiB at a time.
+    """Overwrite all tensors with those of rank ``root_rank``, in place, in packed broadcasts of up to 64 MiB.
 
     Args:
         params: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors; with the
-            same names, shapes and dtypes on every rank, of any dtype. Entries that are None are left out.
-        root_rank: counts in the world, with a ``process_set`` too.
-        process_set: only its ranks call, and only they take part.
+            same names, shapes and dtypes on every rank, of any dtype. Entries that are None are skipped.
+        root_rank: a world rank, with a ``process_set`` too.
+        process_set: only its ranks call this function and take part.
 
     Raises:
         ValueError: on every rank, if names, shapes or dtypes differ between ranks; nothing has changed then.
-        Invalid: (a ValueError) for a module in place of its ``state_dict()``.
-        TypeError: for an entry that is not a tensor: send that with `broadcast_object`.
+        Invalid: (a ValueError) for a module instead of its ``state_dict()``.
+        TypeError: for an entry that is not a tensor: use `broadcast_object` for it.
         PeerLost: when the world breaks.
 
     Example::
@@ -78,8 +78,9 @@ def broadcast_parameters(
 def broadcast_copies(
     tensors: Iterable[torch.Tensor], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Rank ``root_rank``'s tensors, as new ones: for frameworks whose variables are set by a value. Raises as
-    `broadcast_parameters`.
+    """Return new tensors with the values of rank ``root_rank``, for frameworks whose variables are set by a value.
+    Raises
+    as `broadcast_parameters`.
     """
     copies = [tensor.clone() for tensor in tensors]
     named = [(str(number), tensor) for number, tensor in enumerate(copies)]
@@ -93,22 +94,24 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Gives every rank the options and the state of rank ``root_rank``'s optimizer. Never steps it.
+    """Set the options and the state of the optimizer to those of rank ``root_rank``, without a step.
 
     State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
-    overwritten in place. Where an optimizer has no state yet, parameters without a gradient get one of zeros, as with
-    Horovod.
+    overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,
+    as
+    with Horovod.
 
     Args:
-        optimizer: any of torch's but LBFGS, or a `DistributedOptimizer`, over the same parameters on every rank.
-        root_rank: counts in the world, with a ``process_set`` too.
-        model: not needed; Horovod takes it.
-        process_set: only its ranks call, and only they take part.
+        optimizer: any torch optimizer except LBFGS, or a `DistributedOptimizer`, over the same parameters on every
+        rank.
+        root_rank: a world rank, with a ``process_set`` too.
+        model: ignored; accepted for compatibility with Horovod.
+        process_set: only its ranks call this function and take part.
 
     Raises:
-        ValueError: for LBFGS, and with ``zero=1`` for one that has stepped; on every rank, if the parameters differ in
-            number, shape or dtype.
-        TypeError: for what is not an optimizer.
+        ValueError: for LBFGS, and with ``zero=1`` for an optimizer that has stepped; on every rank, if the parameters
+            differ in number, shape or dtype.
+        TypeError: if ``optimizer`` is not an optimizer.
         PeerLost: when the world breaks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -155,19 +158,19 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends one rank's Python object to all.
+    """Broadcast a Python object from one rank to all.
 
     Args:
-        obj: pickled on ``root_rank``, what the script defines by its name, all else as cloudpickle does; what other
-            ranks pass is ignored.
-        root_rank: counts in the world, with a ``process_set`` too.
+        obj: pickled on ``root_rank``: objects that the script defines by their names, all others as cloudpickle does.
+            Ignored on other ranks.
+        root_rank: a world rank, with a ``process_set`` too.
         name, process_set: as in `elastic.api.ops`.
 
     Returns:
         ``obj`` itself on ``root_rank``, a copy on the others.
 
     Raises:
-        PeerLost: when the world breaks. What pickle raises, on ``root_rank``.
+        PeerLost: when the world breaks. On ``root_rank``, also the exceptions of pickle.
 
     Example::
 
@@ -187,17 +190,17 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gives every rank the Python objects of all.
+    """Gather Python objects from all ranks on every rank.
 
     Args:
-        obj: pickled as by `broadcast_object`; it may differ in size between ranks.
+        obj: pickled as by `broadcast_object`; its size may differ between ranks.
         name, process_set: as in `elastic.api.ops`.
 
     Returns:
         A list of copies, in rank order.
 
     Raises:
-        PeerLost: when the world breaks. What pickle raises.
+        PeerLost: when the world breaks. Also the exceptions of pickle.
     """
     blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
     length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
@@ -215,7 +218,7 @@ def allgather_object(
 
 
 class _TensorOutline:
-    """Shape, dtype and place of a tensor that follows in a broadcast of its own."""
+    """Shape, dtype and position of a tensor that follows in a broadcast of its own."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -231,7 +234,7 @@ class _TensorOutline:
 
 
 class _Outline:
-    """Everything of an optimizer but its tensors, by position of parameters and groups."""
+    """An optimizer without its tensors, by position of parameters and groups."""
 
     def __init__(self, options: list[dict[str, Any]], entries: list[dict[str, Any]]) -> None:
         self.options = options
@@ -256,7 +259,7 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -
 def _adopt(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], outline: _Outline
 ) -> None:
-    """Brings options and entries into the root's form; tensors get their values later."""
+    """Set options and entries to the root's; tensors get their values later."""
     for group, options in zip(optimizer.param_groups, outline.options, strict=True):
         for key in group.keys() - options.keys() - {"params"}:
             del group[key]
@@ -288,7 +291,7 @@ def _adopt(
 
 
 def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    """Overwrites tensors in place, several to a broadcast. All ranks' have the same shapes and dtypes."""
+    """Overwrite tensors in place, several per broadcast. Shapes and dtypes are the same on all ranks."""
     chunk: list[torch.Tensor] = []
     chunk_bytes = 0
     for tensor in tensors:
@@ -326,7 +329,7 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
 
 
 def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
-    """Raises ValueError on every rank if the lines are not the same everywhere."""
+    """Raise ValueError on every rank if the lines differ between ranks."""
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
     own = torch.tensor([digest, -digest], dtype=torch.int64, device=_CPU)

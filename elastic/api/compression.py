@@ -1,4 +1,4 @@
-"""How tensors shrink before they travel: any class with these two static methods will do."""
+"""Compression of tensors before they are sent: any class with these two static methods works."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class NoneCompressor:
-    """Sends tensors as they are."""
+    """Send tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -20,7 +20,7 @@ class NoneCompressor:
 
 
 class _CastCompressor:
-    """Sends floating point tensors in a smaller dtype; others as they are. The context is the dtype to return to."""
+    """Send floating-point tensors in a smaller dtype, others unchanged. The context is the original dtype."""
 
     dtype: torch.dtype
 
@@ -48,7 +48,7 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """What ``compression=`` takes; a class of your own with ``compress`` and ``decompress`` works as well."""
+    """Values of ``compression=``; a class of your own with ``compress`` and ``decompress`` works as well."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,28 +1,28 @@
 """Collectives for user code, with Horovod's names, signatures and defaults; `submission` does the work.
 
-All functions take CPU or CUDA tensors, contiguous or not. A reduction takes uint8, int8, int16, int32, int64, float16,
-bfloat16, float32 and float64; what only moves data takes every dtype. Shapes and dtypes are the same on all ranks,
+All functions take CPU or CUDA tensors, contiguous or not. Reductions take uint8, int8, int16, int32, int64, float16,
+bfloat16, float32 and float64; all other collectives take every dtype. Shapes and dtypes are the same on all ranks,
 unless a function says otherwise.
 
-These arguments mean the same everywhere:
+Common arguments:
 
-    name: what the call is matched by: ranks may submit different names in different orders. A name has to be unique
-        among the calls that are in flight. Calls without a name are matched by their order among those of one kind.
+    name: identifies the call: ranks may submit different names in different orders. A name must be unique among the
+        calls in flight. Calls without a name are matched by their order among those of one kind.
     op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
     average: deprecated; True is ``op=Average``, False is ``op=Sum``.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only. Integers are scaled in float64 and truncated.
-    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods: what is sent is smaller.
-    process_set: only its ranks call, and only they take part. All ranks by default.
+    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods, to send fewer bytes.
+    process_set: only its ranks call the function and take part. Default: all ranks.
 
-Forms of one collective: ``X`` waits and is differentiable; ``X_`` works in the tensor itself; ``X_async`` returns a
-handle, an integer for `poll` and `synchronize`; ``grouped_X`` takes several tensors on one device, which are reduced
-together or not at all.
+Forms of a collective: ``X`` waits and is differentiable; ``X_`` works in place; ``X_async`` returns a handle, an
+integer for `poll` and `synchronize`; ``grouped_X`` takes several tensors on one device, which are reduced together or
+not at all.
 
-All raise, before anything is sent: TypeError and ValueError for arguments that can't be right, `UnsupportedType` (both)
-for a dtype that can't be reduced, `NotInitialized` before ``init()``. From the call, or from `synchronize`
-for an ``_async`` form: `TensorMismatch` on every rank, with ranks and shapes, where what the ranks pass does not fit
-together; `PeerLost` when the world breaks, which ``elastic.run`` handles.
+All raise, before anything is sent: TypeError and ValueError for invalid arguments, `UnsupportedType` (both) for a dtype
+that can't be reduced, `NotInitialized` before ``init()``. From the call, or from `synchronize` for an ``_async`` form:
+`TensorMismatch` on every rank, with ranks and shapes, if the ranks pass mismatched tensors; `PeerLost` when the world
+breaks, which ``elastic.run`` handles.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduces a tensor over all ranks. Differentiable.
+    """Reduce a tensor over all ranks. Differentiable.
 
     Args:
-        tensor: of any shape, and a dtype that can be reduced.
+        tensor: of any shape and a reducible dtype.
         average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
 
     Returns:
@@ -104,7 +104,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an `allreduce`. Not differentiable, as all ``_async`` forms.
+    """Start an `allreduce`. Not differentiable, like all ``_async`` forms.
 
     Returns:
         A handle: `synchronize` waits, and returns the new tensor.
@@ -129,7 +129,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """`allreduce` into the tensor itself, which is returned. Not differentiable."""
+    """Reduce a tensor in place, as `allreduce`, and return it. Not differentiable."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
@@ -148,7 +148,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an `allreduce` into the tensor itself; don't touch it before `synchronize`, which returns it."""
+    """Start an in-place `allreduce`; do not touch the tensor before `synchronize`, which returns it."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
@@ -166,10 +166,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors; small ones of one dtype travel in one buffer. Differentiable.
+    """Reduce several tensors; small ones of one dtype are packed into one buffer. Differentiable.
 
     Args:
-        tensors: a list of tensors on one device, of any shapes and of dtypes that can be reduced.
+        tensors: a list of tensors on one device, of any shapes and of reducible dtypes.
         average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
 
     Returns:
@@ -199,7 +199,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a `grouped_allreduce`; `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allreduce`; `synchronize` returns the list of new tensors."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, as_op(op, average), *scales, members=members)
@@ -214,7 +214,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` into the tensors themselves, which are returned. Not differentiable."""
+    """Reduce several tensors in place, as `grouped_allreduce`, and return them. Not differentiable."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
@@ -233,7 +233,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a `grouped_allreduce` into the tensors themselves; don't touch them before `synchronize`."""
+    """Start an in-place `grouped_allreduce`; do not touch the tensors before `synchronize`."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, reduction, *scales, members=members, into=tensors)
@@ -242,16 +242,16 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Starts a reduction of a sparse tensor: an allgather of its entries, which are then added up.
+    """Start a reduction of a sparse tensor: its entries are gathered and summed.
 
     Args:
-        tensor: sparse COO, of the same shape and dtype on all ranks; the number of entries may differ between them.
+        tensor: sparse COO, of the same shape and dtype on all ranks; the number of entries may differ.
         name: required.
         op: Average or Sum.
         process_set: see the module.
 
     Returns:
-        A function: it waits, and returns the coalesced sparse tensor.
+        A function that waits and returns the coalesced sparse tensor.
 
     Raises:
         ValueError: if the tensor is dense, or for another ``op``.
@@ -286,7 +286,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenates all ranks' tensors along dimension 0, in rank order. Differentiable.
+    """Concatenate the tensors of all ranks along dimension 0, in rank order. Differentiable.
 
     Args:
         tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
@@ -309,7 +309,7 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts an `allgather`; `synchronize` returns the new tensor."""
+    """Start an `allgather`; `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_allgather([tensor], name, members=members, pick=lambda gathered: gathered[0][0])
 
@@ -317,14 +317,14 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors on one device, as a list in the same order. Differentiable."""
+    """Gather several tensors on one device, as `allgather`; returns a list in the same order. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts a `grouped_allgather`; `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allgather`; `synchronize` returns the list of new tensors."""
     members = resolve(process_set)
     return start_allgather(tensors, name, members=members, pick=lambda gathered: gathered[0])
 
@@ -338,18 +338,18 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Sends one rank's tensor to all. Differentiable.
+    """Broadcast a tensor from one rank to all. Differentiable.
 
     Args:
-        tensor: of the same shape and dtype on all ranks; any dtype. Its content matters on ``root_rank`` only.
-        root_rank: counts in the world, with a ``process_set`` too.
+        tensor: of the same shape and dtype on all ranks; any dtype. Its values matter on ``root_rank`` only.
+        root_rank: a world rank, with a ``process_set`` too.
         name, process_set: see the module.
 
     Returns:
-        A new tensor with the content of ``root_rank``'s.
+        A new tensor with the values of ``root_rank``.
 
     Raises:
-        ValueError: if there is no such rank, or it is not in the process set.
+        ValueError: if ``root_rank`` does not exist, or is not in the process set.
         TensorMismatch, PeerLost: see the module.
 
     Example::
@@ -367,7 +367,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a `broadcast`; `synchronize` returns the new tensor."""
+    """Start a `broadcast`; `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=False)
 
@@ -378,7 +378,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """`broadcast` into the tensor itself, which is returned. Not differentiable."""
+    """Broadcast into the tensor itself, and return it. Not differentiable."""
     members = resolve(process_set)
     handle = start_broadcast(tensor, root_rank, name, members=members, in_place=True, soon=True)
     result: torch.Tensor = synchronize(handle)
@@ -391,7 +391,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a `broadcast` into the tensor itself; don't touch it before `synchronize`, which returns it."""
+    """Start a `broadcast` into the tensor itself; do not touch it before `synchronize`, which returns it."""
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
 
@@ -405,20 +405,21 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends rows to each rank, and receives rows from each. Differentiable.
+    """Send rows to each rank, and receive rows from each. Differentiable.
 
     Args:
         tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
-        splits: how many rows go to each rank, in rank order: int32, of shape ``[size]``. Without them all ranks are
-            sent equally many.
+        splits: the number of rows for each rank, in rank order: int32, of shape ``[size]``. Default: the same number
+        for
+            all ranks.
         name, process_set: see the module.
 
     Returns:
-        The rows received, in rank order: a tensor of shape ``[rows received, ...]``. Where ``splits`` were given, also
-        how many came from each rank: an int32 tensor on the CPU, of shape ``[size]``.
+        The rows received, in rank order: a tensor of shape ``[rows received, ...]``. If ``splits`` were given, also the
+        number of rows from each rank: an int32 tensor on the CPU, of shape ``[size]``.
 
     Raises:
-        ValueError: if the splits are not one for each rank, are negative or add up to more than the rows.
+        ValueError: unless there is one split per rank, none negative, with a sum of at most the number of rows.
         TensorMismatch, PeerLost: see the module.
 
     Example::
@@ -435,7 +436,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an `alltoall`; `synchronize` returns (rows, rows per rank)."""
+    """Start an `alltoall`; `synchronize` returns (rows, rows per rank)."""
     return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
 
@@ -451,10 +452,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduces a tensor over all ranks and leaves each with a part of its rows. Differentiable.
+    """Reduce a tensor over all ranks, and return a part of its rows to each. Differentiable.
 
     Args:
-        tensor: of shape ``[rows, ...]`` and a dtype that can be reduced.
+        tensor: of shape ``[rows, ...]`` and a reducible dtype.
         op: Average or Sum.
         name, compression, process_set, prescale_factor, postscale_factor: see the module.
 
@@ -479,7 +480,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a `reducescatter`; `synchronize` returns this rank's rows."""
+    """Start a `reducescatter`; `synchronize` returns this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(
@@ -496,7 +497,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors on one device, as a list in the same order. Differentiable."""
+    """Reduce and scatter several tensors on one device, as `reducescatter`; returns a list. Differentiable."""
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
@@ -517,7 +518,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows."""
+    """Start a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(tensors, name, as_op(op, None), *scales, members=members)
@@ -527,12 +528,12 @@ def grouped_reducescatter_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns once every rank of ``process_set`` has called it. Raises PeerLost if one is lost meanwhile."""
+    """Wait until every rank of ``process_set`` has called it. Raises PeerLost if one is lost meanwhile."""
     submission.barrier(resolve(process_set))
 
 
 def as_op(op: int | None, average: bool | None) -> Op:
-    """What both arguments say together. Raises ValueError, for other doors too."""
+    """The reduction that both arguments select. Raises ValueError; also used for other frameworks."""
     if average is not None:
         if op is not None:
             raise ValueError("op and average were both given: pass op alone")

@@ -1,4 +1,4 @@
-"""What a loader is asked for: checked before anything is loaded."""
+"""Arguments of a loader, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OPTIONS = {
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples come one after the other, and can't be asked for by an index."""
+    """Whether samples are read in sequence, and can't be indexed."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 class Seeds(Enum):
-    """What is loaded under a seed of its own."""
+    """What is loaded under its own seed."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"
@@ -72,11 +72,11 @@ class LoaderArguments:
 
     @property
     def ready(self) -> bool:
-        """Whether what is dealt are batches already."""
+        """Whether the samples of the dataset are already batches."""
         return self.batch_size is None or self.batch_sampler is not None
 
     def dealing(self, size: int) -> Dealing:
-        """How steps are dealt in a world of ``size``."""
+        """How steps are divided in a world of ``size``."""
         if self.global_batch_size is not None:
             return Dealing(self.shards or size, self.global_batch_size, self.drop_last)
         each = 1 if self.ready or self.batch_size is None else self.batch_size

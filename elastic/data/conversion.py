@@ -1,4 +1,4 @@
-"""Loaders that were made for a fixed number of ranks, or for none, as loaders of the job."""
+"""Convert loaders for a fixed number of ranks, or for one process, to loaders of the job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from elastic.errors import Invalid
 
 
 def from_torch(loader: Any, **changes: Any) -> DataLoader:
-    """A loader of the same dataset, batches, order and loader workers as a ``torch.utils.data.DataLoader`` or a
-    ``torchdata.stateful_dataloader.StatefulDataLoader``; ``changes`` go before what ``loader`` has.
+    """Create a loader with the dataset, batches, order and loader workers of a ``torch.utils.data.DataLoader`` or a
+    ``torchdata.stateful_dataloader.StatefulDataLoader``; ``changes`` override its arguments.
 
-    A ``DistributedSampler`` or an ``ElasticSampler`` becomes its shuffle and seed, ``RandomSampler`` and
-    ``SequentialSampler`` likewise; other samplers are asked for their order in every epoch. Nothing is taken over of
-    where ``loader`` is. Raises Invalid.
+    A ``DistributedSampler`` or an ``ElasticSampler`` is converted to its shuffle and seed, ``RandomSampler`` and
+    ``SequentialSampler`` likewise; other samplers are iterated for their order in every epoch. The position of
+    ``loader``
+    is not taken over. Raises Invalid.
     """
     if not isinstance(loader, torch_data.DataLoader):
         raise Invalid(

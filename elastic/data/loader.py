@@ -1,4 +1,4 @@
-"""A DataLoader whose position belongs to the job: each sample counts once per epoch in what is committed. Acts.
+"""A DataLoader whose position belongs to the job: each sample counts once per epoch in the commits. Acts.
 
 torch's own DataLoader does the loading. What is added here: which samples a batch has is dealt from the job's position
 (see `positions`), and how far that has come is counted where batches are handed out and optimizers step (see
@@ -31,21 +31,21 @@ World = tuple[int, int, int]  # rank, size, generation
 
 
 class GivenShards(Protocol):
-    """What a loader asks of `elastic.Shards`."""
+    """The part of `elastic.Shards` that a loader uses."""
 
     count: int
     exact: bool
 
     @property
     def held(self) -> Sequence[int]:
-        """This rank's in the present world, ascending."""
+        """The shards of this rank in the present world, ascending."""
 
 
 loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # of this process
 
 
 class DataLoader:
-    """Hands out this rank's batches of an epoch, from the job's position on. Make it a part of the state.
+    """Iterate over this rank's batches of an epoch, from the job's position on. Put the loader in the state.
 
     ``loader = elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then
     ``TorchState(model=..., optimizer=..., loader=loader)``. ``dataset`` is map-style (with ``__len__`` and
@@ -137,12 +137,12 @@ class DataLoader:
 
     @property
     def position(self) -> Position:
-        """Epoch, and how many of its samples all ranks together have been handed."""
+        """Epoch, and the number of its samples that all ranks together have received."""
         return self._progress.position
 
     @property
     def shards(self) -> GivenShards | None:
-        """Those that its steps are cut into."""
+        """The shards that its steps are divided into."""
         return self._shards
 
     @property
@@ -152,7 +152,7 @@ class DataLoader:
 
     @property
     def ahead(self) -> int:
-        """Batches that whoever iterates has taken beyond the one that it trains on."""
+        """Number of batches that the loop has fetched beyond the current one."""
         return self._progress.ahead
 
     @ahead.setter
@@ -160,7 +160,7 @@ class DataLoader:
         self._progress.ahead = operator.index(batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch. The present one just goes on: call it before each epoch, as of a ``DistributedSampler``."""
+        """Start an epoch. The present one continues: call it before each epoch, as with a ``DistributedSampler``."""
         wanted = operator.index(epoch)
         if wanted < 0:
             raise Invalid(f"epoch is {epoch}: pass a number of 0 or more")
@@ -168,21 +168,21 @@ class DataLoader:
             self._go_to(Position(wanted, 0))
 
     def settle(self) -> None:
-        """All that was handed out counts as trained on, though no optimizer has stepped since."""
+        """Count all batches that were handed out as trained on, even without an optimizer step."""
         self._look_for_steps()
         self._progress.settle()
 
     def __len__(self) -> int:
-        """Steps of a whole epoch in the present world, wherever the position is. TypeError: a stream has none."""
+        """Number of steps of a whole epoch in the present world. Raises TypeError for a stream."""
         return self._dealing().steps(self._length())
 
     @property
     def remaining(self) -> int:
-        """Steps that are left of the present epoch in the present world. TypeError: a stream doesn't know."""
+        """Number of steps left in the present epoch in the present world. Raises TypeError for a stream."""
         return self._dealing().steps(max(0, self._length() - self.position.consumed))
 
     def __iter__(self) -> Iterator[Any]:
-        """From the job's position on. An older iteration can't go on after that."""
+        """Iterate from the job's position on. An older iteration can't continue after that."""
         _check_joined()
         self._look_for_steps()
         self._passes += 1
@@ -192,12 +192,12 @@ class DataLoader:
     # ---- what a state calls ----------------------------------------------------------------------
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """It is part of a state, with these parameters; ``stepped``: and with an optimizer that trains them."""
+        """Mark it as part of a state, with these parameters; ``stepped``: and with an optimizer that trains them."""
         self._in_state = True
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
     def layout(self) -> str:
-        """What must agree on all ranks, and with a checkpoint."""
+        """The lines that must agree on all ranks, and with a checkpoint."""
         arguments, length = self.arguments, self._source.length(self.epoch)
         by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler
         order = "shuffled" if arguments.shuffle else "in order"
@@ -216,17 +216,17 @@ class DataLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a commit has: four values, whatever the dataset."""
+        """The values of a commit: four, for any dataset."""
         return self._progress.state_dict(before_steps=self._look_for_steps())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a committed position."""
+        """Restore a committed position."""
         self._leave()
         self._progress.load_state_dict(state)
         self._handed = []  # what was not committed is trained again, by whomever
 
     def reset(self) -> bool:
-        """The world has changed: goes back to what is trained, and deals the rest anew.
+        """Return to the trained position after a change of the world, and divide the remaining samples again.
 
         Whether batches were handed out that are dealt again: gradients of theirs must not count.
         """
@@ -237,7 +237,7 @@ class DataLoader:
         return again
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """In tests (ELASTIC_DIGESTS=1): epochs and the ids that count in this commit, and did not in one before."""
+        """For tests (ELASTIC_DIGESTS=1): epochs and the ids that this commit counts and earlier ones did not."""
         upto = self._progress.committed(before_steps=self._look_for_steps())
         done: dict[int, list[int]] = {}
         for _, epoch, samples in (each for each in self._handed if each[0] <= upto):
@@ -279,13 +279,13 @@ class DataLoader:
         self._progress.go_to(position)
 
     def _leave(self) -> None:
-        """The position is set: an iteration goes on from there."""
+        """Reset iterations after the position was set."""
         self._moves += 1
         self._handed_some = False
         self._gradients.count()
 
     def _begin(self, world: World) -> Iterator[Loaded]:
-        """Deals the rest of the epoch to the present world, and begins to load this rank's."""
+        """Divide the rest of the epoch among the present world, and start to load this rank's part."""
         progress = self._progress
         self._dealt = dealing = self.arguments.dealing(world[1])
         if not self._in_state:
@@ -316,12 +316,12 @@ class DataLoader:
         self._handed_some = True
 
     def _finish(self) -> None:
-        """A pass came to the end of the epoch."""
+        """Handle the end of the epoch."""
         self._progress.finish()
         self._handed_some = self.ahead > 0  # those are still trained on
 
     def _hand_out(self, step: range, part: int) -> None:
-        """This batch is the one in hand."""
+        """Make this batch the current one."""
         dealing = self._dealt
         self.weight = 0.0 if part == NOBODY else dealing.weight(step, part)
         self.shard = part
@@ -334,7 +334,7 @@ class DataLoader:
             self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
 
     def _next_of(self, number: int) -> World:
-        """Before each batch. Returns the present world. Raises Invalid if this pass can't go on."""
+        """Check before each batch. Returns the present world. Raises Invalid if this pass can't continue."""
         if number != self._passes:
             raise Invalid(
                 "a second iteration of this loader started, and a loader has only one position, so the older"
@@ -385,7 +385,7 @@ class LoaderIterator(Iterator[Any]):
 
 
 class StepShards(Iterator[Any]):
-    """This rank's shards of one step: a batch for each, loaded when it is asked for. To be iterated over to its end.
+    """This rank's shards of one step: one batch per shard, loaded on demand. Iterate to its end.
 
     ``held``: their numbers. A rank that has none gets one of these all the same, which is empty.
     """
@@ -405,7 +405,7 @@ class StepShards(Iterator[Any]):
 
     @property
     def shards(self) -> GivenShards | None:
-        """Those that the step is cut into; None: into a number of them."""
+        """The shards that the step is divided into; None: into a number of shards."""
         return self._loader.shards
 
     @property
@@ -428,7 +428,7 @@ class StepShards(Iterator[Any]):
         return batch
 
     def take(self) -> tuple[Any, bool]:
-        """The next batch, and whether loading it has left this process's generators anywhere: seed them then."""
+        """The next batch, and whether loading it has changed this process's generators: seed them then."""
         seeded = self._loader._source.seeded
         if seeded is None or self._loader.num_workers > 0:
             return next(self), False

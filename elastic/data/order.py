@@ -1,4 +1,4 @@
-"""The one order of an epoch's samples: the same in every process, whatever the world."""
+"""The order of an epoch's samples: the same in every process and world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from elastic.errors import Invalid
 
 
 def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """int64 [length], a permutation; that of ``torch.utils.data.DistributedSampler`` with this seed and epoch."""
+    """A permutation, int64 of shape ``[length]``: that of ``torch.utils.data.DistributedSampler`` with this seed and
+    epoch.
+    """
     generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
     return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu")
 
@@ -26,7 +28,7 @@ def sequential(length: int) -> torch.Tensor:
 
 
 class EpochOrder:
-    """Keeps the order of the present epoch, because every recovery needs it again."""
+    """Cache of the present epoch's order, since every recovery needs it again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
         self._draw = draw  # (length, epoch): the order, which slices
@@ -34,7 +36,7 @@ class EpochOrder:
         self._order: Any = None
 
     def of(self, length: int, epoch: int) -> Any:
-        """An array int64 [length], or a list of what a sampler has drawn."""
+        """An int64 array of shape ``[length]``, or a list of the values that a sampler has drawn."""
         if self._of != (length, epoch):
             self._order, self._of = self._draw(length, epoch), (length, epoch)
         return self._order
@@ -51,8 +53,9 @@ def permutation(shuffle: bool, seed: int) -> EpochOrder:
 
 
 def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
-    """Whatever a sampler draws under a seed of the epoch's: indices, or lists of them. Raises Invalid where it draws
-    something else each time, because no two ranks would agree then.
+    """Draw from a sampler under a seed of the epoch: indices, or lists of them. Raises Invalid if it draws other values
+    each
+    time, since no two ranks would agree.
     """
 
     def draw(length: int, epoch: int) -> Sequence[Any]:
@@ -73,7 +76,7 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """This process's generators of torch (CPU), random and numpy begin at ``seed``, and are put back afterwards."""
+    """Seed this process's generators of torch (CPU), random and numpy, and restore them afterwards."""
     with kept():
         plant(seed)
         yield
@@ -81,7 +84,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """These generators are put back afterwards."""
+    """Restore these generators afterwards."""
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -94,7 +97,7 @@ def kept() -> Iterator[None]:
 
 
 def plant(seed: int) -> None:
-    """Seeds this process's generators of torch (CPU), random and numpy."""
+    """Seed this process's generators of torch (CPU), random and numpy."""
     # torch.manual_seed() would also seed the GPUs, which no sample is loaded on.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

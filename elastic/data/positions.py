@@ -1,16 +1,17 @@
-"""Which samples a step has, and which of them each rank or shard. Pure: a function of the job's position.
+"""Assignment of samples to steps, and to ranks or shards. Pure: a function of the job's position.
 
 An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. So a position is
 two numbers, however many ranks there are and whatever they have prefetched. A step takes the next samples of the order;
-they are cut into as many parts as there are ranks (or shards): consecutive, in the order of the parts, of sizes that
-differ by at most one. What is left when the world changes is dealt to the new world by the same rule.
+they are divided into as many parts as there are ranks (or shards): consecutive, in the order of the parts, of sizes
+that
+differ by at most one. After a change of the world the same rule applies to the remaining samples.
 
     Dealing(parts=3, batch=6), 20 samples:   | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18 . 19 |
                                                part 0 . 1 . 2                        (two sizes differ by at most one)
 
-No sample is repeated to fill a step. Where a whole step would leave less than one sample for each part, the last two
-steps share what there is. So a part is empty only where a step has fewer samples than parts: the epoch has fewer left
-than that, or a part's share of a step is one sample.
+No sample is repeated to fill a step. If a whole step would leave less than one sample for each part, the last two
+steps share the remaining samples. So a part is empty only if a step has fewer samples than parts: the epoch has fewer
+left, or a part's share of a step is one sample.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elastic.errors import Invalid
 
 
 class Position(NamedTuple):
-    """How far the job has come: ``consumed`` samples of the order of ``epoch``, by all ranks together."""
+    """Position of the job: ``consumed`` samples of the order of ``epoch``, by all ranks together."""
 
     epoch: int = 0
     consumed: int = 0
@@ -33,7 +34,7 @@ class Position(NamedTuple):
 class Dealing:
     """Steps of ``batch`` samples for all ``parts`` together: ranks of a world, or shards. Raises Invalid.
 
-    With ``drop_last`` an epoch ends where less than a whole step is left.
+    With ``drop_last`` an epoch ends if less than a whole step is left.
     """
 
     parts: int
@@ -48,11 +49,11 @@ class Dealing:
 
     @property
     def reach(self) -> int:
-        """`size` asks for no more of what is left: for a stream, this many samples have to be read ahead."""
+        """Number of samples to read ahead in a stream: `size` needs no more of the remainder."""
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
-        """How many samples the next step takes, of ``left`` in the epoch. 0: the epoch is over."""
+        """Number of samples in the next step, of ``left`` in the epoch. 0: the epoch is over."""
         if left < self.batch and self.drop_last:
             return 0
         if self.drop_last or not self.batch < left < self.reach or self.batch < 2 * self.parts:
@@ -60,23 +61,23 @@ class Dealing:
         return left - left // 2
 
     def steps(self, left: int) -> int:
-        """How many steps an epoch with ``left`` samples still has."""
+        """Number of steps in an epoch with ``left`` samples."""
         return left // self.batch if self.drop_last else -(-left // self.batch)
 
     def step(self, consumed: int, length: int) -> range:
-        """Places in the epoch's order of the samples of the next step. Empty: the epoch is over."""
+        """Places of the next step's samples in the epoch's order. Empty: the epoch is over."""
         return range(consumed, consumed + self.size(max(0, length - consumed)))
 
     def part(self, step: range, number: int) -> range:
-        """Those of rank or shard ``number``. Empty only if the step has fewer samples than there are parts."""
+        """Places of rank or shard ``number``. Empty only if the step has fewer samples than there are parts."""
         size, larger = divmod(len(step), self.parts)
         start = number * size + min(number, larger)
         return step[start : start + size + (number < larger)]
 
     def weight(self, step: range, number: int) -> float:
-        """What a mean over the part is multiplied by, so that the mean over parts is the mean over the step.
+        """Factor for a mean over the part, so that the mean over parts is the mean over the step.
 
-        1.0 where all parts are equal, 0.0 for an empty one.
+        1.0 if all parts are equal, 0.0 for an empty one.
         """
         if len(step) % self.parts == 0:
             return 1.0

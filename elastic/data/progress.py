@@ -1,12 +1,12 @@
-"""How far a loader is, and what of that a commit may count. Pure.
+"""Progress of a loader, and the part of it that a commit counts. Pure.
 
-A batch is handed out, then trained on; loader workers have fetched others by then, which count for nothing here. Where
-an optimizer steps between batches, its steps say what has been trained: a commit that is made before the step, or in
-the middle of an accumulation of gradients, has the position of the last step, and the batches since are dealt again.
-Where no optimizer ever steps, as in an evaluation, what was handed out counts.
+A batch is handed out, then trained on; batches that loader workers have prefetched do not count. If an optimizer steps
+between batches, its steps define what has been trained: a commit before the step, or in the middle of a gradient
+accumulation, has the position of the last step, and the batches since then are handed out again. If no optimizer ever
+steps, as in an evaluation, every batch that was handed out counts.
 
     handed out      | b0 | b1 | b2 | b3 |
-    optimizer steps           ^              a commit here has the position after b1: b2 and b3 are dealt again
+    optimizer steps           ^              a commit here has the position after b1: b2 and b3 are handed out again
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.errors import Invalid
 
 
 class DataProgress:
-    """Of one loader. ``ahead``: batches that whoever iterates has taken before it trains on the one in hand."""
+    """Progress of one loader. ``ahead``: batches that the loop has fetched before it trains on the current one."""
 
     def __init__(self) -> None:
         self.position = Position()  # of the next batch
@@ -31,11 +31,11 @@ class DataProgress:
 
     @property
     def reached(self) -> Position:
-        """After the last batch that is being trained on."""
+        """Position after the last batch that is being trained on."""
         return self._handed[0]
 
     def begin(self, length: int | None) -> Position:
-        """An iteration begins, where the one before it was left. Raises Invalid if the dataset has changed."""
+        """Start an iteration where the previous one stopped. Raises Invalid if the dataset has changed."""
         if self.position.consumed and self.length is not None and length != self.length:
             raise Invalid(
                 f"the dataset has {length} samples, but had {self.length} when epoch {self.position.epoch} started,"
@@ -49,17 +49,17 @@ class DataProgress:
         return self.position
 
     def hand(self, consumed: int) -> None:
-        """A batch is handed out, after which so many samples of the epoch are."""
+        """Record that a batch was handed out, and ``consumed`` samples of the epoch with it."""
         self.position = Position(self.position.epoch, consumed)
         self._handed.append(self.position)
 
     def stepped(self) -> None:
-        """An optimizer has stepped since the last batch was handed out."""
+        """Record that an optimizer has stepped since the last batch was handed out."""
         self.by_steps = True
         self._trained = self.reached
 
     def finish(self) -> None:
-        """Whoever iterates has asked for a batch after the last one: the epoch is over, and the next one begins."""
+        """Record that a batch was requested after the last one: the epoch is over, and the next one starts."""
         last = self.reached
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None
@@ -70,23 +70,23 @@ class DataProgress:
             self.settle()
 
     def settle(self) -> None:
-        """All that was handed out is trained on."""
+        """Count all batches that were handed out as trained on."""
         self._trained = self.position
         self._handed = deque([self.position], maxlen=self.ahead + 1)
 
     def committed(self, *, before_steps: bool = False) -> Position:
-        """What a commit at this moment has. ``before_steps``: an optimizer is going to step, for the first time."""
+        """Position for a commit now. ``before_steps``: an optimizer is going to step, for the first time."""
         return self._trained if self.by_steps or before_steps else self.reached
 
     def go_to(self, position: Position, length: int | None = None) -> None:
-        """From here on, all before this position is consumed, and nothing after it."""
+        """Set the position: all samples before it are consumed, and none after it."""
         if position != self.position or length is not None:
             self.length = length
         self.position = position
         self.settle()
 
     def state_dict(self, *, before_steps: bool = False) -> dict[str, Any]:
-        """Of a commit: numbers, whatever the dataset's size."""
+        """The numbers of a commit, of constant size."""
         position = self.committed(before_steps=before_steps)
         return {
             "epoch": position.epoch,

@@ -1,8 +1,8 @@
-"""Deals the samples of an epoch to the workers of the world, and what is left of them when the world changes.
+"""Divide the samples of an epoch among the workers of the world, and again when the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
-order, one for each rank. So whatever all workers have finished is always a prefix of the order, and one number says how
-long it is: it needs no word from a rank that died.
+order, one per rank. So the samples that all workers have finished are always a prefix of the order, and its length is a
+single number that needs no message from a rank that died.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from elastic.runtime import lifecycle
 
 
 class ElasticSampler(Sampler[int]):
-    """Each sample counts once per epoch in the committed history, but for repeats that fill the last round: a sampler
-    can't know batches. `elastic.data.DataLoader` needs no repeats, and no ``record_batch``.
+    """A sampler that counts each sample once per epoch in the committed history, except repeats that fill the last
+    round.
+    `elastic.data.DataLoader` needs no repeats, and no ``record_batch``.
 
-    Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and make
-    the sampler a part of the state. ``dataset`` needs a length of at least 1. Raises Invalid.
+    Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and put
+    the
+    sampler in the state. ``dataset`` needs a length of at least 1. Raises Invalid.
 
     Attributes, as in Horovod: ``dataset``, ``shuffle``, ``seed``, ``epoch``, ``num_replicas``, ``rank``,
-    ``remaining_indices`` (what nobody has finished, in order), ``num_samples`` (of this rank, repeats included),
-    ``total_size`` (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
+    ``remaining_indices`` (unfinished samples, in order), ``num_samples`` (of this rank, repeats included),
+    ``total_size``
+    (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
 
     Example::
 
@@ -70,15 +73,17 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch: its own order, and no progress. At the start of a loop it would undo a restored progress."""
+        """Start an epoch, with its own order and no progress. At the start of a loop it would discard restored
+        progress.
+        """
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has finished a batch of ``batch_size`` samples of its own. Raises Invalid.
+        """Record that every rank has finished a batch of ``batch_size`` samples of its own. Raises Invalid.
 
-        The last batch of a partition may be smaller than the loader's batch size; either may be given.
+        The last batch of a partition may be smaller than the loader's batch size; pass either.
         """
         size = operator.index(batch_size)
         if size <= 0:
@@ -91,7 +96,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num = min(self.processed_num + size * self.num_replicas, len(self.dataset))
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """In tests (ELASTIC_DIGESTS=1): epochs and the ids that this rank has finished since this was called last."""
+        """For tests (ELASTIC_DIGESTS=1): epochs and the ids that this rank has finished since the last call."""
         trained, self._trained = self._trained, {}
         return sorted(trained.items())
 
@@ -99,14 +104,14 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over epoch and progress, and deals out what is left in the present world."""
+        """Restore epoch and progress, and divide the remaining samples among the present world."""
         self.epoch = state_dict["epoch"]
         self.processed_num = min(state_dict["processed_num"], len(self.dataset))
         self._trained = {}  # what was not committed is trained again, by whomever
         self.reset()
 
     def reset(self) -> None:
-        """Deals out what is left among the workers of the present world."""
+        """Divide the remaining samples among the workers of the present world."""
         self._dealt_to = rank, size, _ = present_world()
         self.rank, self.num_replicas = rank, size
         self._start = self.processed_num
@@ -124,7 +129,7 @@ class ElasticSampler(Sampler[int]):
         return iter(self._indices())
 
     def _indices(self) -> list[int]:
-        """This rank's, in order, from the start of the present partition."""
+        """This rank's indices, in order, from the start of the present partition."""
         rounds = torch.arange(self.num_samples, dtype=torch.int64, device="cpu")
         positions = self._start + rounds * self.num_replicas + self.rank
         # The last round is filled from the start of the epoch's order, as often as it takes.

@@ -1,4 +1,4 @@
-"""Samples that lie in many files, as one dataset that is read a file at a time."""
+"""A dataset of samples in many files, read one file at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from elastic.errors import Invalid
 
 
 class ShardedFiles(Dataset[Any]):
-    """Map-style: sample ``i`` of the files one after the other, as ``read(file)`` gives them.
+    """Map-style dataset: sample ``i`` of the concatenated files, as ``read(file)`` returns them.
 
-    ``read`` returns what can be indexed (a memory map, a Parquet row group, an array), or an iterable, which is read
-    forward from its beginning. ``lengths``: samples of each file; without it every file is read once to count them. A
-    loader that shuffles draws an order of the files, and one of the samples in each: over the whole file where it can
-    be indexed, none where it is read forward. Each process keeps one file open. Raises Invalid.
+    ``read`` returns an indexable object (a memory map, a Parquet row group, an array), or an iterable, which is read
+    forward from its start. ``lengths``: samples of each file; without it every file is read once to count them. A
+    loader
+    that shuffles draws an order of the files, and one of the samples in each: over the whole file if it can be indexed,
+    none if it is read forward. Each process keeps one file open. Raises Invalid.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class ShardedFiles(Dataset[Any]):
 
     @property
     def indexed(self) -> bool:
-        """Whether samples of a file can be asked for in any order."""
+        """Whether samples of a file can be read in any order."""
         if self._indexed is None:
             self._indexed = hasattr(self._opened(0), "__getitem__")
         return self._indexed
 
     def epoch_order(self, seed: int, epoch: int) -> Any:
-        """An array int64 [samples]: one file after the other. A loader with ``shuffle`` takes it for its order."""
+        """An int64 array of shape ``[samples]``, file by file: the order for a loader with ``shuffle``."""
         pieces = []
         for number in shuffled(len(self.files), seed, epoch).tolist():
             length = self.lengths[number]
@@ -89,7 +90,7 @@ class ShardedFiles(Dataset[Any]):
             return self._read(self.files[number])
 
     def _forward(self, number: int, place: int) -> Iterator[Any]:
-        """What a file has from ``place`` on."""
+        """The samples of a file from ``place`` on."""
         _, samples, following = self._file(number, place)
         if place > following:
             with kept():
@@ -97,7 +98,7 @@ class ShardedFiles(Dataset[Any]):
         return iter(samples)
 
     def _file(self, number: int, place: int) -> tuple[int, Any, int]:
-        """The open file, opened anew where another one was, or where it was read beyond ``place``."""
+        """The open file, reopened if another one was open or it was read beyond ``place``."""
         if self._open is None or self._open[0] != number or self._open[2] > place:
             samples = self._opened(number)
             self._open = (number, samples if self.indexed else iter(samples), 0)

@@ -1,4 +1,4 @@
-"""`Shards`: the global batch of a run as a fixed number of micro-batches, whatever the size of the world.
+"""`Shards`: the global batch of a run as a fixed number of micro-batches, for any size of the world.
 
 A step computes every shard once. A rank computes those that `assignment` gives it in the present world, in ascending
 order, and everything that is random in a shard belongs to (seed, step, shard). Who sums up gradients, or keeps buffers,
@@ -34,7 +34,7 @@ METRICS = "means over shards"  # the group that they travel on
 
 
 class Shards:
-    """The global batch of a step is ``count`` micro-batches, the shards; every world computes all of them.
+    """The global batch of a step as ``count`` micro-batches, the shards; every world computes all of them.
 
         shards = elastic.Shards(8, seed=1)
         optimizer = elastic.DistributedOptimizer(optimizer, model.named_parameters(), shards=shards)
@@ -83,14 +83,15 @@ class Shards:
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of this rank's shards, for one step. What is between two of them belongs to the first one."""
+        """The numbers of this rank's shards, for one step. Code between two of them belongs to the first."""
         for shard in self.begin_step():
             self.begin_shard(shard)
             yield shard
         self.end_step()
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """One step over this rank's micro-batches, in the order of its shards; takes no more of ``batches`` than that.
+        """Iterate over this rank's micro-batches of one step, in the order of its shards; takes no more of ``batches``
+        than that.
 
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or anything that has a micro-batch for
         each of `held`. Raises Invalid where there are too few, and for what can't be meant.
@@ -119,7 +120,7 @@ class Shards:
         return step.held[step.rank]
 
     def looping(self) -> bool:
-        """Whether a script is within the loop over a step's shards, in the present world."""
+        """Whether the script is within the loop over a step's shards, in the present world."""
         runtime = lifecycle.active()
         if self._present is None or self._begun_with is None or runtime is None:
             return False
@@ -127,11 +128,11 @@ class Shards:
 
     @property
     def present(self) -> ShardStep | None:
-        """The step that is under way: its loop has begun and is not over."""
+        """The step in progress: its loop has started and not ended."""
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
-        """For loaders with a loop of their own: `begin_shard` for each of these follows, then `end_step`."""
+        """Start a step in loaders with their own loop: `begin_shard` for each of these follows, then `end_step`."""
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
             raise Invalid(
@@ -152,7 +153,7 @@ class Shards:
         return step.held[step.rank]
 
     def begin_shard(self, shard: int) -> None:
-        """What follows, until the next shard or the end of the step, is this shard's. Sets the random generators."""
+        """Start a shard, which lasts until the next one or the end of the step. Sets the random generators."""
         step = self._under_way()
         own = step.merges
         if self._done == len(own) or own[self._done].shard != shard:
@@ -167,7 +168,7 @@ class Shards:
             listener.shard_begins(own[self._done - 1], self._done == len(own))
 
     def end_step(self) -> None:
-        """Waits until gradients and buffers are those of the whole step, on every rank. Raises PeerLost."""
+        """Wait until gradients and buffers are those of the whole step, on every rank. Raises PeerLost."""
         step = self._under_way()
         if self._done < len(step.merges):
             raise Invalid(f"step {step.number} ends before {len(step.merges) - self._done} shards")
@@ -184,7 +185,7 @@ class Shards:
         self._between_steps()
 
     def abandon(self) -> None:
-        """Forget the step that is under way. The next loop begins it again."""
+        """Discard the step in progress. The next loop starts it again."""
         if self._present is not None:
             self._present = None
             for listener in self._all():
@@ -210,7 +211,7 @@ class Shards:
         return self._present
 
     def _check_threads(self) -> None:
-        """The one setting that scripts change in the middle, and that costs nothing to look at."""
+        """Check the number of threads, the only setting that scripts change during a run and that is cheap to check."""
         threads = torch.get_num_threads()
         if self._thread_count is None or not self.exact:
             self._thread_count = threads
@@ -228,11 +229,11 @@ class Shards:
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """The mean over all shards of one number for each, as a loss; equal bits in every world. See `means`."""
+        """The mean over all shards of one number each, such as a loss; bitwise equal in every world. See `means`."""
         return self.means(value=values)["value"]
 
     def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
-        """The same of several numbers, sent in one message: ``shards.means(loss=losses, right=hits)["right"]``.
+        """The means of several numbers, sent in one message: ``shards.means(loss=losses, right=hits)["right"]``.
 
         Each of ``named``: the numbers of this rank's shards, in their order; an empty list on a spare. Every rank calls
         it with the same names, after the loop over the step's shards. Added up in float64, along the tree. Raises
@@ -283,18 +284,20 @@ class Shards:
     def listen(
         self, listener: StepListener, *, trains: torch.optim.Optimizer | None = None
     ) -> None:
-        """Tell it of every step from now on, as long as it lives. ``trains``: whose gradients it adds up."""
+        """Notify the listener of every step from now on, while it exists. ``trains``: the optimizer whose gradients it
+        sums.
+        """
         self._listeners.append(weakref.ref(listener))
         if trains is not None:
             self._served.add(trains)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Whose gradients are added up over these shards."""
+        """The optimizers whose gradients are summed over these shards."""
         return list(self._served)
 
     def check_workers(self, least: int) -> None:
-        """Raises Invalid where a world never has fewer workers, and some of them would never compute anything."""
+        """Raise Invalid if a world always has so many workers that some of them would compute nothing."""
         if self.count < least:
             raise Invalid(
                 f"{self.count} shards are fewer than --min-np {least}, so some workers would compute nothing: use"
@@ -335,7 +338,7 @@ class Shards:
         return found if self._keeper is None else [self._keeper, *found]
 
     def turn_of(self, listener: StepListener) -> list[StepListener]:
-        """Those that are told before it: what all send goes in this order on every rank."""
+        """The listeners that are notified before it: all ranks send in this order."""
         found = self._all()
         return found[: found.index(listener)]
 
@@ -371,17 +374,17 @@ class Shards:
 
     @property
     def layout(self) -> list[str]:
-        """What must be the same on every rank."""
+        """The lines that must agree on all ranks."""
         kind = "exact" if self.exact else "in the order of ranks"
         return [f"shards {self.count} seed {self.seed} {kind}"]
 
     @property
     def arithmetic(self) -> list[str]:
-        """How this process computes, where all have to compute alike; see `elastic.exact.probe`."""
+        """The arithmetic of this process, which must be the same on all ranks; see `elastic.exact.probe`."""
         return probe.lines() if self.exact else []
 
     def computes_differently(self, differs: str) -> None:
-        """Ranks do, and were let in. Says from which step on the run is no longer exact."""
+        """Record that ranks with different arithmetic were admitted, and log the first step that is not exact."""
         if self.inexact_since is None:
             self.inexact_since = self.step
         log.warning(
@@ -414,7 +417,7 @@ class Shards:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Goes to the step that was saved. Raises StateMismatch if the run was cut into other shards."""
+        """Restore the saved step. Raises StateMismatch if the run was divided into other shards."""
         for name in ("count", "seed", "exact"):
             own = getattr(self, name)
             if saved[name] != own:
@@ -454,7 +457,10 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
 
 
 def _why_no_collective() -> str:
-    """Ranks have other numbers of shards, so each would call it another number of times."""
+    """Why no collective is possible: ranks have different numbers of shards, so each would call it a different number
+    of
+    times.
+    """
     for shards in _all:
         if shards.looping():
             return (

@@ -60,17 +60,20 @@ def launch(
     executable: str | None = None,
     on_report: Callable[[Report], object] | None = None,
 ) -> list[Any]:
-    """Calls ``func(*args, **kwargs)`` on every worker; returns the values by rank of the last world.
+    """Call ``func(*args, **kwargs)`` on every worker; return the values by rank of the last world.
 
-    The arguments are those of ``elasticrun`` (``begin_from`` is ``--from``), seconds where they are times; giving
-    ``min_np``, ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
-    cloudpickle; to hosts that do not share this one's TMPDIR up to 512 KiB of it are sent, over the job's own
-    connections. ``env`` replaces the environment that workers inherit (default: this process's).
-    ``on_report`` is called here with a `Report` for each `elastic.report` of a worker, one after the other; it holds up
-    the driver for as long as it takes. If it raises, that is said once in the log, and the job goes on.
+    The arguments are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds; ``min_np``,
+    ``max_np``
+    or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do not share
+    this
+    one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces the environment that
+    workers
+    inherit (default: this process's). ``on_report`` is called here with a `Report` for each `elastic.report` of a
+    worker,
+    one at a time, and blocks the driver meanwhile. If it raises, this is logged once, and the job continues.
 
-    Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed when
-    the job does not succeed; the workers' output has been forwarded by then.
+    Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed if the job fails; the
+    workers' output has been forwarded by then.
 
     Example::
 
@@ -110,7 +113,7 @@ def launch(
 
 
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
-    """By rank. Raises JobFailed where one is missing: the others' must not move to its place."""
+    """The values by rank. Raises JobFailed if one is missing, since the others must not change places."""
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
@@ -122,7 +125,7 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
 
 
 def run_apart(work: Callable[[], Any]) -> Any:
-    """In this thread; in one of its own where an event loop runs here already (a notebook)."""
+    """Run ``work`` in this thread, or in another one if an event loop runs here already (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""What a worker of ``elastic.launch`` runs: ``python -m elastic.launcher.run_function FILE``.
+"""Program of the workers of ``elastic.launch``: ``python -m elastic.launcher.run_function FILE``.
 
-The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since on other machines it may be
-anywhere. It was written by the process that launches this one, for its eyes only. A machine that does not share that
-folder has the same bytes in its environment, if they are not too many: with it they came over the authenticated
-connections, as text that neither driver nor agent opens. The value goes back as bytes that the driver does not open.
+The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since its path may differ on other
+machines. The launching process wrote it, readable only by its user. A machine that does not share that folder has the
+same bytes in its environment, up to a limit: they were sent over the authenticated connections, as text that neither
+driver nor agent decodes. The value is returned as bytes that the driver does not decode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def carried(call: bytes) -> dict[str, str]:
 
 
 def _taken(environ: MutableMapping[str, str]) -> bytes:
-    """What ``carried`` has made. Children of this process inherit none of it."""
+    """Take the bytes of ``carried`` out of the environment, so that children do not inherit them."""
     parts: list[str] = []
     while (part := environ.pop(f"{CARRIED}{len(parts)}", None)) is not None:
         parts.append(part)
@@ -61,7 +61,7 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
 
 
 def main(path: str = "") -> None:
-    """Raises Invalid where nothing says which file it is."""
+    """Raises Invalid if no file is given."""
     from elastic.runtime import lifecycle
 
     function, args, kwargs = cloudpickle.loads(_call(path, os.environ))

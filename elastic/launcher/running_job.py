@@ -1,4 +1,4 @@
-"""`Job`: a running job, steered from Python as by ``elasticrun status``, ``scale``, ``drain`` and their like."""
+"""`Job`: control a running job from Python, as with ``elasticrun status``, ``scale``, ``drain`` and similar."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from elastic.errors import RequestRefused
 
 
 class Job:
-    """One that runs: on this machine by its name or the process of its driver, or the only one; through etcd by
-    ``etcd``, ``name`` and ``secret_file``, as the flags of ``elasticrun status`` have them; with ``ray`` a detached job
-    of the Ray cluster by its name.
+    """A running job: on this machine by name or driver process, or the only one; through etcd by ``etcd``, ``name`` and
+    ``secret_file``, as with the flags of ``elasticrun status``; with ``ray`` a detached job of the Ray cluster by name.
 
-    Nothing is kept open between calls. They raise Invalid where there is no such job, RequestRefused (an ElasticError)
-    with the reason where the job says no, and another ElasticError where its driver can't be asked. Each returns within
-    half a minute.
+    No connection is kept open between calls. They raise Invalid if the job does not exist, RequestRefused (an
+    ElasticError)
+    with the reason if the job refuses, and another ElasticError if its driver can't be reached. Each returns within
+    half a
+    minute.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Job:
         ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
-        """``flags``: further ones of ``elasticrun status``, as for TLS."""
+        """``flags``: further flags of ``elasticrun status``, as for TLS."""
         given = {"--job": name, "--journal": journal, "--etcd": etcd, "--secret-file": secret_file}
         words = [f"{flag}={value}" for flag, value in given.items() if value]
         words += ["--ray"] if ray else []
@@ -41,34 +42,34 @@ class Job:
         self._found: Any = found
 
     def status(self) -> dict[str, Any]:
-        """What the live page shows: ``set``, ``rows`` and ``add``; docs/commands.md has what is in them."""
+        """The contents of the live page: ``set``, ``rows`` and ``add``; see docs/commands.md."""
         from elastic.driver.job.steering.messages import AskStatus
 
         state: dict[str, Any] = json.loads(self._ask(AskStatus)[1])
         return state
 
     def scale(self, workers: int) -> str:
-        """From here on the job wants so many workers. Returns what follows, before it is done; see `status`."""
+        """Set the number of workers. Returns the expected outcome at once; see `status`."""
         from elastic.driver.job.steering.messages import AskScale
 
         return self._ask(AskScale, workers)[0]
 
     def drain(self, host: str, *, off: bool = False) -> str:
-        """Its workers leave if enough others stay, and nobody is started there; ``off``: may be again."""
+        """Move the workers off a host if enough others stay, and start none there; ``off``: allow them again."""
         from elastic.driver.job.steering.messages import AskDrain
 
         return self._ask(AskDrain, host, off)[0]
 
     def remove(self, worker: int | str) -> str:
-        """The worker, a rank or ``"host:slot"``, leaves at its next commit."""
+        """Remove a worker, given as rank or ``"host:slot"``, at its next commit."""
         from elastic.driver.job.steering.messages import AskRemove
 
         return self._ask(AskRemove, str(worker))[0]
 
     def stacks(self, worker: int | str | None = None) -> dict[str, str]:
-        """The Python stacks of all threads by worker, ``"host:slot#start"``: of one, or of the first eight ranks.
+        """Python stacks of all threads by worker, ``"host:slot#start"``: of one worker, or of the first eight ranks.
 
-        That of the thread that called ``init()`` begins with ``Training thread``.
+        That of the thread that called ``init()`` starts with ``Training thread``.
         """
         from elastic.driver.job.steering.messages import AskStacks
 
@@ -77,14 +78,14 @@ class Job:
         return stacks
 
     def logs(self, worker: int | str | None = None) -> list[tuple[float, str, str, str]]:
-        """The last 500 lines: seconds since 1970, level or stream, who (empty: the driver), text."""
+        """The last 500 lines: seconds since 1970, level or stream, worker (empty: the driver), text."""
         from elastic.driver.job.steering.messages import AskLogs
 
         _, lines = json.loads(self._ask(AskLogs, "" if worker is None else str(worker))[1])
         return [(at, level, who, text) for at, level, who, text in lines]
 
     def stop(self) -> str:
-        """The job ends, as at a SIGTERM of its driver; a second time at once."""
+        """Stop the job, as SIGTERM to its driver does; a second time, at once."""
         from elastic.driver.job.steering.messages import AskStop
 
         return self._ask(AskStop)[0]

@@ -1,4 +1,4 @@
-"""`goodput`: how this worker's time went, for whoever asks in a script."""
+"""`goodput`: how the time of this worker was spent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.protocol.messages import Times
 
 @dataclass(frozen=True)
 class Goodput:
-    """How many seconds of a worker went to what, since its ``init()``; docs/spot.md says what each part is.
+    """Seconds of a worker by activity since its ``init()``; docs/spot.md describes each part.
 
     ``wall_s`` is the sum of the parts, ``goodput`` is ``training_s / wall_s``.
     """
@@ -37,10 +37,11 @@ class Goodput:
 
 
 def goodput() -> Goodput:
-    """How this worker's time went so far: ``elastic.goodput().goodput`` is the share that was training,
-    without what was lost.
+    """Return how this worker's time was spent: ``elastic.goodput().goodput`` is the share spent on training that was
+    not
+    lost.
 
-    Asks nobody, and costs microseconds. ``elasticrun --summary`` says the same of all workers when the job ends.
+    Takes microseconds and no communication. ``elasticrun --summary`` prints the same for all workers when the job ends.
     Raises NotInitialized before ``init()``.
     """
     times: Times = context.current().account.times(time.monotonic())

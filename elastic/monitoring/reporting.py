@@ -1,4 +1,4 @@
-"""`report`: what a script says of its training, to whoever has started the job. Acts; `report_queue` decides."""
+"""`report`: send metrics of the script to the process that started the job. Acts; `report_queue` decides."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ CLOSE_S = 3.0  # at the process's end, for the driver to take what is left
 
 
 def report(metrics: Mapping[str, Any]) -> None:
-    """Sends metrics to the driver: ``elastic.report({"loss": loss, "step": state.step})``.
+    """Send metrics to the driver: ``elastic.report({"loss": loss, "step": state.step})``.
 
-    Values are None, bool, int, float, str, and lists and dicts of them; a tensor or an array of one element becomes its
-    number, for which a GPU is waited for. They come out at ``elastic.launch(..., on_report=...)``, in the order in
-    which this worker reported them, and the last of each rank is kept. Nothing is decided by them.
+    Values are None, bool, int, float, str, and lists and dicts of them; a tensor or an array of one element is
+    converted to
+    a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in the order in
+    which
+    this worker reported them, and the last report of each rank is kept. They affect no decision.
 
-    Never waits for the driver. While there is none, or it is slow, the last 1000 reports are kept and sent later; how
-    many older ones had to be dropped is said in the log. Without a driver it does nothing.
+    Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later; the
+    log
+    shows how many older ones were dropped. Without a driver it does nothing.
 
     Raises NotInitialized before ``init()``, TypeError for any other value, with its key, and Invalid (a ValueError) for
     more than 64 KiB.
@@ -37,7 +40,7 @@ def report(metrics: Mapping[str, Any]) -> None:
 
 
 class Reporting:
-    """Of one worker. ``send`` must not raise. Any thread may call."""
+    """Reports of one worker. ``send`` must not raise. Thread-safe."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
@@ -52,7 +55,7 @@ class Reporting:
         self._send_all()
 
     def receive(self, message: Message) -> bool:
-        """In the link's thread. Whether this message was about reports."""
+        """Handle a message in the link's thread; return whether it was about reports."""
         if not isinstance(message, messages.ReportsTaken):
             return False
         with self._changed:
@@ -62,19 +65,19 @@ class Reporting:
         return True
 
     def say_again(self) -> None:
-        """There is another driver, or another connection to it."""
+        """Send again after a change of the driver or of the connection."""
         with self._changed:
             self._queue.say_again()
         self._send_all()
 
     def driver_lost(self) -> None:
-        """Nobody takes anything any more."""
+        """The driver is lost: nothing is sent any more."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
 
     def settle(self) -> int:
-        """Waits until the driver has everything, within a bound. How many it has not taken."""
+        """Wait, for a bounded time, until the driver has received all reports. Returns the number that it has not."""
         deadline = time.monotonic() + CLOSE_S
         with self._changed:
             while (left := len(self._queue)) and not self._lost:
@@ -83,7 +86,7 @@ class Reporting:
             return 0 if self._lost else left
 
     def close(self) -> None:
-        """At exit."""
+        """Close at exit."""
         left = self.settle()
         if left:
             print(
@@ -92,7 +95,9 @@ class Reporting:
             )
 
     def _send_all(self) -> None:
-        """Who finds another sending leaves it to that one, which looks once more when it is done."""
+        """Send all waiting reports. A thread that finds another one sending returns; that one checks again when it is
+        done.
+        """
         while self._due() and self._sending.acquire(blocking=False):
             try:
                 while (message := self._next()) is not None:

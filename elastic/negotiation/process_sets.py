@@ -39,7 +39,7 @@ _dynamic = False
 
 
 class ProcessSet:
-    """Some ranks. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
+    """A set of ranks. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
 
     ``ranks_or_comm``: a list of ranks in any order. Raises Invalid (a ValueError) for anything else; MPI communicators
     have no meaning here.
@@ -52,22 +52,22 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The same number on all ranks; None if it is not registered, or was removed."""
+        """The ID of the set, equal on all ranks; None if it is not registered, or was removed."""
         return self._entry.number or None
 
     @property
     def ranks(self) -> list[int]:
-        """As they were given, in ascending order: those too that the present world doesn't have."""
+        """All given ranks in ascending order, including those that the present world does not have."""
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
-        """How many of its ranks the present world has; None if it is not registered."""
+        """Number of its ranks that the present world has; None if it is not registered."""
         if not self._entry.number:
             return None
         return len(present(self._entry.ranks, context.current().place.size))
 
     def rank(self) -> int | None:
-        """This worker's index in the set; None if it is not registered. Raises Invalid on a rank that isn't in it."""
+        """This worker's index in the set; None if it is not registered. Raises Invalid on a rank that is not in it."""
         if not self._entry.number:
             return None
         return _members(self).index(context.current().place.rank)
@@ -138,7 +138,7 @@ def resolve(process_set: ProcessSet | None) -> Ranks | None:
 
 
 def resolve_or_alone(process_set: ProcessSet) -> Ranks | None:
-    """As `resolve`, but a rank that is not in the set is one by itself: it reduces among nobody else."""
+    """Like `resolve`, but a rank that is not in the set gets a set of its own."""
     if process_set is not global_process_set and not process_set.included():
         return (context.current().place.rank,)
     return resolve(process_set)
@@ -179,7 +179,7 @@ def _called(entry: Entry) -> str:
 
 
 def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
-    """What ``init(process_sets=...)`` was given: the sets, and whether more may come. Raises Invalid."""
+    """Check ``init(process_sets=...)``: return the sets, and whether more may be added. Raises Invalid."""
     if process_sets is None:
         return [], False
     if isinstance(process_sets, str):
@@ -203,7 +203,7 @@ def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
 
 
 def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
-    """After ``init()``, on all ranks: registers those that are not registered yet. Raises Invalid, PeerLost."""
+    """Register the sets of ``init()`` that are not registered yet, on all ranks. Raises Invalid, PeerLost."""
     global _dynamic
     rt = context.current()
     _dynamic = _dynamic or dynamic or rt.env.dynamic_process_sets
@@ -214,7 +214,7 @@ def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Registers a set, or a list of ranks, and returns the set. Collective: all ranks of the world call it alike.
+    """Register a set, or a list of ranks, and return the set. Collective over all ranks of the world.
 
     Raises Invalid (a ValueError) where it is not asked for (``init(process_sets="dynamic")``), where the ranks are no
     ranks of this job, where a set of them is registered already, and on every rank if the ranks ask for different
@@ -231,7 +231,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a set, which can't be used any more then. Collective: all ranks of the world call it alike.
+    """Remove a set, which can't be used any more then. Collective over all ranks of the world.
 
     Returns whether it was registered; False for ``global_process_set``, which stays. Raises Invalid (a ValueError)
     where it is not asked for, as in `add_process_set`, and on every rank if the ranks ask for different things.
@@ -254,12 +254,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_sets() -> list[ProcessSet]:
-    """All that are registered, by number; the first is ``global_process_set``."""
+    """All registered sets, by number; the first is ``global_process_set``."""
     return [global_process_set, *(_object(entry) for entry in _table.entries())]
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """The registered set of this number. Raises Invalid (a ValueError) if there is none."""
+    """The registered set of this number. Raises Invalid (a ValueError) if it does not exist."""
     for each in process_sets():
         if each.process_set_id == process_set_id:
             return each
@@ -300,7 +300,7 @@ def _agree(rt: Context, wish: Wish) -> list[Wish]:
 
 
 def _look_around(rt: Context) -> None:
-    """Notes the size of the world; not that which a newcomer is only promised."""
+    """Record the size of the world, but not the provisional one of a worker that has not joined."""
     if rt.alone or not rt.provisional:
         _table.in_world(rt.place.size)
 
@@ -322,7 +322,7 @@ def _found(ranks: Ranks) -> ProcessSet:
 
 
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
-    """Members that lack the newest commit take over rank 0's sets, before anything that refers to one reaches them.
+    """Send rank 0's sets to members that lack the newest commit, before any message that refers to one.
 
     Collective among rank 0 and ``lacking``; returns at once on other ranks. Returns what users should know.
     """
@@ -339,7 +339,7 @@ def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
 
 
 def _broadcast(group: Collectives, text: bytes) -> bytes:
-    """Rank 0's text; what the others pass is ignored."""
+    """Broadcast rank 0's text; the text of other ranks is ignored."""
     head = len(text).to_bytes(_HEAD_BYTES, "big")
     room = _PACKET_BYTES - _HEAD_BYTES
     packet = torch.frombuffer(bytearray(head + text[:room].ljust(room, b"\0")), dtype=torch.uint8)
@@ -356,7 +356,7 @@ def _broadcast(group: Collectives, text: bytes) -> bytes:
 
 
 def unregister_all() -> None:
-    """After ``shutdown()``: nothing is registered."""
+    """Unregister all sets, after ``shutdown()``."""
     global _dynamic
     _table.clear()
     _objects.clear()
@@ -364,7 +364,7 @@ def unregister_all() -> None:
 
 
 def require_global(process_set: object) -> None:
-    """Raises Invalid (a ValueError) for any other set: for what is defined on the whole world only."""
+    """Raise Invalid (a ValueError) for any other set, in functions that are defined on the whole world only."""
     if process_set is not global_process_set and process_set is not None:
         raise Invalid(
             "this runs on all workers only; leave process_set out, or pass global_process_set"

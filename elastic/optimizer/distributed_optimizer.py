@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: the user's optimizer, with gradients averaged over the world before each step.
 
-Checks the arguments and gives the optimizer Horovod's methods. When and how gradients travel is decided in
-`elastic.optimizer.gradients.gradient_reducer`; nothing here talks to other processes but through it.
+Checks the arguments and adds Horovod's methods. `elastic.optimizer.gradients.gradient_reducer` decides when and how
+gradients are sent, and does all communication.
 """
 
 from __future__ import annotations
@@ -48,37 +48,43 @@ def DistributedOptimizer(
     """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Needs ``init()``.
 
     The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
-    ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` see what they know; it
-    has the additional methods of `Distributed`. Wrap before a scheduler is made.
+    ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as before; it adds
+    the
+    methods of `Distributed`. Wrap before you create a scheduler.
 
     - ``named_parameters``: ``model.named_parameters()``; names all parameters, each name once.
-    - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or anything with ``compress(tensor) -> (tensor,
-      context)`` and ``decompress(tensor, context) -> tensor``.
-    - ``backward_passes_per_step``: gradients of so many passes are added up locally (not divided) before they travel.
+    - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
+      context)``
+      and ``decompress(tensor, context) -> tensor``.
+    - ``backward_passes_per_step``: number of passes whose gradients are summed locally (not averaged) before a
+      reduction.
     - ``op``: Average, Sum, Min, Max or Product; or Adasum, with which every rank steps by itself and the steps are
-      added up: see `elastic.optimizer.adasum_optimizer`. That takes 1, 2, 4, 8, ... ranks, and ``groups`` have no
-      meaning.
+      combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores ``groups``.
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
-    - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group travels in one piece
-      for each dtype. Other parameters are put together by size.
+    - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group is reduced in one
+      piece
+      for each dtype. Other parameters are grouped by size.
     - ``process_set``: the ranks that average among themselves. On other ranks the optimizer steps with their own
       gradients, as if it had not been wrapped.
-    - ``sparse_as_dense``: sparse gradients (of embeddings) travel as dense ones, and are sparse again after that; else
-      indices and values are gathered.
+    - ``sparse_as_dense``: sparse gradients (of embeddings) are reduced as dense ones, and converted back; otherwise
+      indices
+      and values are gathered.
 
-    - ``shards``: the global batch is this many micro-batches, whatever the world, and gradients are the mean over them,
-      or with Sum their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` are then those of a shard,
-      and ``compression`` rounds each shard's gradient, and each sum of them.
+    - ``shards``: the global batch is this many micro-batches in any world, and gradients are their mean, or with Sum
+      their
+      sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` then counts the passes of a shard, and
+      ``compression`` rounds each shard's gradient, and each sum of them.
 
-    - ``zero``: 1 keeps on each rank only its part of what the optimizer keeps (ZeRO-1): each rank steps its elements of
-      every parameter, and receives the others. Takes torch's optimizers whose updates of elements are independent of
-      each other, and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
+    - ``zero``: 1 keeps only this rank's part of the optimizer state on each rank (ZeRO-1): each rank steps its elements
+      of every parameter and receives the others. Requires a torch optimizer that updates each element independently,
+      and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
 
-    The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md. With
-    ``shards`` it is over when the loop over them is.
+    The reduction is complete when the last backward pass of a step returns: clip after it. See docs/migration.md. With
+    ``shards`` it is complete when the loop over them ends.
 
-    All ranks give the same parameters in the same order. This is checked at the first step of a world, where a
-    difference raises StateMismatch. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
+    All ranks pass the same parameters in the same order. The first step of a world checks this and raises StateMismatch
+    on
+    a difference. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
 
     Example::
 
@@ -207,7 +213,7 @@ def _check_shards(
     groups: object,
     process_set: ProcessSet,
 ) -> None:
-    """What would make gradients depend on who holds which shard. Raises Invalid."""
+    """Raise Invalid for options that would make gradients depend on the assignment of shards to ranks."""
     if not isinstance(shards, Shards):
         raise Invalid(f"shards is {shards!r}: pass an elastic.Shards")
     shards.check_workers(lifecycle.current().env.workers_min)

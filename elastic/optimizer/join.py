@@ -1,9 +1,9 @@
-"""`join`: this rank has no more data, the others have; it takes part in what they reduce, with zeros. Acts.
+"""`join`: this rank has no more data and contributes zeros to reductions until all ranks have joined. Acts.
 
-Collectives that are called by name are answered by the engine. The gradients of a DistributedOptimizer are not
-negotiated step by step, so their groups are watched here: a rank that has joined contributes zeros to the first buffer
-of every plan, and once more where plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks that have
-data costs no message more for that, whether somebody has joined or not.
+The engine answers collectives that are called by name. Gradients of a DistributedOptimizer are not negotiated step by
+step, so their groups are watched here: a joined rank contributes zeros to the first buffer of every plan, and once more
+when plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks with data needs no additional message,
+whether a rank has joined or not.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FORMING_S = 0.05  # between two looks whether the others form a group
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: returns once all ranks have called it, with the rank that did so last.
+    """Report that this rank has no more data; return the last rank to join once all have.
 
-    Until then it adds zeros to the others' allreduces (an average is still divided by the number of all ranks) and to
-    the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers stay as they are.
-    Other collectives of the others raise TensorMismatch there. ``device`` is accepted and has no meaning: zeros are
-    made where the others' tensors are. Waits as long as the others train. Raises PeerLost when the world breaks,
-    StateMismatch if the others' optimizers don't fit together, Invalid if an optimizer here has ``zero=1``,
-    NotInitialized before ``init()``.
+    Until then it contributes zeros to the other ranks' allreduces (an average is still divided by the number of all
+    ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers do
+    not change. Other collectives of the other ranks raise TensorMismatch there. ``device`` is accepted and ignored:
+    zeros are created on the device of the other ranks' tensors. Waits as long as the others train. Raises PeerLost when
+    the world breaks, StateMismatch if the others' optimizers differ, Invalid if an optimizer of this rank has
+    ``zero=1``, NotInitialized before ``init()``.
     """
     rt = lifecycle.current()
     # No loop: its variable would keep one alive that the script has dropped.
@@ -77,7 +77,7 @@ def join(device: int = -1) -> int:
 
 
 def _who_shares(rt: Context) -> list[Members]:
-    """Those with whom this rank averages gradients, or may: the world, and process sets."""
+    """The groups of ranks with which this rank averages gradients, or may: the world, and process sets."""
     if rt.provisional or rt.place.size == 1:
         return []
     members = dict.fromkeys([None, *plan_agreement.every(rt)])
@@ -102,12 +102,12 @@ class _SharedPlans:
 
     @property
     def over(self) -> bool:
-        """Whether every member has joined, as far as this rank has to do with it."""
+        """Whether every member has joined."""
         waits = self._proposed is not None and not self._nobody_proposes
         return not waits and all(each.over for each in self._shadows.values())
 
     def turn(self, now: float, all_joined: bool) -> bool:
-        """Does what can be done now; whether there was anything."""
+        """Process pending work; return whether there was any."""
         moved = self._proposed is None and self._look(now, all_joined)
         for each in self._shadows.values():
             if each.done():
@@ -119,7 +119,7 @@ class _SharedPlans:
         return moved
 
     def _look(self, now: float, all_joined: bool) -> bool:
-        """Comes to where the next plan is agreed, if the others are there or have been."""
+        """Join the agreement on the next plan, if the other ranks have reached it."""
         if all_joined and not self._known.channel_open:
             return False  # nobody will be there; rank 0, which knows who is, may have ended its process
         types = [joined_rank.CPU.type]
@@ -140,7 +140,7 @@ class _SharedPlans:
         return False
 
     def _take_part(self) -> None:
-        """Learns the plan that the others have just agreed on."""
+        """Receive the plan that the other ranks have agreed on."""
         assert self._proposed is not None
         group, device, numbers, work = self._proposed
         work.wait()

@@ -20,7 +20,7 @@ UNNAMED = "allreduce.noname.{}.{}"
 
 
 class Reducer(Protocol):
-    """What reduces the gradients, or the steps, of one optimizer."""
+    """Reduces the gradients, or the steps, of one optimizer."""
 
     @property
     def passes(self) -> int: ...
@@ -38,7 +38,7 @@ class Reducer(Protocol):
 
 
 class Distributed(torch.optim.Optimizer):
-    """What `DistributedOptimizer` adds to an optimizer's class; comes before that class in the method order."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class; precedes that class in the method order."""
 
     gradients_made: gradient_layout.Made
     _parameter_names: dict[torch.Tensor, str]
@@ -52,18 +52,22 @@ class Distributed(torch.optim.Optimizer):
         return self._reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next backward on. Call it between steps, on all ranks. Raises Invalid for less than 1."""
+        """Set the number of backward passes, from the next one on. Call it between steps, on all ranks. Raises Invalid
+        for
+        less than 1.
+        """
         check_passes(passes)
         self._reducer.set_passes(passes)
 
     def gradient_layout(self, name: str) -> list[str]:
-        """What must be the same on every rank, as lines of a state's layout: see
-        `elastic.optimizer.gradients.gradient_layout`."""
+        """The lines of a state's layout that must be the same on every rank: see
+        `elastic.optimizer.gradients.gradient_layout`.
+        """
         parameters = (each for group in self.param_groups for each in group["params"])
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
     def gradient_bytes(self) -> int:
-        """Of the buckets on the CPU that its gradients will travel in, as far as that can be said before a step."""
+        """Size in bytes of the CPU buckets for its gradients, as far as known before a step."""
         options = self.gradients_made.options
         if options.op is Op.ADASUM or self.gradients_made.shards is not None or not options.casts:
             return 0
@@ -75,21 +79,22 @@ class Distributed(torch.optim.Optimizer):
         )
 
     def parameter_name(self, parameter: torch.Tensor) -> str:
-        """As it was given in ``named_parameters``."""
+        """The name of a parameter in ``named_parameters``."""
         return self._parameter_names.get(parameter, "a parameter without a name")
 
     def synchronize(self) -> None:
-        """Wait until every parameter's ``grad`` is the reduced one. Raises PeerLost when the world broke.
+        """Wait until every parameter's ``grad`` is reduced. Raises PeerLost when the world breaks.
 
-        Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed where the
-        last backward pass of a step has done it: see `elastic.optimizer.gradients.gradient_reducer`.
+        Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed if the
+        last
+        backward pass of a step has done it: see `elastic.optimizer.gradients.gradient_reducer`.
         """
         self._reducer.finish()
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step()`` inside takes the gradients as they are::
+        """Let ``step()`` inside use the gradients as they are::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -105,7 +110,7 @@ class Distributed(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, then let the optimizer apply them. Returns what its own ``step`` returns.
 
-        Gradients that ``closure`` computes are reduced each time it was called. Raises PeerLost.
+        Gradients that ``closure`` computes are reduced at each call of it. Raises PeerLost.
         """
         if self._should_synchronize:
             if closure is not None:
@@ -130,8 +135,9 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own. Raises AssertionError between ``backward()`` and ``step()``, and with shards Invalid
-        within the loop over them.
+        """Clear gradients like the optimizer's own method. Raises AssertionError between ``backward()`` and ``step()``,
+        and with
+        shards Invalid within the loop over them.
         """
         if self._reducer.pending:
             if (shards := self.gradients_made.shards) is not None:
@@ -146,12 +152,12 @@ class Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own; backward passes counted so far are forgotten."""
+        """Load a state like the optimizer's own method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
         self._reset_passes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own. All ranks must add the same."""
+        """Add a group like the optimizer's own method. All ranks must add the same."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[number]["params"]):
@@ -202,7 +208,7 @@ def wrap(
     names: dict[torch.Tensor, str],
     made: gradient_layout.Made,
 ) -> Distributed:
-    """One of ``wrapped_class`` with all that ``optimizer`` holds. It works once `reduce_with` has been called."""
+    """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Usable after `reduce_with`."""
     wrapped = wrapped_class.__new__(wrapped_class)
     # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
@@ -215,7 +221,7 @@ def wrap(
 
 
 def reduce_with(wrapped: Distributed, reducer: Reducer) -> None:
-    """Says what reduces its gradients, or its steps."""
+    """Set the object that reduces its gradients, or its steps."""
     wrapped._reducer = reducer
 
 

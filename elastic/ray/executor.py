@@ -59,7 +59,7 @@ def run(
     dashboard: str | None = None,
     verbose: bool = False,
 ) -> Result:
-    """Calls ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and waits for the end.
+    """Call ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and wait for the end.
 
     ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there is room for ``num_workers``,
     grows to ``max_workers`` while nodes come, and survives nodes that go. ``resources_per_worker`` counts as Ray does;
@@ -98,7 +98,7 @@ def attach(
     on_report: Callable[[Report], None] | None = None,
     on_output: Callable[[str, bytes], None] | None = None,
 ) -> Result:
-    """Follows a job that was started with ``detached=job`` and waits for its end; Ctrl-C ends the following only.
+    """Follow a job that was started with ``detached=job``, and wait for its end; Ctrl-C only stops following.
 
     The outcome is told once: afterwards the name is free. Raises Invalid if there is no such job, and JobFailed.
     """
@@ -114,7 +114,7 @@ def attach(
 
 
 def stop(job: str) -> bool:
-    """Ends a detached job, whatever state it is in, and gives back what it has reserved. Whether there was anything."""
+    """End a detached job in any state, and release its resources. Returns whether it existed."""
     following = _following()
     following.connect()
     return bool(following.stop(job))
@@ -160,7 +160,10 @@ class Executor:
         dashboard: str | None = None,
         verbose: bool = False,
     ) -> None:
-        """Checks the arguments; nothing is started. ``num_hosts``: exactly so many nodes, evenly. Raises Invalid."""
+        """Check the arguments; start nothing. ``num_hosts``: the exact number of nodes, with equal numbers of workers.
+        Raises
+        Invalid.
+        """
         given = locals()
         self._wanted = arguments.wanted(
             num_workers,
@@ -192,7 +195,7 @@ class Executor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Reserves the resources, and starts the workers if they persist. Raises Invalid, JobFailed."""
+        """Reserve the resources, and start the workers if they persist. Raises Invalid, JobFailed."""
         if self._follower is not None:
             raise Invalid("this executor was already started: shut it down first")
         if executable_cls is not None and self._wanted.elastic:
@@ -252,7 +255,7 @@ class Executor:
             self._call(calls.MAKE, executable_cls, tuple(args or ()), dict(kwargs or {}))
 
     def shutdown(self) -> None:
-        """Ends the workers and gives back what was reserved. A second time, or before `start`: of no effect."""
+        """End the workers and release the resources. No effect a second time, or before `start`."""
         follower, self._follower = self._follower, None
         if follower is not None:
             follower.close()
@@ -271,26 +274,28 @@ class Executor:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls ``fn(*args, **kwargs)`` on every worker; the values by rank. Raises what a worker raised, JobFailed."""
+        """Call ``fn(*args, **kwargs)`` on every worker; return the values by rank. Raises what a worker raised,
+        JobFailed.
+        """
         self._need_start("run", fn)
         if not self._wanted.elastic:
             return self._call(calls.RUN, fn, args, kwargs)
         return self.run_once(_pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As `run`, but returns references of Ray's at once. Persistent workers only."""
+        """Like `run`, but return Ray references at once. Persistent workers only."""
         self._need_start("run_remote", fn)
         self._need_static("run_remote")
         return list(self._calling.references(calls.call(calls.RUN, fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Calls ``fn(instance)`` on every worker, with its instance of ``executable_cls``; the values by rank."""
+        """Call ``fn(instance)`` on every worker, with its instance of ``executable_cls``; return the values by rank."""
         self._need_start("execute", fn)
         self._need_static("execute")
         return self._call(calls.EXECUTE, fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Calls ``fn(instance)`` on the worker of rank 0."""
+        """Call ``fn(instance)`` on the worker of rank 0."""
         self._need_start("execute_single", fn)
         self._need_static("execute_single")
         return self._call(calls.EXECUTE, fn, ranks=(0,))[0]
@@ -300,7 +305,7 @@ class Executor:
         return values
 
     def run_once(self, call: bytes) -> Result:
-        """A job of its own, of a pickled call. Starts the executor if that was not done."""
+        """Run a pickled call as a job of its own. Starts the executor if necessary."""
         if self._follower is None:
             self._follower = self._made(*self._prepared())
         follower = self._follower

@@ -12,15 +12,20 @@ from elastic.runtime import lifecycle
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Joins the job that this process was started for; without ``elasticrun``, a world of one. Idempotent.
+    """Join the job that this process was started for; without ``elasticrun``, create a world of size 1. Idempotent.
 
-    ``process_sets``: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic":
-    then `add_process_set` and `remove_process_set` may follow. ``comm``: a list of all ranks, which
-    says nothing new; a part of them can't be a job of its own here.
+    Args:
+        comm: a list of all ranks, which has no effect; a part of them can't be a job of its own here.
+        process_sets: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic", which enables
+            `add_process_set` and `remove_process_set`.
 
-    A newcomer to a world that trains already returns at once, with a provisional size and a rank
-    other than 0; entering ``elastic.run`` means that it is ready. Raises DriverLost or JobFailed if
-    there is no job to join, and Invalid (a ValueError) for arguments that have no meaning here.
+    Raises:
+        DriverLost, JobFailed: if there is no job to join.
+        Invalid: (a ValueError) for unsupported arguments.
+
+    A worker that joins a training world returns at once, with a provisional size and a rank other than 0; it is ready
+    once
+    it enters ``elastic.run``.
 
     Example::
 
@@ -62,7 +67,7 @@ def _checked_comm(comm: Any) -> list[int]:
 
 
 def _check_members(members: list[int]) -> None:
-    """Raises Invalid unless they are all ranks. A newcomer does not know yet how many there are."""
+    """Raise Invalid unless they are all ranks. A new worker does not know yet how many there are."""
     rt = lifecycle.current()
     if not members or (rt.provisional and not rt.alone):
         return
@@ -76,19 +81,22 @@ def _check_members(members: list[int]) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the world. ``init()`` may follow, on every worker. Idempotent."""
+    """Leave the world. ``init()`` may follow, on every worker. Idempotent."""
     sets.unregister_all()
     lifecycle.shutdown()
 
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Around work during which the others wait for this worker, such as an evaluation or a checkpoint on one rank.
+    """Mark work during which the others wait for this worker, such as an evaluation or a checkpoint on one rank.
 
-    While it lasts, this worker is not taken for stuck, however long it takes and whatever it does; the log names it and
-    the phase now and then. What is not turned off: a process that is stopped or cut off is fenced as ever, and if the
-    world breaks meanwhile, the others wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be
-    nested; has no effect outside the thread that trains. Without a driver it does nothing.
+    In this context the worker is not treated as stuck, however long it takes; the log names it and the phase from time
+    to
+    time. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the others wait
+    for
+    ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect outside the training
+    thread or
+    without a driver.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")
@@ -106,8 +114,8 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This worker's index in the world. Raises NotInitialized (a ValueError) before ``init()``, as
-    all queries do. In a forked child, such as a worker of a DataLoader, they answer with the place at the fork.
+    """This worker's index in the world. Raises NotInitialized (a ValueError) before ``init()``, as all queries do. In a
+    forked child, such as a worker of a DataLoader, queries return the values at the fork.
     """
     return lifecycle.place().rank
 
@@ -118,7 +126,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """The slot of this worker on its host. It stays with the slot while the world changes, as a GPU does."""
+    """The slot of this worker on its host. It does not change with the world, so it selects the GPU."""
     return lifecycle.place().local_rank
 
 

@@ -1,4 +1,4 @@
-"""What survives a change of the world. Names are loaded at first use: ``elastic.state.state`` needs no torch."""
+"""State that survives a change of the world. Names are loaded on first use: ``elastic.state.state`` needs no torch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 class Exchanged(Protocol):
-    """What travels: see `elastic.state.handlers.part.Part`."""
+    """The data to exchange: see `elastic.state.handlers.part.Part`."""
 
     value: Any
 
@@ -260,7 +260,7 @@ def _exchange(
     specs: dict[Key, TensorSpec],
     where: dict[Key, torch.Tensor | Destination],
 ) -> dict[Key, torch.Tensor]:
-    """Those that travel over one group. Returns the tensors allocated here."""
+    """Exchange the tensors of one group. Returns the tensors allocated here."""
     sending = group.rank == root
     fresh: dict[Key, torch.Tensor] = {}
     under_way: deque[tuple[Work, Callable[[], None]]] = deque()

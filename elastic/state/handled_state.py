@@ -272,7 +272,7 @@ class HandledState(_OfThisProcess, ObjectState):
                 self._random.save()
 
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
-        """What is replicated is kept twice, as the shards are: all may have to go back to the commit before."""
+        """Keep the replicated values twice, like the shards: all ranks may have to restore the previous commit."""
         snapshots = sharded.begin()
         self._begun += 1
         for name, part in self._handlers.items():

@@ -1,4 +1,4 @@
-"""What a newcomer does before it says that it is ready: whatever the others would wait for in its first world. Acts."""
+"""Preparation of a joining worker before it reports ready, so that the others do not wait in its first world. Acts."""
 
 from __future__ import annotations
 

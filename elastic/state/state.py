@@ -1,7 +1,7 @@
-"""What a training function keeps: values that are committed, restored, and brought to workers that lack them.
+"""The state of a training function: values that are committed, restored, and sent to workers that lack them.
 
-`State` is the interface that scripts may subclass, `ObjectState` holds Python values. Models and optimizers are
-`torch_state`'s. Works without ``init()`` and without a driver, as a world of one. Never talks to the driver.
+`State` is the interface that scripts may subclass, `ObjectState` holds Python values. `torch_state` adds models and
+optimizers. Works without ``init()`` and without a driver, as in a world of size 1. Never communicates with the driver.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Broadcast = Callable[..., Any]  # object -> rank 0's object
 
 
 class State:
-    """Base of all states. A subclass gives ``save``, ``restore`` and ``sync``, and may react to a change in ``reset``.
+    """Base of all states. A subclass implements ``save``, ``restore`` and ``sync``, and may handle changes in
+    ``reset``.
 
-    ``bcast_object`` (object -> rank 0's object) and ``get_rank`` are the runtime's unless given.
+    ``bcast_object`` (object -> rank 0's object) and ``get_rank`` default to the runtime's.
     """
 
     _whole = True
@@ -54,11 +55,11 @@ class State:
     # ---- what scripts call -----------------------------------------------------------------------
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Called in order, without arguments, after every change of the world."""
+        """Register functions to call in order, without arguments, after every change of the world."""
         self._reset_callbacks.extend(callbacks)
 
     def commit(self) -> None:
-        """Makes the present state the one that a failure goes back to, then looks whether the world is to change.
+        """Make the present state the one to restore after a failure, then check whether the world changes.
 
         Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
         """
@@ -91,8 +92,9 @@ class State:
                     self.save()
 
     def check_host_updates(self) -> None:
-        """Looks whether the world is to change, without saving. Raises WorldChanging, PeerLost; and Invalid in the loop
-        over a step's shards.
+        """Check whether the world changes, without saving. Raises WorldChanging, PeerLost; and Invalid in the loop over
+        a
+        step's shards.
         """
         if why := context.refusal():
             raise Invalid(f"check_host_updates() was called {why}")
@@ -104,24 +106,24 @@ class State:
             rt.commits.check()
 
     def save(self) -> None:
-        """Keeps a copy of the present state."""
+        """Keep a copy of the present state."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to the copy."""
+        """Restore the copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Makes the state equal to rank 0's, everywhere, and saves it."""
+        """Make the state equal to rank 0's on all ranks, and save it."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The world has changed; called before the callbacks."""
+        """Handle a change of the world; called before the callbacks."""
 
     # ---- what the run loop calls -----------------------------------------------------------------
 
     def on_reset(self) -> None:
-        """The world has changed: forgets old news, resets, calls the callbacks."""
+        """Handle a change of the world: discard old notifications, reset, call the callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
         if self._reset_callbacks:
@@ -130,31 +132,31 @@ class State:
                     callback()
 
     def calls_back(self) -> bool:
-        """Whether there are callbacks, which may have changed what was committed."""
+        """Whether there are callbacks, which may have changed the committed values."""
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
-        """News of the hosts, from any thread; the next check looks at it."""
+        """Notify of changed hosts, from any thread; the next check reads it."""
         self._host_messages.put((timestamp, update_res))
 
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of it, so that all commit, and go back to a commit, together."""
+        """Whether each rank holds a part of the state, so that all commit and restore together."""
         return False
 
     def capture_shards(self) -> None:
-        """Of a sharded state: a training begins with it as it is, in the world of ``init()``."""
+        """Start training with a sharded state as it is, in the world of ``init()``."""
 
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
-        """Of a sharded state, in a new world: all go back to one commit, divided among its ranks. Commits it there.
+        """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 
         ``met``: what the ranks hold, see `elastic.state.fully_sharded.sharded_commits.Meeting`. ``reset`` is called
-        once this worker's own values are those of the commit. Returns bytes received from others. Raises PeerLost,
+        once this worker's own values are those of the commit. Returns bytes received from other ranks. Raises PeerLost,
         ShardLost, StateMismatch.
         """
         raise NotImplementedError
 
     def report_commit(self) -> None:
-        """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
+        """Report the digest of the newest commit to the driver, if it compares them (ELASTIC_DIGESTS=1)."""
         rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
             asked = rt.env.digest_tensors
@@ -172,7 +174,7 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """What must agree on all workers, one line each. Empty: nothing is compared."""
+        """The lines that must agree on all workers. Empty: nothing is compared."""
         return ""
 
     def transfer(
@@ -183,9 +185,9 @@ class State:
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
     ) -> int:
-        """Rank ``root`` of the group sends its state to the others. Returns bytes copied. Does not save.
+        """Send the state of rank ``root`` of the group to the others. Returns bytes copied. Does not save.
 
-        ``group`` is one on the CPU; ``group_on`` makes one of the same ranks on a GPU.
+        ``group`` is a CPU group; ``group_on`` creates one of the same ranks on a GPU.
         """
         return 0
 
@@ -194,36 +196,36 @@ class State:
         return 0
 
     def handled(self) -> list[object]:
-        """The models, optimizers and the like whose layout is part of the state's."""
+        """The models, optimizers and similar objects whose layout is part of the state's."""
         return []
 
     def digest_buffers(self) -> int:
-        """The same of the committed buffers."""
+        """63-bit digest of the committed buffers; 0 if there are none."""
         return 0
 
     def digest_tensors(self) -> dict[str, int]:
-        """The same of each committed tensor, by its name: parameters, buffers, what optimizers keep."""
+        """Digests of each committed tensor by name: parameters, buffers, optimizer entries."""
         return {}
 
     def _step(self) -> int:
-        """The step that follows; -1 where nobody counts them."""
+        """The number of the next step; -1 if steps are not counted."""
         return -1
 
     def _gradients(self) -> dict[str, int]:
-        """Digests of the last step's gradients, shard by shard, where they were asked for."""
+        """Digests of the last step's gradients by shard, if requested."""
         return {}
 
     def _trained(self) -> list[tuple[int, list[int]]]:
-        """Epochs, and in each the ids of the samples that this rank has trained on since this was asked last."""
+        """Epochs, and in each the ids of the samples that this rank has trained on since the last call."""
         return []
 
     def valid(self) -> bool:
-        """Whether the last save is whole. One that raised half-way is not, until another succeeds."""
+        """Whether the last save is complete. One that raised midway is not, until another succeeds."""
         return self._whole
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """Around a save: until the outermost one has succeeded there is no whole commit."""
+        """Mark the commit as incomplete until the outermost save has succeeded."""
         outermost = not self._in_save
         self._in_save, self._whole = True, False
         try:
@@ -238,8 +240,9 @@ class State:
 class ObjectState(State):
     """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
 
-    The keywords say what belongs to the state; attributes set later do not. Raises Invalid for models, optimizers and
-    others that a `TorchState` handles.
+    The keywords define the state; attributes set later are not part of it. Raises Invalid for models, optimizers and
+    other
+    values that a `TorchState` handles.
     """
 
     if TYPE_CHECKING:  # the attributes are whatever the keywords say
@@ -277,7 +280,7 @@ class ObjectState(State):
         self._restore_values()
 
     def sync(self) -> None:
-        """Makes the values equal to rank 0's present ones, everywhere, and commits them."""
+        """Make the values equal to rank 0's present ones on all ranks, and commit them."""
         if custom_broadcast(self):
             self._take_over(self._bcast_object(self._values()))
         else:
@@ -305,11 +308,11 @@ class ObjectState(State):
         return Held(self.layout(), self._saved_state, {}, None)
 
     def _parts(self) -> Mapping[str, Any]:
-        """What has tensors, by name."""
+        """The parts that have tensors, by name."""
         return {}
 
     def _take_random(self, saved: dict[str, Any]) -> None:
-        """Sets the random generators, if they are part of this state."""
+        """Set the random generators, if they are part of this state."""
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -320,11 +323,13 @@ class ObjectState(State):
         }
 
     def _referred(self) -> list[object]:
-        """Objects that values may point to without owning them."""
+        """Objects that values may refer to without owning them."""
         return []
 
     def _set_attrs(self) -> None:
-        """What subclasses written for Horovod call in their own ``restore`` and ``sync``."""
+        """Set attributes from the values, for subclasses written for Horovod, which call this in ``restore`` and
+        ``sync``.
+        """
         self._restore_values()
 
     def _restore_values(self) -> None:
@@ -339,40 +344,40 @@ class ObjectState(State):
 
 
 def hold(state: ObjectState) -> Held:
-    """The commit that was just made, which stays as it is until it is released. Raises Invalid if it can't be written
-    down because of what the state is made of, DeviceLost.
+    """Hold the newest commit unchanged until it is released. Raises Invalid if the state contains values that can't be
+    written, DeviceLost.
     """
     return state._hold()
 
 
 def prepare_hold(state: ObjectState) -> None:
-    """Makes what the first commit after a `hold` needs. From any thread."""
+    """Allocate what the first commit after a `hold` needs. Thread-safe."""
     for part in state._parts().values():
         part.snapshot.prepare()
 
 
 def parts_of(state: ObjectState) -> Mapping[str, Any]:
-    """The parts with tensors, by name."""
+    """The parts that have tensors, by name."""
     return state._parts()
 
 
 def names_of(state: ObjectState) -> list[str]:
-    """Of the Python values."""
+    """The names of the Python values."""
     return list(state._values())
 
 
 def take_values(state: ObjectState, values: dict[str, Any]) -> None:
-    """These become the present values. They are not saved."""
+    """Set the present values, without saving them."""
     state._take_over(values)
 
 
 def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
-    """Sets the random generators to what another process of the same rank had committed, if the state has them."""
+    """Set the random generators to the commit of another process of the same rank, if the state has them."""
     state._take_random(saved)
 
 
 def broadcast_state(state: State) -> None:
-    """Sends rank 0's state to the whole world. Raises PeerLost, StateMismatch."""
+    """Send rank 0's state to the whole world. Raises PeerLost, StateMismatch."""
     rt = lifecycle.active()
     if rt is None:
         return
@@ -385,7 +390,7 @@ def broadcast_state(state: State) -> None:
 
 
 def refuse_method_names(names: Iterable[str]) -> None:
-    """Raises Invalid: a value called ``commit`` would hide the method that the run loop calls."""
+    """Raise Invalid if a value's name would hide a method: ``commit`` is called by the run loop."""
     for name in names:
         if callable(getattr(ObjectState, name, None)) or name.startswith("_"):
             raise Invalid(f"a state can't have a value called {name!r}; choose another name")
@@ -397,7 +402,7 @@ def custom_broadcast(state: State) -> bool:
 
 
 def has_custom_sync(state: State) -> bool:
-    """Whether the state is synchronized by code that is not ours, and therefore by all workers at once."""
+    """Whether the state is synchronized by code of the script, and therefore by all workers at once."""
     ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())
@@ -414,8 +419,10 @@ def _rank() -> int:
 
 
 def _callers() -> tuple[int, ...] | None:
-    """Among whom collectives of reset callbacks are, None for all: whoever has just joined runs none, and waits for the
-    state. So do those that hold an older commit, whom the others don't tell from these: each is by itself.
+    """The ranks among which collectives of reset callbacks run, None for all. A worker that has just joined runs none,
+    and waits for the state. So do workers with an older commit, which the others can't distinguish from these: each of
+    them
+    is alone.
     """
     rt = lifecycle.active()
     world = None if rt is None else rt.world

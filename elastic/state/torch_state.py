@@ -11,26 +11,29 @@ from elastic.state.handled_state import HandledState
 
 
 class TorchState(HandledState):
-    """Models, optimizers, learning rate schedulers, gradient scalers and samplers by keyword; other values as they are.
+    """Models, optimizers, schedulers, gradient scalers, samplers and loaders by keyword; other values as they are.
 
     ``TorchState(model=net, optimizer=sgd, sampler=sampler, epoch=0)``. ``rng=True`` commits and restores this worker's
-    random generators too (torch, CUDA, numpy, random); they are never sent to others. Assigning a handled name, as in
-    ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
+    random generators too (torch, CUDA, numpy, random); they are never sent to other workers. Assigning a handled name,
+    as
+    in ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
 
-    A model that ``fully_shard`` was applied to is committed by shards: every rank keeps its own, and ``copies`` other
-    ranks, on other hosts if there are any, keep a copy. So many ranks can be lost at once. Then ``commit`` is called by
-    all ranks alike; see docs/sharded.md. With ``least_shards``, the smallest number of shards that memory allows, each
-    world has as many replicas of the model as ranks allow (HSDP).
+    A model with ``fully_shard`` applied is committed by shards: every rank keeps its own, and ``copies`` other ranks,
+    on other hosts if there are any, keep a copy. That many ranks can be lost at once. ``commit`` is then a collective.
+    With ``least_shards``, the smallest number of shards that memory allows, each world has as many replicas of the
+    model as its ranks allow (HSDP). See docs/sharded.md.
 
-    ``save`` copies what may have changed into host buffers made once; ``restore`` sets exactly the committed bits, in
-    place, drops optimizer entries made since, and clears gradients. Whether modules train is committed too: where a
+    ``save`` copies changed values into host buffers that are allocated once; ``restore`` sets exactly the committed
+    bits in
+    place, drops optimizer entries created since, and clears gradients. The training mode of modules is committed too:
+    if a
     commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a restore.
 
     Example::
 
         state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
         state.step += 1
-        state.commit()  # from here on a failure goes back to this step
+        state.commit()  # a failure from here on restores this step
     """
 
     def __init__(

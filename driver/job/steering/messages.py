@@ -53,7 +53,8 @@ class AskRemove(OperatorMessage):
 
 
 class AskStacks(OperatorMessage):
-    """Of a rank or ``host:slot``; empty: of the first members. In the answer's data: text by worker, as JSON.
+    """Request stacks of a rank or ``host:slot``; empty: of the first members. The answer's data is text by worker, as
+    JSON.
 
     ``log``: they are written into the log of the job too.
     """

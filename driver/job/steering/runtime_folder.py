@@ -78,7 +78,7 @@ def checked_folder(folder: Path) -> Path:
 
 
 def records(environ: Mapping[str, str]) -> list[JobRecord]:
-    """Of the jobs that run here, the oldest first. What killed drivers have left is removed. Raises Invalid."""
+    """Records of the jobs that run here, the oldest first. Removes records of killed drivers. Raises Invalid."""
     folder = runtime_folder(environ)
     try:
         if not folder.exists():

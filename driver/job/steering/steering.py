@@ -69,7 +69,7 @@ class Steered(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Steering:
-    """What a job is called, and by which key its operators prove themselves."""
+    """The name of a job, and the key that authenticates its operators."""
 
     name: str
     key: bytes
@@ -97,7 +97,7 @@ class OperatorDesk:
         self._record: LeftRecord | None = None
 
     def serves(self, driver: Steered, grow: Grow | None = None) -> None:
-        """Whom to ask from here on."""
+        """Set the driver that answers requests from now on."""
         self._driver, self._grow = driver, grow or _no_room
 
     async def open(self) -> None:

@@ -22,7 +22,7 @@ from elastic.protocol.messages import Worker
 
 
 class Frozen(Part):
-    """What is told about them, and what follows after every event."""
+    """Handles reports of frozen workers and unreachable hosts, and checks their deadlines after every event."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -30,7 +30,7 @@ class Frozen(Part):
         self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # until when, and why
 
     def handle(self, event: Event) -> bool:
-        """What agents and hosts tell: whether it was that."""
+        """Handle a report of an agent or host; return whether it was one."""
         match event:
             case WorkerFrozen():
                 self.has_frozen(event)
@@ -76,7 +76,7 @@ class Frozen(Part):
             self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
-        """It has come to its next wait since it was frozen: its word is here before its agent looks again."""
+        """A frozen worker has reached its next wait: its message arrived before its agent's next check."""
         if record.frozen and not record.killed_for:
             record.frozen = ""
             self._alone_said.discard(record.worker)
@@ -154,7 +154,7 @@ class Frozen(Part):
             self.given_up(members[0], reason)
 
     def given_up(self, record: WorkerRecord, reason: Reason) -> None:
-        """It is not known to be dead, but nobody waits for that any longer."""
+        """Stop waiting for the end of a worker that is not known to be dead."""
         if not self.settings.elastic:
             self.worlds.end(
                 1, because(Why.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)

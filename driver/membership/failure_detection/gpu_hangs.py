@@ -39,7 +39,7 @@ class Hang(enum.Enum):
 
 @dataclass(frozen=True)
 class Witness:
-    """What one rank of a group says. It has said the same from ``since`` until ``said_at``."""
+    """The report of one rank of a group, unchanged from ``since`` until ``said_at``."""
 
     worker: Worker
     launches: Launches
@@ -59,7 +59,7 @@ class Finding:
 
 
 def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Finding | None:
-    """Of one group; None: not yet, or nothing hangs. ``before``: worlds that hung since the last new commit."""
+    """Find a hang in one group; None: not yet, or no hang. ``before``: worlds that hung since the last new commit."""
     told = [witness.launches for witness in witnesses]
     if not told or len(told) < told[0].size or settings.gpu_hang_s <= 0:
         return None  # a rank is not there, or waits for something else

@@ -19,7 +19,7 @@ NAMED = 8
 
 @dataclass
 class IdleWorld:
-    """Of one job. ``due``: when to look again; None: never, as long as nothing is reported."""
+    """Detects a world of one job without progress. ``due``: time of the next check, None until a report arrives."""
 
     due: float | None = None
     asked: bool = False  # the members, for their lines
@@ -28,7 +28,7 @@ class IdleWorld:
     _intervals: list[float] = field(default_factory=list)
 
     def begin(self, now: float) -> None:
-        """Of a world, or of a time in which ranks wait for each other, or mark a long phase."""
+        """Start at the beginning of a world, or of a time in which ranks wait for each other or mark a long phase."""
         self._since, self.asked, self.told = now, False, False
         self.due = now + self._limit_s() if self._intervals else None
 

@@ -101,7 +101,7 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass
 class Exceptions:
-    """What members' user code has raised. A commit 0 is only a new name for the state that its world began with."""
+    """The exceptions of members' user code. Commit 0 is another name of the state that its world started with."""
 
     _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
     _began_with: dict[int, Commit] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """Whoever begins anew does so there: what was raised at the beginning until now was raised elsewhere."""
+        """A checkpoint was made: exceptions at the start until now do not count as repeated after a restart."""
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:
@@ -122,7 +122,9 @@ class Exceptions:
         return self._began_with.get(commit.generation, commit)
 
     def repeats(self, event: WorkerRaised) -> Worker | None:
-        """Who raised the same before, at the same commit or in the same incident; otherwise remembers this one."""
+        """The worker that raised the same before, at the same commit or in the same incident; otherwise remember this
+        one.
+        """
         places = [self._first_name(event.commit or Commit(event.generation, 0))]
         if event.beginning:
             places.append(_BEGINNING)

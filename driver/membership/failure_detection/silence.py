@@ -21,7 +21,7 @@ LATE_S = 0.5  # who looks so late was paused itself, and has missed answers
 
 @dataclass
 class Silence:
-    """Of one wait. Times are seconds on the caller's clock."""
+    """The silence of hosts during one wait. Times are seconds on the caller's clock."""
 
     silence_s: float
     look_at: float | None = None  # None: nobody waits
@@ -30,18 +30,18 @@ class Silence:
     _last_look: bool = False  # answers were due at the one before
 
     def begin(self, since: float, now: float) -> None:
-        """Others wait since then."""
+        """Start: others have been waiting since ``since``."""
         self.look_at = max(since + self.silence_s / 2, now)
 
     def end(self) -> None:
-        """Nobody waits any more."""
+        """End: no worker waits any more."""
         if self.look_at is not None:
             self.look_at = self._asked_at = None
             self._last_look = False
             self._unanswered.clear()
 
     def answered(self, host: str) -> bool:
-        """It is there. Whether that was asked."""
+        """Record an answer of the host. Returns whether one was requested."""
         if host not in self._unanswered:
             return False
         self._unanswered.remove(host)

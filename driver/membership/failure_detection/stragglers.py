@@ -17,7 +17,7 @@ MUCH = 0.5  # ... if the median of the others waits more
 
 @dataclass
 class Stragglers:
-    """Of one generation. Each report costs the same, however many members there are."""
+    """Stragglers of one generation. The cost of a report does not depend on the number of members."""
 
     size: int = 0  # members of the world
     named: frozenset[Worker] = frozenset()  # as of the last report
@@ -41,7 +41,7 @@ class Stragglers:
         return found != before
 
     def sentence(self, name: Callable[[Worker], str]) -> str:
-        """Who it is now."""
+        """The current stragglers as a sentence."""
         slow = sorted(self.named)
         if not slow:
             return "no straggler any more"

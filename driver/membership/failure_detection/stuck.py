@@ -65,7 +65,7 @@ class Stuck(Part):
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Who holds the others up although everybody gets on."""
+        """The workers that slow the others down although all make progress."""
         return self._stragglers.named
 
     # ---- what is told ----------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Stuck(Part):
         return False
 
     def _look(self) -> None:
-        """Who waits, for whom, and since when."""
+        """Update which workers wait, for whom, and since when."""
         now = self.actions.now
         self._look_at = now + self._probe_s
         if self._unnamed:
@@ -329,7 +329,7 @@ class Stuck(Part):
             self.actions.add(events.ProbeWorkers(to_probe))
 
     def _disbelieve_the_silent(self) -> None:
-        """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
+        """Suspect workers that no longer report their wait, while others do: they may be stuck."""
         for record in [*self.roster.inside.values()]:
             if record.said_at < self._repeated_at - SILENT_S:
                 record.inside = ""
@@ -398,7 +398,7 @@ class Stuck(Part):
             record.waits_since = record.moved_at = record.gpu_since = self.actions.now
 
     def check(self) -> None:
-        """What always holds of those that are watched."""
+        """Check the invariants of the watched workers."""
         for record in self.roster.inside.values():
             assert record.stage is WorkerStage.MEMBER and record.inside and not record.killed_for
         assert self.worlds.over or (self._look_at is not None) == self._somebody_may_wait()
@@ -407,7 +407,7 @@ class Stuck(Part):
     # ---- all wait --------------------------------------------------------------------------------------------------
 
     def _all_inside(self, waiters: list[WorkerRecord]) -> None:
-        """Nobody is missing, and still it does not go on."""
+        """Handle a world in which all members wait and no rank is missing."""
         limit_s = min(self.settings.idle_s, ALL_INSIDE_S)
         if limit_s <= 0 or not self.roster.inside:
             return
@@ -459,7 +459,7 @@ class Stuck(Part):
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Who waits in what, the fewest first: they are the ones that took another turn."""
+        """The collectives in which ranks wait, those with the fewest ranks first: these took another branch."""
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
             groups.setdefault((record.inside, record.entered), []).append(record)
@@ -475,7 +475,7 @@ class Stuck(Part):
     # ---- GPUs that hang --------------------------------------------------------------------------------------------
 
     def _hangs(self) -> Iterator[Finding]:
-        """Of groups whose ranks all wait. Nobody is judged in a phase that is marked as long."""
+        """Find hangs in groups whose ranks all wait. None in a phase that is marked as long."""
         if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
         groups: dict[str, list[Witness]] = {}
@@ -526,5 +526,5 @@ def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
 
 
 def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:
-    """What shows that a GPU gets on."""
+    """The counts that show progress of a GPU."""
     return [(each.group, each.launched, each.arrived, each.done, each.failed) for each in gpu]

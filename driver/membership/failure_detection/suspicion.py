@@ -45,7 +45,7 @@ class Verdict(enum.Enum):
 
 
 class Next(enum.Enum):
-    """What a look at a suspect leads to."""
+    """The result of judging a suspect."""
 
     NOTHING = "nothing"
     NAME = "name"  # in a warning
@@ -54,7 +54,7 @@ class Next(enum.Enum):
 
 @dataclass
 class Suspicion:
-    """Of one worker that others wait for. ``_at`` and ``since`` are times on the caller's clock."""
+    """Suspicion against one worker that others wait for. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
     since: float  # the others wait for it
@@ -72,7 +72,7 @@ class Suspicion:
     _named: dict[Verdict, float] | None = None  # how long the others had waited when it was said
 
     def wait_since(self, since: float) -> None:
-        """Those that waited before may have got on: then others wait for it only since then."""
+        """Restart the wait: the earlier waiters may have made progress."""
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)
 
@@ -112,7 +112,7 @@ class Suspicion:
         return None
 
     def judge(self, settings: Settings, now: float) -> Next:
-        """What follows from what is known now."""
+        """Judge by the current information."""
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
@@ -194,7 +194,7 @@ class Suspicions:
         return list(self._all.values())
 
     def drop(self, worker: Worker) -> bool:
-        """It got on, or is gone. Whether it was condemned."""
+        """Remove a worker that made progress or is gone. Returns whether it was condemned."""
         self._all.pop(worker, None)
         return self._condemned.pop(worker, None) is not None
 
@@ -219,7 +219,7 @@ class Suspicions:
         return None if first is None else first.fence_at
 
     def to_fence(self, now: float) -> list[Suspicion]:
-        """Those whose stacks have had their time to be written."""
+        """The suspects whose stacks have had time to be written."""
         due: list[Suspicion] = []
         for suspicion in self._condemned.values():
             if suspicion.fence_at is None or suspicion.fence_at > now:

@@ -61,7 +61,7 @@ def places(order: Sequence[Worker]) -> list[Place]:
 
 
 def next_place(members: Sequence[Worker], worker: Worker) -> Place:
-    """What `places` would give a worker that comes last."""
+    """The place that `places` would assign to a worker that is added last."""
     on_host = sum(1 for m in members if m.host == worker.host)
     hosts = {m.host for m in members if m.slot == worker.slot and m.host != worker.host}
     size = len(members) + 1

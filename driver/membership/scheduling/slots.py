@@ -105,7 +105,7 @@ class Slots:
         return now < self._closed.get(host, now)
 
     def drain(self, host: str) -> None:
-        """Nobody is started there until it is `refill`ed, or has left the list."""
+        """Start no workers on the host until `refill`, or until it has left the list."""
         self._drained.add(host)
         self.version += 1
 
@@ -118,12 +118,12 @@ class Slots:
 
     @property
     def drained_hosts(self) -> list[str]:
-        """Those of the list that an operator wants empty."""
+        """Listed hosts that an operator has drained."""
         return [host for host in self._hosts if host in self._drained]
 
     @property
     def hosts(self) -> list[str]:
-        """Those that are listed."""
+        """The listed hosts."""
         return [*self._hosts]
 
     def open(self, now: float) -> int:

@@ -39,7 +39,7 @@ class Workforce:
 
     @property
     def workers_max(self) -> int:
-        """Of the largest world, as it was wanted last."""
+        """Size of the largest world, as last requested."""
         return self.settings.workers_max if self.asked is None else self.asked
 
     # ---- coming ----------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Workforce:
             self.actions.add(StartWorker(worker, places[worker], because(why)))
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
-        """It has called init(). Where a world exists without it, it goes on with a provisional place, never rank 0."""
+        """Answer init(). A worker outside an existing world gets a provisional place, never rank 0."""
         record.stage = WorkerStage.CONNECTED
         place = record.first_place
         if members:
@@ -93,7 +93,7 @@ class Workforce:
             self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
-        """Those that may still come in time for the first world. Where nobody waits, nobody is ever late."""
+        """Workers that may still be ready for the first world. No worker is late while none waits."""
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
             if start_by is None or self.actions.now < start_by:
@@ -131,7 +131,7 @@ class Workforce:
                 self.ask_to_leave(record, left, members)
 
     def leave(self, record: WorkerRecord, reason: Reason, members: Collection[Worker]) -> None:
-        """It was asked to leave, and its slot stays empty."""
+        """Ask a worker to leave, and keep its slot empty."""
         if record.in_plans and not record.hurried:
             record.unlisted = record.noticed = False
             self.slots.leave(record.slot)
@@ -163,7 +163,7 @@ class Workforce:
                 self.release(record, reason)
 
     def part_again(self, record: WorkerRecord) -> None:
-        """It was told to leave, or to be killed, and is still heard of: it is told again."""
+        """Repeat the request to leave, or the kill, to a worker that still sends messages."""
         worker = record.worker
         if record.killed_for:
             self.actions.add(KillWorker(worker, record.killed_for))
@@ -183,13 +183,13 @@ class Workforce:
         self.actions.add(RejectWorker(record.worker, record.layout, expected))
 
     def dismiss(self, record: WorkerRecord, why: Reason, within_s: float) -> None:
-        """It is part of no plan from here on, and must be gone in time."""
+        """Exclude a worker from all plans, with a deadline for its exit."""
         record.stage = WorkerStage.DISMISSED
         record.exit_by = self.actions.now + within_s
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
-        """It can't go on, through no fault of its own: another may be started in its slot once it is dead."""
+        """Replace a worker that can't continue through no fault of its own, once it is dead."""
         record.leaving = reason
         self.dismiss(record, reason, self.settings.disconnect_s)
         self.kill(record, reason)
@@ -219,7 +219,7 @@ class Workforce:
     # ---- gone ------------------------------------------------------------------------------------------------------
 
     def record_failure(self, record: WorkerRecord, what: str) -> None:
-        """It should not have ended: its slot cools down."""
+        """Record an unexpected exit: the slot cools down."""
         worker, now, settings = record.worker, self.actions.now, self.settings
         if not self.slots.lists(worker):
             self.actions.log("info", f"{worker} ended with {what}; its slot is not listed any more")

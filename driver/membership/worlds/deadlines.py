@@ -11,7 +11,7 @@ from elastic.driver.reasons import Why, because
 
 
 class Deadlines(Part):
-    """Of the present phase, and of processes that are to start or to end."""
+    """Deadlines of the present phase, and of processes that are starting or exiting."""
 
     def all(self) -> Iterator[float]:
         """When to look again, if nothing happens."""
@@ -41,7 +41,7 @@ class Deadlines(Part):
         yield from (at for at in by if at is not None)
 
     def overdue(self) -> None:
-        """Whatever should have happened by now in this phase and has not."""
+        """Handle missed deadlines of this phase."""
         if self.worlds.root_cause_search is not None and self.actions.expired(
             self.worlds.root_cause_search.by
         ):
@@ -87,7 +87,7 @@ class Deadlines(Part):
         self.worlds.ending_by = None if self.worlds.ending_by is None else by
 
     def _remind(self) -> None:
-        """Nobody should have to guess why nothing happens."""
+        """Log which workers are awaited."""
         if self.actions.expired(self.worlds.gathering.remind_at):
             self.worlds.gathering.remind_after_s *= 2
             awaited = list(self.worlds.gathering.awaited(self.roster))

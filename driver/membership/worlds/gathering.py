@@ -50,7 +50,7 @@ class Gathering:
         return self.began_at + self.remind_after_s
 
     def reminder(self, awaited: Sequence[WorkerRecord], now: float) -> str:
-        """Who holds everybody up, and until when."""
+        """The awaited workers and the deadline, as a sentence."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
         first = awaited[0]
@@ -75,7 +75,7 @@ class Gathering:
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:
-        """Nobody could come for a while: everybody has the whole time again."""
+        """Restart the deadline, after a time in which no worker could arrive."""
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now

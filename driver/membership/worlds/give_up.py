@@ -17,7 +17,7 @@ from elastic.protocol.messages import Commit
 
 
 class GiveUpRules:
-    """What was tried so far."""
+    """Rules for ending a job, with the history that they need."""
 
     def __init__(self, settings: Settings, staff: Workforce, actions: ActionList) -> None:
         self._settings = settings
@@ -151,7 +151,7 @@ class GiveUpRules:
         return None
 
     def too_few(self) -> Reason:
-        """They have waited long enough."""
+        """The reason for giving up: the wait was too long."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
         return because(Why.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)

@@ -8,7 +8,7 @@ SHOWN = 10  # lines
 
 
 def difference(own: str, expected: str) -> str:
-    """What a worker's layout has that the world's has not, and the other way round, in at most SHOWN + 1 lines.
+    """The differences between a worker's layout and the world's, in both directions, in at most SHOWN + 1 lines.
 
     A layout has one line per tensor or option, its name first: ``model.0.weight float32 [10, 20]``.
     """

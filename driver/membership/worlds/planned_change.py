@@ -27,7 +27,7 @@ class Change:
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Somebody wants to join or leave. None: begin; otherwise when to ask again.
+        """Decide about a request to join or leave. None: start a change; otherwise the time of the next decision.
 
         One interruption serves several newcomers, if those ``more_coming`` are ready within a short time.
         """
@@ -65,5 +65,5 @@ class Change:
         self.by = None
 
     def put_off(self, now: float) -> None:
-        """It did not work out: leave the members alone for a while."""
+        """Postpone after a failed attempt: do not interrupt the members for a while."""
         self.not_before = now + 2 * self.settings.prepare_s

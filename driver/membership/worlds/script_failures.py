@@ -33,7 +33,7 @@ class ScriptFailures:
         self._of.pop(slot, None)
 
     def world_began(self, members: Collection[Worker]) -> None:
-        """What its members' slots have failed at before counts no more."""
+        """Reset the failure counts of the slots of a new world's members."""
         self.began = self.began or len(members)
         for worker in members:
             self.lost((worker.host, worker.slot))

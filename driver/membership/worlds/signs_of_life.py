@@ -16,7 +16,7 @@ ANSWER_S = 0.05  # after all others are ready
 
 @dataclass
 class SignsOfLife:
-    """Of one job. Times are seconds on the caller's clock."""
+    """Liveness probes of one job. Times are seconds on the caller's clock."""
 
     asked: set[Worker] = field(default_factory=set)  # in this gathering, and not answered yet
     silent: set[Worker] = field(default_factory=set)  # did not answer in time, and have not since
@@ -27,7 +27,7 @@ class SignsOfLife:
         self.asked, self.by = set(standbys), None
 
     def heard(self, worker: Worker) -> None:
-        """It has answered, perhaps late, or its process has ended."""
+        """Record an answer, perhaps a late one, or the end of a process."""
         self.asked.discard(worker)
         self.silent.discard(worker)
 

@@ -35,7 +35,7 @@ class Stop(Part):
         self._newest: Commit | None = None  # that is durable
 
     def heard(self, event: Event) -> None:
-        """What others decide about, too."""
+        """Observe an event that other parts also handle."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:
                 if self.worlds.members and worker == self.worlds.members[0]:

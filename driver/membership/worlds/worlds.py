@@ -89,7 +89,7 @@ class Worlds:
 
     @property
     def members(self) -> list[Worker]:
-        """Of the last world, in rank order, dead ones included."""
+        """Members of the last world, in rank order, dead ones included."""
         return self.world.members
 
     @property
@@ -260,7 +260,7 @@ class Worlds:
         self.actions.add(events.PrepareChange(self.generation, self.change.number, members, wish))
 
     def _have_stand_by(self) -> None:
-        """Who is ready and has no place in a world that is as large as it may be."""
+        """Make ready workers standbys if the world has its maximum size."""
         for record in self._joining():
             if not record.stands_by:
                 record.stands_by = True
@@ -280,7 +280,7 @@ class Worlds:
         ]
 
     def _wish(self) -> tuple[Reason | None, bool]:
-        """What would be different in a world of those who are here now, and whether somebody leaves. None: nothing."""
+        """The reason for another world of the present workers, and whether one leaves. None: no reason."""
         joining = self._joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False

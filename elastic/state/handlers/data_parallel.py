@@ -114,7 +114,7 @@ def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def as_written(value: Any) -> Any:
-    """What Fabric's ``setup`` or ``torch.compile`` has wrapped."""
+    """The module inside the wrapper of Fabric's ``setup`` or ``torch.compile``."""
     if isinstance(value, torch.nn.Module):
         for name in ("_forward_module", "_orig_mod"):
             inner = getattr(value, name, None)
@@ -160,7 +160,7 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
 
 
 def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """Those that a reducer would have if it were built now."""
+    """The parameters that a reducer would have if it were built now."""
     ddp: Any = model
     found: list[torch.Tensor] = ddp._build_params_for_reducer()[0]
     return found
@@ -174,7 +174,7 @@ def _number_reduced(model: DistributedDataParallel) -> int | None:
 
 
 def _forget(state: Any) -> None:
-    """What a hook has kept of buckets that are no more. PowerSGD begins anew, on all members at the same step."""
+    """Discard a hook's state of buckets that no longer exist. PowerSGD restarts on all members at the same step."""
     if type(state).__name__ == "PowerSGDState":
         state.iter = 0
         for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):

@@ -19,7 +19,7 @@ class LoaderStateHandler(DictPart):
         return [f"{self.name} {self.value.layout()}"]
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """What the loader's batches train, and whether an optimizer of the same state does."""
+        """Set the parameters that the loader's batches train, and whether an optimizer of the same state does."""
         self.value.attach(parameters, stepped=stepped)
 
     def reset(self) -> None:

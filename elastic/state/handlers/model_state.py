@@ -227,7 +227,7 @@ class ModelStateHandler(Part):
         ]
 
     def full_name(self, name: str) -> str:
-        """Of one of its tensors, as users see it."""
+        """The full name of one of its tensors, as users know it."""
         return f"{self.name}.{name}" if self.name else name
 
 

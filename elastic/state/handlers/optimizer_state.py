@@ -25,7 +25,7 @@ Groups = list[list[torch.Tensor]]
 
 @dataclass
 class Entries:
-    """What an optimizer keeps per parameter, without the tensors: their names, and how to find them another time."""
+    """The entries of an optimizer per parameter, without the tensors: their names, and how to find them again."""
 
     origins: Index = field(default_factory=Index)  # name: (number, key, device type)
     owners: Index = field(default_factory=Index)  # numbers that have entries, if only an empty dict
@@ -36,7 +36,7 @@ class Entries:
     devices: list[torch.device] = field(default_factory=list)
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-        """Those of the moment by name. None: they are other ones than before, take them apart again."""
+        """The current tensors by name. None: they have changed, so the structure must be read again."""
         if self.traits is None or traits_of(optimizer) != self.traits:
             return None
         found: list[Any] = []
@@ -208,7 +208,7 @@ class OptimizerStateHandler(Part):
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """What was computed for the next step is not used."""
+        """Discard the gradients of an unfinished step."""
         self._clear_gradients()
         reset_passes = getattr(self.value, "_reset_passes", None)
         if reset_passes is not None:

@@ -1,4 +1,4 @@
-"""What a module's own ``state_dict()`` holds beside the registered tensors: quantized weights, counters, vocabularies.
+"""Entries of a module's own ``state_dict()`` beside the registered tensors: quantized weights, counters, vocabularies.
 
 torch lets a class override ``state_dict`` and ``load_state_dict``, or the two methods beneath that save and load one
 module, or add hooks. What such a module adds is committed, restored and sent as Python values, and given back through

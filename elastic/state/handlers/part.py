@@ -59,7 +59,7 @@ class Part(StateHandler):
         """Checks and prepares a value that is handled from now on."""
 
     def layout(self) -> list[str]:
-        """What must agree on all workers, one line each."""
+        """The lines that must agree on all workers."""
         return []
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -103,11 +103,11 @@ class Part(StateHandler):
         """The world has changed."""
 
     def bytes_to_come(self) -> int:
-        """Of the tensors on the CPU that a newcomer probably lacks, and will be sent."""
+        """Bytes of the CPU tensors that a joining worker probably lacks and receives."""
         return 0
 
     def bytes_of_gradients(self) -> int:
-        """Of those on the CPU that this value will have the ranks of a host reduce."""
+        """Bytes of the CPU gradients that this value reduces within a host."""
         return 0
 
     def build_step(self, step_input: bytes) -> None:
@@ -126,7 +126,7 @@ class Part(StateHandler):
         return self.snapshot.bank.buffers()
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
-        """Of a commit, the names of the tensors that are equal on all workers; None: all are."""
+        """Names of the tensors of a commit that are equal on all workers; None: all are."""
         return None
 
     def differing(self) -> list[str]:
@@ -287,7 +287,7 @@ class ShardsStateHandler(DictPart):
         return [f"{self.name}.{line}" for line in self.value.arithmetic]
 
     def comparable(self, layout: str) -> str:
-        """What a checkpoint must have in common with this state: with --allow-inexact not how it was computed."""
+        """The part of the layout that a checkpoint must match: with --allow-inexact without the arithmetic."""
         if not self._allowed():
             return layout
         told = f"{self.name}.arithmetic."

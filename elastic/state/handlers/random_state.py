@@ -24,7 +24,7 @@ class RandomState:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What was saved last; another `save` leaves it as it is."""
+        """The last saved values; another `save` does not change them."""
         return self._saved
 
     def adopt(self, saved: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class Differs(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What rank 0 sends of a schedule."""
+    """The values of a schedule that rank 0 sends."""
 
     state: dict[str, Any]
     factors: Factors
@@ -61,7 +61,9 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """Of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR``, in ``SequentialLR`` and ``ChainedScheduler`` too."""
+    """Functions of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR``, also within ``SequentialLR`` and
+    ``ChainedScheduler``.
+    """
     lambdas = getattr(schedule, "lr_lambdas", None)
     for number, each in enumerate(lambdas if isinstance(lambdas, list) else ()):
         if callable(each):

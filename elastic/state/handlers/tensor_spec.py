@@ -1,4 +1,4 @@
-"""What a tensor is before its content is known, and where it goes when it comes."""
+"""Description of a tensor before its content is known, and its destination."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def make(size: int) -> None:
 
 
 def leave() -> None:
-    """What was not dealt out goes back to the system. What was, with the last tensor in it."""
+    """Return unused memory to the system. Used memory follows with the last tensor in it."""
     global _ahead
     _ahead = None
 

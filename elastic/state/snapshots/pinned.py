@@ -103,7 +103,7 @@ class Transit:
         self._bytes = 0
 
     def follow(self, device: torch.device, size: int) -> None:
-        """What is queued on the device's current stream so far is waited for, too: copies of ``size`` bytes."""
+        """Also wait for the copies of ``size`` bytes that are queued on the device's current stream."""
         with torch.cuda.device(device):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))

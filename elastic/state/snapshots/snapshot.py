@@ -177,7 +177,7 @@ class Bank:
         )
 
     def _copies_for(self, look: Look) -> dict[str, _Copy]:
-        """Those that fit as they are, and new ones, pinned in one piece."""
+        """The copies that fit as they are, and new ones, pinned in one piece."""
         tensors = dict(zip(look.names, look.tensors, strict=True))
         kept = {n: c for n, c in self.copies.items() if n in tensors and c.fits(tensors[n])}
         if _wasteful([copy.buffer for copy in kept.values() if copy.on_gpu]):
@@ -272,7 +272,7 @@ class Snapshot:
         return self.bank
 
     def release(self) -> None:
-        """What was held may be overwritten. From any thread."""
+        """Allow the held copies to be overwritten. Thread-safe."""
         held, self._held = self._held, None
         if held is not self.bank:
             self._spare = held

@@ -112,7 +112,7 @@ class Skeleton:
         )
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        """What must be as it was for the names to be right, and all that is registered.
+        """The objects that must be unchanged for the names to be valid, and all that is registered.
 
         A tensor that is no longer there may have left its number (`id`) to a new one. That does no harm: whatever has
         these numbers in this order has these names. Modules are kept, and so are theirs.
