@@ -52,7 +52,7 @@ class AgentOptions(Options):
     drivers: list[str] | None = flag(
         "--driver",
         "HOST:PORT,...",
-        "Addresses of the driver; a name is resolved anew at each attempt.",
+        "Addresses of the driver; a name is resolved again at each attempt.",
         action=Names,
     )
     host: str | None = flag("--host", "NAME", "Name to register (default: the host name).")

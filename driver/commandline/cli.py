@@ -165,9 +165,9 @@ def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
         print(
-            f"{_called()}: this job already finished, at {found}: {same.storage.url}/{found.name}\n  To train"
-            " further, change the script or its arguments, start a new job with --fresh, or continue from a commit"
-            " with --from.",
+            f"{_called()}: this job already finished, at {found}: {same.storage.url}/{found.name}\n"
+            "  To train further, change the script or its arguments, start a new job with --fresh, or continue from a"
+            " commit with --from.",
             file=sys.stderr,
         )
         return 0
