@@ -96,7 +96,7 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
         os.kill(each.pid, signal.SIGKILL)
     training.driver.wait()
     again = job(f"{FLAGS} {folder}", TRAINING)
-    again.wait_for("training resumes from ")
+    again.wait_for(wording.TRAINING_RESUMES)
     again.wait_for("the same bits")
     (folder / "enough").touch()
     assert again.wait(60) == 0

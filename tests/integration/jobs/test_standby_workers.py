@@ -35,7 +35,7 @@ def until_all_train(training: Job) -> None:
 
 def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
-    training.wait_for("standby localhost:2#1 is ready")
+    training.wait_for(wording.STANDBY_READY % "localhost:2#1")
     assert members(training) == ["localhost:0#1", "localhost:1#1"]
     until_all_train(training)
     training.kill(1)
@@ -43,7 +43,7 @@ def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
     assert members(training) == ["localhost:0#1", "localhost:2#1"]
     [recovered] = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
     assert recovered["phases_ms"]["waited"] <= recovered["total_ms"]  # not since it stood by
-    training.wait_for("standby localhost:1#2 is ready")
+    training.wait_for(wording.STANDBY_READY % "localhost:1#2")
     training.kill(0)  # the one that has been there from the beginning: the other holds the state
     training.wait_for(wording.RECOVERED_WORKERS_GENERATION_3)
     assert members(training) == ["localhost:2#1", "localhost:1#2"]
@@ -54,7 +54,7 @@ def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
 def test_standby_that_was_stopped_a_moment_ago_is_not_taken(job, tmp_path):
     """Its agent looks four times a second; a member dies before that."""
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
-    training.wait_for("standby localhost:2#1 is ready")
+    training.wait_for(wording.STANDBY_READY % "localhost:2#1")
     until_all_train(training)
     member = training.pid(1)
     standby = psutil.Process(pid_of(training, "localhost:2#1"))
@@ -79,9 +79,9 @@ def pid_of(training: Job, name: str) -> int:
 
 def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
-    training.wait_for("standby localhost:2#1 is ready")
+    training.wait_for(wording.STANDBY_READY % "localhost:2#1")
     os.kill(pid_of(training, "localhost:2#1"), signal.SIGKILL)
-    training.wait_for("standby localhost:2#2 is ready")
+    training.wait_for(wording.STANDBY_READY % "localhost:2#2")
     (tmp_path / "enough").touch()
     assert training.wait(60) == 0
     assert [world["generation"] for world in training.worlds()] == [1, 2]
