@@ -29,8 +29,7 @@ NOT_INITIALIZED = (
 
 class Context(Protocol):
     """The part of the runtime that collectives, gradients, reports and traces use. ``engine``, ``tracing``,
-    ``account``,
-    ``reporting`` and ``first_not_finite`` are typed where they are used.
+    ``account``, ``reporting`` and ``first_not_finite`` are typed where they are used.
     """
 
     env: Environment

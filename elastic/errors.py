@@ -16,8 +16,7 @@ class Interrupted(BaseException):
     """Base of the exceptions that unwind user code to ``elastic.run``. Not an error; do not catch it.
 
     A ``BaseException``, so that a user's ``except RuntimeError:`` around an out-of-memory handler cannot swallow a
-    change
-    of the world.
+    change of the world.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -67,8 +66,8 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint. ``lost``: each
-    such shard of the newest commit, the number of shards, and the hosts that had it.
+    """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint. ``lost``:
+    each such shard of the newest commit, the number of shards, and the hosts that had it.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
@@ -192,8 +191,7 @@ class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
     """A collective does not support the request, such as a reducescatter of maxima. Raised before anything is sent.
 
     Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is never recovered from:
-    the
-    same lines would request the same again.
+    the same lines would request the same again.
     """
 
 
@@ -210,8 +208,7 @@ class NotElastic(Invalid, NotImplementedError):
     """A script uses an object that can't follow a change of the world. ``kind``: its kind.
 
     Raised before the training starts, or before the next update after a change. It ends the worker: the same script
-    would
-    use the same object again.
+    would use the same object again.
     """
 
     def __init__(self, message: str, kind: Fixed) -> None:
@@ -256,8 +253,7 @@ class StaleValueWarning(UserWarning):
 
 def summary_of(error: BaseException) -> str:
     """Return ``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters; only the class if the
-    message
-    is empty. Notes are omitted.
+    message is empty. Notes are omitted.
     """
     try:
         text = str(error)

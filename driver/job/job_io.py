@@ -108,8 +108,7 @@ class JobIO:
 
     def say_rest(self, *, last: bool = False) -> None:
         """Log exceptions of workers that were not logged yet. ``last``: no worker is left; one that was killed before
-        it could
-        send its exception had announced it.
+        it could send its exception had announced it.
         """
         # Who says why the job can't go on has no traceback.
         unsent = [text for who, text in self.raised.items() if text and who not in self.output.sent]

@@ -79,8 +79,7 @@ def broadcast_copies(
     tensors: Iterable[torch.Tensor], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Return new tensors with the values of rank ``root_rank``, for frameworks whose variables are set by a value.
-    Raises
-    as `broadcast_parameters`.
+    Raises as `broadcast_parameters`.
     """
     copies = [tensor.clone() for tensor in tensors]
     named = [(str(number), tensor) for number, tensor in enumerate(copies)]
@@ -98,8 +97,7 @@ def broadcast_optimizer_state(
 
     State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
     overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,
-    as
-    with Horovod.
+    as with Horovod.
 
     Args:
         optimizer: any torch optimizer except LBFGS, or a `DistributedOptimizer`, over the same parameters on every

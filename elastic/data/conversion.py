@@ -17,8 +17,7 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
 
     A ``DistributedSampler`` or an ``ElasticSampler`` is converted to its shuffle and seed, ``RandomSampler`` and
     ``SequentialSampler`` likewise; other samplers are iterated for their order in every epoch. The position of
-    ``loader``
-    is not taken over. Raises Invalid.
+    ``loader`` is not taken over. Raises Invalid.
     """
     if not isinstance(loader, torch_data.DataLoader):
         raise Invalid(

@@ -54,8 +54,7 @@ def permutation(shuffle: bool, seed: int) -> EpochOrder:
 
 def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
     """Draw from a sampler under a seed of the epoch: indices, or lists of them. Raises Invalid if it draws other values
-    each
-    time, since no two ranks would agree.
+    each time, since no two ranks would agree.
     """
 
     def draw(length: int, epoch: int) -> Sequence[Any]:

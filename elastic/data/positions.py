@@ -3,8 +3,7 @@
 An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. So a position is
 two numbers, however many ranks there are and whatever they have prefetched. A step takes the next samples of the order;
 they are divided into as many parts as there are ranks (or shards): consecutive, in the order of the parts, of sizes
-that
-differ by at most one. After a change of the world the same rule applies to the remaining samples.
+that differ by at most one. After a change of the world the same rule applies to the remaining samples.
 
     Dealing(parts=3, batch=6), 20 samples:   | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18 . 19 |
                                                part 0 . 1 . 2                        (two sizes differ by at most one)

@@ -22,17 +22,14 @@ from elastic.runtime import lifecycle
 
 class ElasticSampler(Sampler[int]):
     """A sampler that counts each sample once per epoch in the committed history, except repeats that fill the last
-    round.
-    `elastic.data.DataLoader` needs no repeats, and no ``record_batch``.
+    round. `elastic.data.DataLoader` needs no repeats, and no ``record_batch``.
 
     Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and put
-    the
-    sampler in the state. ``dataset`` needs a length of at least 1. Raises Invalid.
+    the sampler in the state. ``dataset`` needs a length of at least 1. Raises Invalid.
 
     Attributes, as in Horovod: ``dataset``, ``shuffle``, ``seed``, ``epoch``, ``num_replicas``, ``rank``,
     ``remaining_indices`` (unfinished samples, in order), ``num_samples`` (of this rank, repeats included),
-    ``total_size``
-    (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
+    ``total_size`` (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
 
     Example::
 

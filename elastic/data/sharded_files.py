@@ -20,9 +20,8 @@ class ShardedFiles(Dataset[Any]):
 
     ``read`` returns an indexable object (a memory map, a Parquet row group, an array), or an iterable, which is read
     forward from its start. ``lengths``: samples of each file; without it every file is read once to count them. A
-    loader
-    that shuffles draws an order of the files, and one of the samples in each: over the whole file if it can be indexed,
-    none if it is read forward. Each process keeps one file open. Raises Invalid.
+    loader that shuffles draws an order of the files, and one of the samples in each: over the whole file if it can be
+    indexed, none if it is read forward. Each process keeps one file open. Raises Invalid.
     """
 
     def __init__(

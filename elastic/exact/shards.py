@@ -458,8 +458,7 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
 
 def _why_no_collective() -> str:
     """Why no collective is possible: ranks have different numbers of shards, so each would call it a different number
-    of
-    times.
+    of times.
     """
     for shards in _all:
         if shards.looping():

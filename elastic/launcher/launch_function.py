@@ -63,14 +63,11 @@ def launch(
     """Call ``func(*args, **kwargs)`` on every worker; return the values by rank of the last world.
 
     The arguments are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds; ``min_np``,
-    ``max_np``
-    or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do not share
-    this
-    one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces the environment that
-    workers
-    inherit (default: this process's). ``on_report`` is called here with a `Report` for each `elastic.report` of a
-    worker,
-    one at a time, and blocks the driver meanwhile. If it raises, this is logged once, and the job continues.
+    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do
+    not share this one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces the
+    environment that workers inherit (default: this process's). ``on_report`` is called here with a `Report` for each
+    `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If it raises, this is logged once, and
+    the job continues.
 
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed if the job fails; the
     workers' output has been forwarded by then.

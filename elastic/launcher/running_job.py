@@ -15,10 +15,8 @@ class Job:
     ``secret_file``, as with the flags of ``elasticrun status``; with ``ray`` a detached job of the Ray cluster by name.
 
     No connection is kept open between calls. They raise Invalid if the job does not exist, RequestRefused (an
-    ElasticError)
-    with the reason if the job refuses, and another ElasticError if its driver can't be reached. Each returns within
-    half a
-    minute.
+    ElasticError) with the reason if the job refuses, and another ElasticError if its driver can't be reached. Each
+    returns within half a minute.
     """
 
     def __init__(

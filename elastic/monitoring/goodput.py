@@ -38,8 +38,7 @@ class Goodput:
 
 def goodput() -> Goodput:
     """Return how this worker's time was spent: ``elastic.goodput().goodput`` is the share spent on training that was
-    not
-    lost.
+    not lost.
 
     Takes microseconds and no communication. ``elasticrun --summary`` prints the same for all workers when the job ends.
     Raises NotInitialized before ``init()``.

@@ -21,14 +21,11 @@ def report(metrics: Mapping[str, Any]) -> None:
     """Send metrics to the driver: ``elastic.report({"loss": loss, "step": state.step})``.
 
     Values are None, bool, int, float, str, and lists and dicts of them; a tensor or an array of one element is
-    converted to
-    a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in the order in
-    which
-    this worker reported them, and the last report of each rank is kept. They affect no decision.
+    converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in the
+    order in which this worker reported them, and the last report of each rank is kept. They affect no decision.
 
     Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later; the
-    log
-    shows how many older ones were dropped. Without a driver it does nothing.
+    log shows how many older ones were dropped. Without a driver it does nothing.
 
     Raises NotInitialized before ``init()``, TypeError for any other value, with its key, and Invalid (a ValueError) for
     more than 64 KiB.

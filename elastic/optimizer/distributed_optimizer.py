@@ -49,30 +49,25 @@ def DistributedOptimizer(
 
     The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
     ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as before; it adds
-    the
-    methods of `Distributed`. Wrap before you create a scheduler.
+    the methods of `Distributed`. Wrap before you create a scheduler.
 
     - ``named_parameters``: ``model.named_parameters()``; names all parameters, each name once.
     - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
-      context)``
-      and ``decompress(tensor, context) -> tensor``.
+      context)`` and ``decompress(tensor, context) -> tensor``.
     - ``backward_passes_per_step``: number of passes whose gradients are summed locally (not averaged) before a
       reduction.
     - ``op``: Average, Sum, Min, Max or Product; or Adasum, with which every rank steps by itself and the steps are
       combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores ``groups``.
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
     - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group is reduced in one
-      piece
-      for each dtype. Other parameters are grouped by size.
+      piece for each dtype. Other parameters are grouped by size.
     - ``process_set``: the ranks that average among themselves. On other ranks the optimizer steps with their own
       gradients, as if it had not been wrapped.
     - ``sparse_as_dense``: sparse gradients (of embeddings) are reduced as dense ones, and converted back; otherwise
-      indices
-      and values are gathered.
+      indices and values are gathered.
 
     - ``shards``: the global batch is this many micro-batches in any world, and gradients are their mean, or with Sum
-      their
-      sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` then counts the passes of a shard, and
+      their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` then counts the passes of a shard, and
       ``compression`` rounds each shard's gradient, and each sum of them.
 
     - ``zero``: 1 keeps only this rank's part of the optimizer state on each rank (ZeRO-1): each rank steps its elements
@@ -83,8 +78,7 @@ def DistributedOptimizer(
     ``shards`` it is complete when the loop over them ends.
 
     All ranks pass the same parameters in the same order. The first step of a world checks this and raises StateMismatch
-    on
-    a difference. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
+    on a difference. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
 
     Example::
 

@@ -53,8 +53,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes, from the next one on. Call it between steps, on all ranks. Raises Invalid
-        for
-        less than 1.
+        for less than 1.
         """
         check_passes(passes)
         self._reducer.set_passes(passes)
@@ -86,8 +85,7 @@ class Distributed(torch.optim.Optimizer):
         """Wait until every parameter's ``grad`` is reduced. Raises PeerLost when the world breaks.
 
         Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed if the
-        last
-        backward pass of a step has done it: see `elastic.optimizer.gradients.gradient_reducer`.
+        last backward pass of a step has done it: see `elastic.optimizer.gradients.gradient_reducer`.
         """
         self._reducer.finish()
         self._synchronized = True
@@ -136,8 +134,7 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients like the optimizer's own method. Raises AssertionError between ``backward()`` and ``step()``,
-        and with
-        shards Invalid within the loop over them.
+        and with shards Invalid within the loop over them.
         """
         if self._reducer.pending:
             if (shards := self.gradients_made.shards) is not None:

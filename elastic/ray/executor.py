@@ -161,8 +161,7 @@ class Executor:
         verbose: bool = False,
     ) -> None:
         """Check the arguments; start nothing. ``num_hosts``: the exact number of nodes, with equal numbers of workers.
-        Raises
-        Invalid.
+        Raises Invalid.
         """
         given = locals()
         self._wanted = arguments.wanted(

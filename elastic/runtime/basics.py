@@ -24,8 +24,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         Invalid: (a ValueError) for unsupported arguments.
 
     A worker that joins a training world returns at once, with a provisional size and a rank other than 0; it is ready
-    once
-    it enters ``elastic.run``.
+    once it enters ``elastic.run``.
 
     Example::
 
@@ -91,12 +90,9 @@ def long_phase(name: str) -> Iterator[None]:
     """Mark work during which the others wait for this worker, such as an evaluation or a checkpoint on one rank.
 
     In this context the worker is not treated as stuck, however long it takes; the log names it and the phase from time
-    to
-    time. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the others wait
-    for
-    ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect outside the training
-    thread or
-    without a driver.
+    to time. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the others
+    wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect outside the
+    training thread or without a driver.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")

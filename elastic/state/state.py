@@ -93,8 +93,7 @@ class State:
 
     def check_host_updates(self) -> None:
         """Check whether the world changes, without saving. Raises WorldChanging, PeerLost; and Invalid in the loop over
-        a
-        step's shards.
+        a step's shards.
         """
         if why := context.refusal():
             raise Invalid(f"check_host_updates() was called {why}")
@@ -241,8 +240,7 @@ class ObjectState(State):
     """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
 
     The keywords define the state; attributes set later are not part of it. Raises Invalid for models, optimizers and
-    other
-    values that a `TorchState` handles.
+    other values that a `TorchState` handles.
     """
 
     if TYPE_CHECKING:  # the attributes are whatever the keywords say
@@ -421,8 +419,7 @@ def _rank() -> int:
 def _callers() -> tuple[int, ...] | None:
     """The ranks among which collectives of reset callbacks run, None for all. A worker that has just joined runs none,
     and waits for the state. So do workers with an older commit, which the others can't distinguish from these: each of
-    them
-    is alone.
+    them is alone.
     """
     rt = lifecycle.active()
     world = None if rt is None else rt.world

@@ -15,8 +15,7 @@ class TorchState(HandledState):
 
     ``TorchState(model=net, optimizer=sgd, sampler=sampler, epoch=0)``. ``rng=True`` commits and restores this worker's
     random generators too (torch, CUDA, numpy, random); they are never sent to other workers. Assigning a handled name,
-    as
-    in ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
+    as in ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
 
     A model with ``fully_shard`` applied is committed by shards: every rank keeps its own, and ``copies`` other ranks,
     on other hosts if there are any, keep a copy. That many ranks can be lost at once. ``commit`` is then a collective.
@@ -24,10 +23,9 @@ class TorchState(HandledState):
     model as its ranks allow (HSDP). See docs/sharded.md.
 
     ``save`` copies changed values into host buffers that are allocated once; ``restore`` sets exactly the committed
-    bits in
-    place, drops optimizer entries created since, and clears gradients. The training mode of modules is committed too:
-    if a
-    commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a restore.
+    bits in place, drops optimizer entries created since, and clears gradients. The training mode of modules is
+    committed too: if a commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a
+    restore.
 
     Example::
 
