@@ -22,9 +22,7 @@ NOT_LOADED = (
     " elastic backend only if hvd-elastic is installed (pip install), and not with TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     " or --torch-backend off. Install it, or call elastic.init() as well"
 )
-NOT_INITIALIZED = (
-    "Horovod has not been initialized: call hvd.init() (elastic.init() if only elastic is imported)"
-)
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (If only elastic is imported: elastic.init().)"
 
 
 class Context(Protocol):

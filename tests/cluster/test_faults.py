@@ -94,7 +94,7 @@ def test_a_token_that_expires_is_told_and_the_next_one_is_used(
     release.until(2)
     file = mounted_token(release)
     file.write_text(release.plane.token(release.namespace, "job-driver", lives_s=0))
-    refused = "it does not accept this token (Unauthorized); each try reads it anew"
+    refused = "it rejects this token (Unauthorized); the token is read again at each attempt"
     eventually(lambda: refused in release.said(), "it is missed when the watch begins anew", 90.0)
     release.until(2, more=50)
     file.write_text(release.plane.token(release.namespace, "job-driver", lives_s=600))

@@ -172,7 +172,7 @@ def test_what_a_collective_cannot_do_has_horovods_type_too(rank, size):
     for refused in (hvd.allgather, hvd.reducescatter):
         with raises(hvd.HorovodInternalError, "at least 1 dimension"):
             refused(torch.tensor(1.0))
-    with raises(NotImplementedError, "Adasum works among 1, 2, 4, 8"):
+    with raises(NotImplementedError, "Adasum requires 1, 2, 4, 8"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
     for kind in (TypeError, ValueError):
         with raises(kind, "can't reduce a tensor of torch.complex64"):

@@ -303,7 +303,7 @@ def test_who_is_not_let_in_is_told_what_to_do(secured, cluster, tmp_path):
 def test_an_etcd_that_says_nothing_is_refused_in_time(secured, cluster, monkeypatch):
     monkeypatch.setattr(etcd_members, "OPEN_S", 1.0)
     recorded("messages", refusal(EtcdAccess(secured.endpoints)))
-    assert "speaks TLS" in refusal(EtcdAccess(cluster.access.endpoints, secured.tls))
+    assert "uses TLS" in refusal(EtcdAccess(cluster.access.endpoints, secured.tls))
     with cluster.members[0].stopped():
         recorded("messages", refusal(cluster.access))
 
@@ -586,7 +586,7 @@ async def test_a_seat_that_nobody_else_took_is_taken_again(cluster):
         seat = await stage.etcd.get(stage.root + "driver")
         assert seat is not None
         await stage.etcd.revoke(seat.lease)
-        await stage.log.says("is ours again")
+        await stage.log.says("leader of job")
         again = await stage.etcd.get(stage.root + "driver")
         assert again is not None and again.value == seat.value and again.lease != seat.lease
         await leader.transact([(stage.root + "x", b"1")])

@@ -1,4 +1,4 @@
-"""`--summary`: how the time went, of a job in which workers are killed; and the journal says the same."""
+"""`--summary`: time spent, of a job in which workers are killed; and the journal says the same."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch,
     assert sum(told["page"]["workers"].values()) == pytest.approx(sum(lived.values()), rel=0.001)
     for part in PARTS[1:]:
         assert everybody[part] == pytest.approx(told["explain"]["workers"][part], abs=0.0051)
-    assert f"how the time went, {told['explain']['job_s']:.1f} s" in training.output
+    assert f"time spent, {told['explain']['job_s']:.1f} s" in training.output
     recovered = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
     assert len(recovered) == kills
     assert f"({kills} times)" in training.output
@@ -181,4 +181,4 @@ def test_without_the_flag_nothing_is_said(job, tmp_path):
     flags = FLAGS.replace(" --summary", "")
     training = job(flags, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
     assert training.wait(60) == 0
-    assert "how the time went" not in training.output
+    assert "time spent" not in training.output
