@@ -169,7 +169,7 @@ def test_what_can_not_be_added_or_removed(world):
     assert remove_process_set(ProcessSet([0])) is False
     with refuses("pass the ProcessSet that was added"):
         remove_process_set([0])  # type: ignore[arg-type]
-    with refuses("has a rank 4, and the ranks of this job are 0 to 3"):
+    with refuses("has a rank 4, but the ranks of this job are 0 to 3"):
         add_process_set([1, 4])
     add_process_set([0])
     with refuses("registered already"):
