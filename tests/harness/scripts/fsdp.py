@@ -193,12 +193,14 @@ def main() -> None:
                 dist.barrier()
                 continue
             set_step(state.step)
+            # Not after the step, which leaves gathered parameters behind where FEATURE is evaluate.
+            shape = list(next(model.parameters()).device_mesh.shape)
             loss = training.step(state.step, rank, size)
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             model.steps += 1
             state.losses[state.step] = float(loss)
             state.sizes[state.step] = size
-            state.meshes[state.step] = list(next(model.parameters()).device_mesh.shape)
+            state.meshes[state.step] = shape
             state.step += 1
             state.commit()
             if state.step == 10:
