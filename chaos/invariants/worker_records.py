@@ -43,7 +43,7 @@ class WorkerRecords:
             case events.DriverRestarted():
                 self._restarted()
             case events.CheckpointMade(commit):
-                self.job.durable = commit
+                self.job.durable = max(self.job.durable or commit, commit)
             case events.ReplicasSpoilt(generation) if generation == self.job.generation:
                 for worker, known in self.job.here():
                     if not known.finished:

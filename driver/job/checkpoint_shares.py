@@ -110,6 +110,7 @@ class CheckpointShares:
     _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # by request
     _done: dict[int, Commit] = field(default_factory=dict)
     _not_finite: dict[Worker, NotFinite] = field(default_factory=dict)
+    _newest: Commit | None = None  # that is complete, of all worlds
 
     def world(self, generation: int, members: Sequence[Worker]) -> None:
         """Another world trains."""
@@ -214,4 +215,8 @@ class CheckpointShares:
         return self._made(message) if isinstance(message, CheckpointWritten) else []
 
     def _made(self, message: CheckpointWritten) -> list[Action]:
+        """Report the newest checkpoint, once: rank 0 repeats a message until it is answered."""
+        if self._newest is not None and message.commit <= self._newest:
+            return []
+        self._newest = message.commit
         return [Made(message.commit, message.place, message.size, message.took_s, message.step)]

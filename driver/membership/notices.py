@@ -97,7 +97,7 @@ class Notices(Part):
 
     def checkpoint_made(self, event: CheckpointMade) -> None:
         """The newest commit that no machine takes along."""
-        self._newest = event.commit
+        self._newest = max(self._newest or event.commit, event.commit)
         if self._earlier:
             self._earlier = False
             return

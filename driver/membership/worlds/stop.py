@@ -41,7 +41,7 @@ class Stop(Part):
                 if self.worlds.members and worker == self.worlds.members[0]:
                     self._trained_to = commit
             case CheckpointMade(commit):
-                self._newest = commit
+                self._newest = max(self._newest or commit, commit)
                 if self._request is not None and self._is_last(commit):
                     self._end(made=True)
             case WorkerReconnected(worker) if worker in self.worlds.members[:1]:

@@ -236,7 +236,7 @@ class Story:
             case events.CheckpointMade(commit):
                 self._knows(commit)
                 self.checkpoints += 1
-                self.durable = commit
+                self.durable = max(self.durable or commit, commit)
             case events.DriverRestarted():
                 self.drivers += 1
             case _:

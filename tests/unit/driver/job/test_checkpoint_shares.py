@@ -187,3 +187,16 @@ def test_what_ranks_have_seen_before_different_commits_is_not_compared():
 def test_replicas_that_never_were_equal_are_not_spoilt_by_one():
     shares = three(equal_before=False)
     assert [shares.handle(worker, saw(n)) for n, worker in enumerate((A, B, C))] == [[]] * 3
+
+
+def test_a_checkpoint_that_is_reported_again_after_a_newer_one_changes_nothing():
+    """Rank 0 of the world before had no answer."""
+    shares = CheckpointShares()
+    shares.world(2, [A, B])
+    before = CheckpointWritten(2, 9, Commit(2, 9), "/c/r1", 100, 0.5)
+    assert [type(each) for each in shares.handle(A, before) or []] == [TellRanks, Made]
+    shares.world(3, [A, B])
+    made = CheckpointWritten(3, 40, Commit(3, 41), "/c/r2", 100, 0.5)
+    assert [type(each) for each in shares.handle(A, made) or []] == [TellRanks, Made]
+    assert shares.handle(A, before) == []
+    assert [type(each) for each in shares.handle(A, made) or []] == [TellRanks]

@@ -172,7 +172,7 @@ def test_what_can_not_be_added_or_removed(world):
     with refuses("has a rank 4, but the ranks of this job are 0 to 3"):
         add_process_set([1, 4])
     add_process_set([0])
-    with refuses("registered already"):
+    with refuses("already registered"):
         add_process_set([0])
 
 
