@@ -215,6 +215,20 @@ class DictPart(Part):
         self.value.load_state_dict(structure)
 
 
+class ScalerPart(DictPart):
+    """A `torch.amp.GradScaler`. Its ``state_dict()`` lacks the optimizers unscaled since the last ``update()``."""
+
+    value: torch.amp.GradScaler
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        super().place(structure, fresh, own, restoring=restoring)
+        if self.value.is_enabled():
+            # The step that broke off may have called unscale_() or step(), which refuse a second call.
+            self.value._per_optimizer_states.clear()
+
+
 class Carried:
     """A value that says itself what it consists of. Subclasses are handled in any state.
 

@@ -33,9 +33,9 @@ from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import (
     Carried,
     CarriedPart,
-    DictPart,
     Part,
     SamplerStateHandler,
+    ScalerPart,
     ShardsStateHandler,
     StateHandler,
 )
@@ -52,7 +52,7 @@ _registry: Registry = [
     (Carried, CarriedPart),
     (DataLoader, LoaderStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, SchedulePart),
-    (torch.amp.GradScaler, DictPart),
+    (torch.amp.GradScaler, ScalerPart),
 ]
 
 

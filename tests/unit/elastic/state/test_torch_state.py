@@ -596,3 +596,31 @@ def test_a_cuda_commit_that_is_on_its_way_when_the_world_breaks_is_waited_for():
     state.restore()
     assert (state.n, sampler.processed_num) == (2, 10)
     assert_bits(model, expected)
+
+
+@pytest.mark.parametrize("broken", ["unscaled", "stepped"])
+def test_a_scaler_unscales_again_after_a_step_that_broke_off(broken):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = TorchState(model=model, optimizer=optimizer, scaler=scaler)
+
+    def backward() -> None:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+
+    state.save()
+    backward()
+    if broken == "stepped":
+        scaler.step(optimizer)
+    state.restore()
+    backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_scaler_that_is_off_is_restored():
+    state = TorchState(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    state.save()
+    state.restore()
