@@ -45,10 +45,18 @@ def check(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters of all groups. In a step of a `DividedOptimizer`, its groups have only this rank's parts of them."""
+    if isinstance(optimizer, DividedOptimizer) and optimizer.stepped:
+        return list(optimizer.stepped)
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class DividedOptimizer(Distributed):
     """A `DistributedOptimizer` with ``zero=1``. ``zero_order``: the rank of each shard."""
 
     zero_order: tuple[int, ...]
+    stepped: Sequence[torch.Tensor] = ()  # whole parameters, during a step only
     _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # by what it was made for
 
     def divide(self, order: Sequence[int]) -> None:
@@ -109,6 +117,7 @@ class DividedOptimizer(Distributed):
             if whole in entries:
                 kept[part] = entries[whole]
         try:
+            self.stepped = everything
             for group, some in zip(self.param_groups, parts, strict=True):
                 group["params"] = some
             self.state = kept
@@ -117,6 +126,7 @@ class DividedOptimizer(Distributed):
             for group, some in zip(self.param_groups, wholes, strict=True):
                 group["params"] = some
             self.state = entries
+            self.stepped = ()
         for whole, part in zip(everything, [p for group in parts for p in group], strict=True):
             if kept.get(part):
                 entries[whole] = kept[part]

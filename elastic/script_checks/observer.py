@@ -26,6 +26,7 @@ from elastic.data.loader import DataLoader, loaders
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import ScriptMistakes
 from elastic.monitoring import data_waits, moved_tensors
+from elastic.optimizer.divided_optimizer import whole_parameters
 from elastic.rendezvous import following_samplers
 from elastic.runtime.worker import Runtime
 from elastic.script_checks import mistakes, script_source, step_sources
@@ -69,6 +70,7 @@ class ScriptObserver:
 
     def begin(self) -> None:
         """The training function is about to be called, for the first time or in a new world."""
+        self._stepping.clear()  # a ZeroRedundancyOptimizer has another inner optimizer in each world
         if self._observes or self._windows > self._recovered:
             return
         self._windows += 1
@@ -185,7 +187,7 @@ class ScriptObserver:
         }
 
         def trained(optimizer: torch.optim.Optimizer) -> Trained:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = whole_parameters(optimizer)
             missing = [each for each in parameters if id(each) not in covered]
             example = f"one of shape {list(missing[0].shape)}" if missing else ""
             held = id(optimizer) in inside or id(optimizer.param_groups) in shared

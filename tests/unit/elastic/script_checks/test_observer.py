@@ -16,6 +16,7 @@ from torch.utils import data as torch_data
 from elastic import data
 from elastic.errors import ScriptMistakes
 from elastic.monitoring import moved_tensors
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol.messages import Place
 from elastic.rendezvous import following_samplers
 from elastic.runtime import lifecycle
@@ -165,6 +166,26 @@ class Resuming(torch_data.IterableDataset[torch.Tensor]):
 
     def load_state_dict(self, state) -> None:
         self.position = state["position"]
+
+
+def test_an_optimizer_that_steps_parts_trains_the_model_of_the_state(job):
+    job.optimizer = DistributedOptimizer(job.optimizer, job.model.named_parameters(), zero=1)
+    state = job.whole(step=0)
+    watching = job.observes(state)
+    job.train(state)
+    assert reported(watching) == set()
+
+
+def test_an_inner_optimizer_of_the_world_before_is_not_missed(job):
+    state = job.whole(step=0)
+    watching = job.observes(state)
+    job.optimizer.inner = torch.optim.SGD(job.model.parameters(), lr=0.0)
+    job.optimizer.inner.step()
+    job.optimizer.inner = torch.optim.SGD(job.model.parameters(), lr=0.0)
+    watching.begin()
+    job.optimizer.inner.step()
+    job.train(state)
+    assert reported(watching) == set()
 
 
 def test_a_stream_with_a_state_of_its_own_has_a_position(job):
