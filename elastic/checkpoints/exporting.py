@@ -188,7 +188,9 @@ def _whole_tensors(storage: Storage, found: Manifest) -> dict[Key, torch.Tensor]
                 whole[key] = tensor
                 continue
             if key not in whole:
-                whole[key] = torch.empty(stored.shape, dtype=dtype_named(stored.dtype))
+                whole[key] = torch.empty(
+                    stored.shape, dtype=dtype_named(stored.dtype), device="cpu"
+                )
             whole[key][stored.rows.begin : stored.rows.end] = tensor
     return whole
 

@@ -88,7 +88,7 @@ GOES_JOB_AT_GENERATION_2 = (
 )
 GOES_UNCHANGED = "continues unchanged"
 GOES_UNCHANGED_RECONNECTED = "continues unchanged: reconnected"
-GPU_HANGS_NOT_COME = "its GPU hangs: it has not come to"
+GPU_HANGS_NOT_COME = "its GPU hangs: it launched collective"
 INFO_NO_STACKS_LOCALHOST = (
     "info: no stacks of localhost:1#1: it has not called init(), or handles signal 38 itself"
 )

@@ -160,7 +160,7 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
-    places = torch.tensor(order, device="cpu").view(-1, shards)
+    places = torch.tensor(order, dtype=torch.int64, device="cpu").view(-1, shards)
     row, column = divmod(list(order).index(distributed.get_rank()), shards)
     groups: list[Any] = [
         distributed.group.WORLD
