@@ -1,4 +1,4 @@
-"""Which durable commits a folder has, whether they are whole, and which one to go on from. Acts, without torch."""
+"""Checkpoints in a folder: list them, verify them, and choose the one to resume from. Acts, without torch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ BLOCK = 1 << 20  # bytes read at once
 
 
 class Torn(NotReadable):
-    """A commit that was not written to its end."""
+    """An incomplete commit: its manifest was never written."""
 
 
-CLAIMS_READ = 8  # the newest ones, to see whether their jobs live
-CLAIM = re.compile(r"run-(\d{4,9})")  # a file that says whose run has that number
+CLAIMS_READ = 8  # number of newest claims to read when looking for running jobs
+CLAIM = re.compile(
+    r"run-(\d{4,9})"
+)  # file that names the process that claimed the run of this number
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A folder of a commit. ``trouble``: why it can't be taken; empty: it can. ``torn``: it was never completed.
-    ``newer``: a newer version may take it.
+    """The folder of a commit.
+
+    Args:
+        name: of the commit.
+        manifest: None if the commit cannot be used.
+        trouble: why it cannot be used; empty if it can.
+        torn: whether it was never completed.
+        newer: whether it was written by a newer version, which may be able to use it.
     """
 
     name: Name
@@ -42,16 +50,23 @@ class CheckpointEntry:
 
 
 def names(storage: Storage) -> list[Name]:
-    """Of all folders of commits, whole or torn, oldest first. Raises OSError."""
+    """Return the names of all commits, complete or incomplete, oldest first.
+
+    Raises:
+        OSError: the storage failed.
+    """
     found = (manifest.parse(folder) for folder in storage.folders())
     return sorted(name for name in found if name is not None)
 
 
 def claim_run(storage: Storage) -> int:
-    """A number that no checkpoint here has yet, and that no other job is given. Raises OSError.
+    """Return a run number that no checkpoint in the folder and no other job uses.
 
-    In an object store two jobs that begin in the same moment may be given the same: there no file can be made only if
-    there is none.
+    Object stores cannot create a file only if it does not exist. Two jobs that start at the same moment on an object
+    store may therefore receive the same number.
+
+    Raises:
+        OSError: the storage failed.
     """
     number = max((name.run for name in names(storage)), default=0) + 1
     process = psutil.Process()
@@ -62,7 +77,7 @@ def claim_run(storage: Storage) -> int:
 
 
 class Claimant(msgspec.Struct, frozen=True):
-    """The process that a run belongs to. ``began_at``: when it was started, in seconds since 1970."""
+    """Process that a run belongs to. ``began_at``: its start time in seconds since 1970."""
 
     host: str
     pid: int
@@ -70,7 +85,15 @@ class Claimant(msgspec.Struct, frozen=True):
 
 
 def writing_here(storage: Storage, before: int | None = None) -> Claimant | None:
-    """Another process of this machine that lives and has begun a run; ``before``: one before this. Raises OSError."""
+    """Return a running process of this machine, other than this one, that has claimed a run; None if there is none.
+
+    Args:
+        storage: the folder.
+        before: consider only runs with a smaller number.
+
+    Raises:
+        OSError: the storage failed.
+    """
     claimed = (CLAIM.fullmatch(name) for name in storage.sizes())
     numbers = sorted(int(each[1]) for each in claimed if each)
     for number in [n for n in numbers if before is None or n < before][-CLAIMS_READ:]:
@@ -79,7 +102,8 @@ def writing_here(storage: Storage, before: int | None = None) -> Claimant | None
             if found.host != socket.gethostname() or found.pid == os.getpid():
                 continue
             process = psutil.Process(found.pid)
-            # One that has ended may stay in the table of processes: in a container, where nobody reaps.
+            # An exited process may remain in the process table, for example in a container whose init does not reap
+            # zombies.
             ended = process.status() == psutil.STATUS_ZOMBIE
             if not ended and process.create_time() == found.began_at:
                 return found
@@ -87,12 +111,22 @@ def writing_here(storage: Storage, before: int | None = None) -> Claimant | None
 
 
 def give_back_run(storage: Storage, number: int) -> None:
-    """A run that was claimed, and in which nothing was written. Raises OSError."""
+    """Release a claimed run number under which nothing was written.
+
+    Raises:
+        OSError: the storage failed.
+    """
     storage.remove_file(f"run-{number:04}")
 
 
 def read(storage: Storage, name: Name) -> Manifest:
-    """A commit whose files are all there with their sizes. Raises Torn, NotReadable, OSError."""
+    """Return the manifest of a commit after checking that all its files exist with the recorded sizes.
+
+    Raises:
+        Torn: the commit is incomplete.
+        NotReadable: the manifest or a file is damaged or missing.
+        OSError: the storage failed.
+    """
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
@@ -109,7 +143,11 @@ def read(storage: Storage, name: Name) -> Manifest:
 
 
 def entry(storage: Storage, name: Name) -> CheckpointEntry:
-    """Raises OSError."""
+    """Return the catalog entry of a commit, whether it is usable or not.
+
+    Raises:
+        OSError: the storage failed.
+    """
     try:
         return CheckpointEntry(name, read(storage, name), "")
     except NotReadable as error:
@@ -118,7 +156,11 @@ def entry(storage: Storage, name: Name) -> CheckpointEntry:
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
-    """Who goes on from an older one would in time remove what is newer. Raises Invalid."""
+    """Refuse a commit of a newer version. A job that resumed from an older commit would eventually prune the newer one.
+
+    Raises:
+        Invalid: the commit was written by a newer version.
+    """
     if found.newer:
         raise Invalid(
             f"{storage.url}/{found.name} can't be taken: {found.trouble}; nothing was changed there: start the version"
@@ -127,7 +169,11 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
 
 
 def verify(storage: Storage, found: Manifest) -> str:
-    """Reads all files and compares their checksums. What is wrong; empty: nothing. Raises OSError."""
+    """Read all files and compare their checksums. Return a description of the damage, empty if there is none.
+
+    Raises:
+        OSError: the storage failed.
+    """
     for file, stored in found.files.items():
         check = Check(stored)
         try:
@@ -142,9 +188,13 @@ def verify(storage: Storage, found: Manifest) -> str:
 
 
 def chosen(storage: Storage, which: str) -> Manifest:
-    """By its folder, ``r0002-g0003-c00000450``, or by its commit where that is unique, ``g3c450`` (``3.450`` before).
+    """Return the manifest of a commit, given by folder (``r0002-g0003-c00000450``) or unique commit ID (``g3c450``).
 
-    Raises Invalid with those that there are, OSError.
+    The earlier notation ``3.450`` is accepted as well.
+
+    Raises:
+        Invalid: the commit is missing, ambiguous or unusable. The message lists the existing commits.
+        OSError: the storage failed.
     """
     have = names(storage)
     fitting = [name for name in have if which in (str(name), str(name.commit), name.commit.dotted)]
@@ -160,9 +210,13 @@ def chosen(storage: Storage, which: str) -> Manifest:
 
 
 def prune(storage: Storage, keep: int, floor: int = 0) -> list[Name]:
-    """Removes what `manifest.superfluous` says. Returns what was removed. Raises OSError."""
+    """Remove the commits that `manifest.superfluous` selects, and return their names.
+
+    Raises:
+        OSError: the storage failed.
+    """
     have = names(storage)
-    # Only the newest has to be proven whole: of the others a manifest says that they were.
+    # Only the newest commit is verified. For older ones, the manifest shows that they were complete.
     whole: list[Name] = []
     for name in reversed(have):
         if whole:
@@ -173,7 +227,7 @@ def prune(storage: Storage, keep: int, floor: int = 0) -> list[Name]:
     gone = manifest.superfluous(have, whole, keep, floor)
     for name in gone:
         with contextlib.suppress(FileNotFoundError):
-            # From here on nobody takes it for whole, however far the removal comes.
+            # Removing the manifest first marks the commit as incomplete, even if the rest of the removal fails.
             storage.remove_file(f"{name}/{manifest.MANIFEST}")
             storage.remove_folder(str(name))
     return gone

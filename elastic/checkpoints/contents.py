@@ -1,8 +1,8 @@
-"""What a checkpoint of a held commit consists of: tensors and objects by their names, and who writes which.
+"""Contents of a checkpoint: the tensors and objects of a held commit by name, and the rank that writes each.
 
-The names are those of the state dict ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}``, as
-torch.distributed.checkpoint flattens it. Tensors that such a state dict leaves out, buffers registered with
-``persistent=False`` for instance, stand under ``elastic``. Every rank makes the same plan of the same commit.
+The names are those of the state dict ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}``,
+flattened as by torch.distributed.checkpoint. Tensors that are not in such a state dict, for example buffers registered
+with ``persistent=False``, are stored under ``elastic``. All ranks compute the same plan for the same commit.
 """
 
 from __future__ import annotations
@@ -17,34 +17,44 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from elastic.state.held import Held, HeldRows
 
 Path = tuple[Any, ...]
-LEAVES = 1000  # a value of more is one object
+LEAVES = 1000  # a value with more leaves is stored as a single object
 
 
 @dataclass(frozen=True)
 class StateItem:
-    """One tensor. ``paths``: all its places in the state dict; tied parameters have several.
+    """One tensor of a commit.
 
-    ``rows``: those that this rank has of a sharded tensor; then ``tensor`` is the whole one without content.
+    Args:
+        part: part of the state.
+        key: name within that part.
+        tensor: the tensor; for a sharded one, the whole tensor on the meta device.
+        paths: all its places in the state dict. Tied parameters have several.
+        by_rank0: see the field.
+        rows: this rank's rows of a sharded tensor, else None.
     """
 
     part: str
     key: str
     tensor: torch.Tensor
     paths: tuple[Path, ...]
-    by_rank0: bool  # it may differ between replicas, and rank 0's counts
+    by_rank0: bool  # written by rank 0, since its value may differ between replicas
     rows: HeldRows | None = None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """``objects``: leaves of the state dict that are no tensors of a commit, by path."""
+    """Everything a checkpoint stores.
+
+    ``objects``: leaves of the state dict other than the commit's tensors, by path.
+    """
 
     items: list[StateItem]
     objects: dict[Path, Any]
 
     def flat(self) -> tuple[dict[str, Any], dict[str, Path]]:
-        """The state dict as torch.distributed.checkpoint flattens it, with tensors without content in place of those of
-        the commit, and the path of each name.
+        """Return the state dict flattened as by torch.distributed.checkpoint, and the path of each name.
+
+        Tensors of the commit are replaced by tensors on the meta device.
         """
         values: dict[Path, Any] = {}
         for item in self.items:
@@ -56,12 +66,12 @@ class Contents:
 
 
 def dotted(path: Path) -> str:
-    """The name of a path for torch.distributed.checkpoint."""
+    """Return the name of a path in torch.distributed.checkpoint."""
     return ".".join(map(str, path))
 
 
 def contents(held: Held) -> Contents:
-    """Of a commit whose copies are complete."""
+    """Return the contents of a commit whose copies are complete."""
     items: list[StateItem] = []
     objects: dict[Path, Any] = {}
     for name, value in held.values.items():
@@ -87,10 +97,13 @@ def contents(held: Held) -> Contents:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
-    """As torch.distributed.checkpoint takes a state dict apart. What it can't, as {1: ..., "1": ...}, stays whole."""
+    """Flatten a value as torch.distributed.checkpoint does.
+
+    A value that it cannot flatten, such as {1: ..., "1": ...}, is yielded whole.
+    """
     try:
         flat, paths = flatten_state_dict({name: value})
-    except ValueError:  # two of the names would be the same
+    except ValueError:  # two of the names would be equal
         yield (name,), value
         return
     for key, leaf in flat.items():
@@ -98,8 +111,9 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
 
 
 def shares(items: list[StateItem], size: int) -> list[list[StateItem]]:
-    """Who writes what, by rank: shares of about equally many bytes, the same on every rank. Sharded tensors are left
-    out: each rank writes its rows.
+    """Divide the items among the ranks into shares of about equal size in bytes. Deterministic.
+
+    Sharded tensors are omitted, since each rank writes its own rows.
     """
     items = [item for item in items if item.rows is None]
     mine: list[list[StateItem]] = [[] for _ in range(size)]

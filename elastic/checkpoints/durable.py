@@ -1,4 +1,7 @@
-"""Durable commits of a training function: who writes them, and where it begins. Acts, in the training thread."""
+"""Checkpoints of a training function: start and stop the writer, and resume from the newest one.
+
+Acts, in the training thread.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,10 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
             f" {options.DIR} unset"
         )
     storage = Storage(found.url)
-    if rt.alone and not found.run:  # nobody else has numbered it
+    if rt.alone and not found.run:  # without a driver, no run number is assigned
         found = replace(found, run=catalog.claim_run(storage))
-    # Brings torch.distributed.checkpoint, and SymPy with it: most of a second, which others need not wait for.
+    # Imports torch.distributed.checkpoint and with it SymPy, which takes most of a second. Jobs without checkpoints
+    # skip it.
     from elastic.checkpoints.writer import Writer
 
     writer = Writer(storage, found, rt.session.send, alone=rt.alone)
@@ -71,8 +75,9 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
 
 
 def entered(rt: Runtime, world: World) -> None:
-    """All members of a world write under one number of a run, whoever has started them. What this worker has seen of
-    gradients counts no more where it is sent another state.
+    """Use the world's run number, so that all its members write under the same one, whichever driver started them.
+
+    Observations about non-finite gradients are discarded if this worker receives another state.
     """
     if rt.commits.durable is not None and world.run:
         rt.commits.durable.run = world.run
@@ -83,26 +88,30 @@ def entered(rt: Runtime, world: World) -> None:
 
 
 def finish(rt: Runtime, state: State) -> None:
-    """The training function has returned: what it has committed last is made durable before the job ends."""
+    """Make the last commit durable after the training function has returned, before the job ends."""
     if rt.commits.durable is None:
         return
-    # Who returns later than the others, or has more to write, must not be taken for stuck meanwhile.
+    # A rank that returns later than the others, or has more to write, must not be reported as stuck meanwhile.
     long = contextlib.nullcontext() if rt.alone else rt.training.long_phase("last checkpoint")
     with long, rt.account.during("storage"):
         rt.commits.finish(state)
 
 
 def returned(rt: Runtime) -> None:
-    """The training function has returned, and its last commit has been waited for: each rank notes that."""
+    """Record on each rank that the training function has returned and that its last commit was waited for."""
     commit = rt.session.recovery.agreed()
     if rt.commits.durable is not None and not rt.alone and commit is not None:
         rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
 
 
 def resume(rt: Runtime, state: State) -> None:
-    """Nobody holds a commit: all go on from the newest durable one, if there is one. Collective.
+    """Resume from the newest durable commit, if one exists, when no worker holds a commit in memory. Collective.
 
-    Raises OSError at rank 0, PeerLost at the others; where the state does not fit, the job ends.
+    If the state does not match the checkpoint, the job ends.
+
+    Raises:
+        OSError: the storage failed, at rank 0.
+        PeerLost: a rank was lost, at the other ranks.
     """
     found = options.read(os.environ)
     if found is None or not isinstance(state, ObjectState):
@@ -115,18 +124,27 @@ def resume(rt: Runtime, state: State) -> None:
 
 
 class Brought(NamedTuple):
-    """How many bytes came from other ranks, and whether the state is that of a checkpoint."""
+    """Outcome of bringing a state to all ranks: bytes received from other ranks, and whether it is a checkpoint's."""
 
     copied_bytes: int
     from_checkpoint: bool
 
 
 def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> Brought:
-    """Brings a sharded state to all ranks of a new world: that of the newest commit that they hold, or where no worker
-    holds some shards any more, and where nothing was trained yet, of the newest durable one. Collective. ``reset``: see
-    `State.bring_shards`.
+    """Bring a sharded state to all ranks of a new world. Collective.
 
-    Raises PeerLost; ShardLost where there is no durable commit either; OSError.
+    This is the newest commit that the ranks hold. If the ranks no longer hold all shards, or nothing was trained yet,
+    it is the newest durable commit.
+
+    Args:
+        rt: the runtime.
+        state: the sharded state.
+        reset: see `State.bring_shards`.
+
+    Raises:
+        PeerLost: a rank was lost.
+        ShardLost: shards are lost and there is no durable commit either.
+        OSError: the storage failed.
     """
     sharded = shards_of(state)
     assert sharded is not None
@@ -156,7 +174,7 @@ def _resume_shards(
 
 
 def _cannot_begin(rt: Runtime, error: Exception) -> NoReturn:
-    """Another worker would find the same: the driver ends the job with this sentence."""
+    """Report the error to the driver, which ends the job with it, since any other worker would fail in the same way."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 
@@ -164,7 +182,7 @@ def _cannot_begin(rt: Runtime, error: Exception) -> NoReturn:
 def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
     generators: list[Any] = []
     if rt.place.rank == 0:
-        # The others wait, for as long as the storage is slow or away: nobody else would read it any faster.
+        # The other ranks wait as long as the storage is slow or unreachable; none of them could read it faster.
         long = (
             contextlib.nullcontext()
             if rt.alone
@@ -184,7 +202,10 @@ def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
 
 
 def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
-    """What each rank had committed of its random generators; empty: there is no checkpoint, and training begins."""
+    """Load the newest checkpoint and return the random generators' states that each rank committed.
+
+    The list is empty if there is no checkpoint and training starts from the beginning.
+    """
     storage = Storage(found.url)
     begin = resuming.load_newest(storage, found, state)
     if begin is None:

@@ -1,7 +1,6 @@
-"""Writes a checkpoint as one file that torch reads without this package: whole tensors, in one process without a job.
+"""Export a checkpoint to one file of whole tensors that torch reads without this package. Needs no job.
 
-Nothing of the checkpoint is unpickled: values that were written by pickle are left out, and so are values that
-``torch.load`` would refuse by default.
+Nothing is unpickled. Values that were stored by pickle, and values that ``torch.load`` refuses by default, are omitted.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import Invalid
 from elastic.state.handlers import model_state, optimizer_state
 
-SAFETENSORS = ".safetensors"  # the end of a file's name
-_OUTSIDE = "elastic"  # the first key of tensors that no state dict has
+SAFETENSORS = ".safetensors"  # file name suffix
+_OUTSIDE = "elastic"  # first key of tensors that are in no state dict
 
 Key = tuple[str, str]  # part, tensor
 
 
 class LeftOut(NamedTuple):
-    """What was not exported. ``but_tensors``: of a part, its tensors were."""
+    """A value that was not exported. ``but_tensors``: the value is a part of the state whose tensors were exported."""
 
     name: str
     but_tensors: bool = False
@@ -42,9 +41,7 @@ class LeftOut(NamedTuple):
 
 @dataclass
 class WholeState:
-    """``models`` and ``others``: state dicts and values by their names in the state. ``left_out``: what is in
-    neither.
-    """
+    """State dicts of models, and other values, by their names in the state. ``left_out``: values in neither."""
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
@@ -52,13 +49,16 @@ class WholeState:
 
 
 def export(storage: Storage, found: Manifest, file: str) -> list[LeftOut]:
-    """Writes a checkpoint to a file, which appears whole or not at all. Returns what is not in it.
+    """Write a checkpoint to a file, atomically. Return the values that were omitted.
 
-    A file that ends in ``.safetensors`` has the tensors of the models alone, by the names in their state dicts; where
-    there are several models, these begin with the model's name in the state. Any other is ``torch.save`` of
-    ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10, ...}``.
+    If the name ends in ``.safetensors``, the file contains only the tensors of the models, named as in their state
+    dicts. With several models, the names are prefixed with the model's name in the state. Any other file is written by
+    ``torch.save`` and contains ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10, ...}``.
 
-    Raises Invalid where a package is missing or there is no model, NotReadable, OSError.
+    Raises:
+        Invalid: the package safetensors is missing, or there is no model to write.
+        NotReadable: the checkpoint is damaged.
+        OSError: reading or writing failed.
     """
     save = _safetensors() if file.endswith(SAFETENSORS) else None
     state = whole_state(storage, found)
@@ -74,7 +74,7 @@ def export(storage: Storage, found: Manifest, file: str) -> list[LeftOut]:
             os.unlink(partial)
         if isinstance(error, OSError | Invalid) or not isinstance(error, Exception):
             raise
-        # torch and safetensors have errors of their own for a disk that is full.
+        # torch and safetensors raise their own exceptions if the disk is full.
         raise OSError(f"{file} can't be written: {type(error).__name__}: {error}") from error
     return state.left_out
 
@@ -92,7 +92,7 @@ def _safetensors() -> Callable[..., None]:
 
 
 def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Tensors that share no memory, which safetensors can't hold."""
+    """Return the models' tensors by name, without shared memory, which safetensors cannot store."""
     found: dict[str, torch.Tensor] = {}
     used: set[int] = set()
     for part, model in models.items():
@@ -108,7 +108,12 @@ def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def whole_state(storage: Storage, found: Manifest) -> WholeState:
-    """Reads all files of a checkpoint, and verifies their checksums. Raises NotReadable, OSError."""
+    """Read all files of a checkpoint and verify their checksums.
+
+    Raises:
+        NotReadable: the checkpoint is damaged.
+        OSError: reading failed.
+    """
     tensors = _whole_tensors(storage, found)
     made = WholeState()
     for each in found.pickled:
@@ -147,7 +152,7 @@ def _take_part(
     elif {"origins", "options"} <= kinds:
         sizes = _group_sizes(found, name)
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
-    elif tensors:  # of a kind that is not known here, or whose Python values were pickled
+    elif tensors:  # of an unknown kind, or with pickled Python values
         described = _by_path(found, name, tensors)
         flat = all(isinstance(each, torch.Tensor) for each in described.values())
         (made.models if flat else made.others)[name] = described
@@ -157,7 +162,7 @@ def _take_part(
 
 
 def _by_path(found: Manifest, part: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Tensors of one part alone, at their places in its state dict."""
+    """Return the tensors of one part, nested as in its state dict."""
     made: dict[str, Any] = {}
     for each in found.tensors:
         if each.part == part and each.path[0] != _OUTSIDE:
@@ -170,7 +175,11 @@ def _by_path(found: Manifest, part: str, tensors: dict[str, torch.Tensor]) -> di
 
 
 def _group_sizes(found: Manifest, part: str) -> list[int]:
-    """The number of parameters in each group of an optimizer. Raises NotReadable."""
+    """Return the number of parameters in each group of an optimizer.
+
+    Raises:
+        NotReadable: the layout does not contain them.
+    """
     line = re.compile(rf"{re.escape(part)} \S+ groups \[([\d, ]*)\]")
     for each in found.layout.splitlines():
         if said := line.fullmatch(each):
@@ -212,7 +221,11 @@ _ATOMS = (
 
 
 def _portable(value: Any) -> Any:
-    """The value, of the kinds that ``torch.load(..., weights_only=True)`` loads. Raises _NotPortable."""
+    """Return the value, converted to types that ``torch.load(..., weights_only=True)`` loads.
+
+    Raises:
+        _NotPortable: the value has another type.
+    """
     kind = type(value)
     if kind in _ATOMS:
         return value

@@ -1,8 +1,7 @@
-"""What shows later that a training has come to its end: its last commit, the code that ran, and what it has read. Acts,
-without torch.
+"""Record of a finished training: its last commit, its code, and the paths that it read. Acts, without torch.
 
-Rank 0 writes the file `RETURNED` once the training function has returned everywhere and its last commit is durable, and
-each rank the paths that it has read. Whether the job ended well is known to the driver alone.
+Rank 0 writes the file `RETURNED` once the training function has returned on all ranks and its last commit is durable.
+Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ from elastic.protocol import read_paths
 
 RETURNED = "returned.json"
 READ = "read-{}.json"  # by rank
-LARGE = 1 << 20  # bytes of a file, from which its size and time of change stand for its content
+LARGE = (
+    1 << 20
+)  # bytes; larger files are identified by size and modification time instead of content
 BLOCK = 1 << 20  # bytes read at once
-# The kernel's start of the system, from which a process's is counted, is in whole seconds.
+# Error of a process's start time, since it is relative to the boot time, which the kernel gives in whole seconds.
 START_ERROR_S = 1.0
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
-    """``modules``: by path, see `signature`; those that rank 0 had imported."""
+    """Written by rank 0. ``modules``: signatures of the modules that rank 0 imported, by path; see `signature`."""
 
     commit: Name
     modules: dict[str, str]
@@ -38,7 +39,7 @@ class TrainingReturned(msgspec.Struct, frozen=True):
 
 
 class PathsRead(msgspec.Struct, frozen=True):
-    """By one rank. ``paths``: their signatures. ``unseen``: why it may have read others too."""
+    """Paths that one rank has read, with their signatures. ``unseen``: why it may have read other paths as well."""
 
     commit: Name
     paths: dict[str, str]
@@ -46,7 +47,14 @@ class PathsRead(msgspec.Struct, frozen=True):
 
 
 def note_returned(storage: Storage, commit: Name, began_at: float, ranks: int) -> None:
-    """Not where a module has changed since this process began: nobody can tell what trained. Raises OSError."""
+    """Record that the training function has returned.
+
+    Nothing is recorded if a module file has changed since this process started, since the code that ran is then
+    unknown.
+
+    Raises:
+        OSError: the storage failed.
+    """
     modules = imported(began_at)
     if modules is not None:
         told = TrainingReturned(commit, modules, ranks)
@@ -54,12 +62,16 @@ def note_returned(storage: Storage, commit: Name, began_at: float, ranks: int) -
 
 
 def note_read(storage: Storage, commit: Name, rank: int, began_at: float) -> None:
-    """What this process has read so far. Raises OSError."""
+    """Record the paths that this process has read so far.
+
+    Raises:
+        OSError: the storage failed.
+    """
     storage.write(READ.format(rank), msgspec.json.encode(paths_read(commit, began_at)))
 
 
 def paths_read(commit: Name, began_at: float) -> PathsRead:
-    """A path that has changed since the process began counts as unseen: nobody can tell what was read of it."""
+    """Return the paths read so far. A path that changed since the process started is listed in ``unseen``."""
     observed = read_paths.observed()
     if observed is None:
         return PathsRead(commit, {}, ["not observed"])
@@ -76,7 +88,7 @@ def paths_read(commit: Name, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Whether it changes only with packages, or is the kernel's."""
+    """Whether the path belongs to an installed package or to the kernel, and so changes only with these."""
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
@@ -85,7 +97,11 @@ def _is_installed(path: str) -> bool:
 
 
 def read_by_all(storage: Storage, commit: Name, ranks: int) -> dict[str, str] | None:
-    """Signatures of all paths that the ranks have read; None where one may have read others. Raises OSError."""
+    """Return the signatures of all paths that the ranks read; None if a rank may have read other paths.
+
+    Raises:
+        OSError: the storage failed.
+    """
     found: dict[str, str] = {}
     for rank in range(ranks):
         try:
@@ -101,21 +117,25 @@ def read_by_all(storage: Storage, commit: Name, ranks: int) -> dict[str, str] | 
 
 
 def process_began_at() -> float:
-    """Or a little before: in seconds since 1970, as the times of files."""
+    """Lower bound of this process's start time, in seconds since 1970, comparable with file times."""
     return psutil.Process().create_time() - START_ERROR_S
 
 
 def read_returned(storage: Storage) -> TrainingReturned | None:
-    """None where there is none that can be read. Raises OSError."""
+    """Return the record, or None if there is none or it is not readable.
+
+    Raises:
+        OSError: the storage failed.
+    """
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
         return msgspec.json.decode(storage.read(RETURNED), type=TrainingReturned)
     return None
 
 
 def imported(began_at: float) -> dict[str, str] | None:
-    """Signatures of all modules of this process that come from a file. Installed ones by size and time.
+    """Return the signatures of all module files of this process; by size and time for installed modules.
 
-    None: one has changed since ``began_at``, in seconds since 1970.
+    Returns None if a file has changed since ``began_at``, in seconds since 1970.
     """
     installed = tuple(f"{os.path.realpath(p)}{os.sep}" for p in {sys.prefix, sys.base_prefix})
     found: dict[str, str] = {}
@@ -132,7 +152,7 @@ def imported(began_at: float) -> dict[str, str] | None:
 
 
 def unchanged(files: Mapping[str, str]) -> bool:
-    """Whether all of these still have their signatures."""
+    """Whether all files still have these signatures."""
     return all(
         signature(path, by_time=before.startswith("time:")) == before
         for path, before in files.items()
@@ -146,7 +166,10 @@ def is_large(path: str) -> bool:
 
 
 def signature(path: str, *, by_time: bool = False) -> str:
-    """Of a file's content, or of its size and time of change; of a folder's listing; empty where it can't be read."""
+    """Return a hash of a file's content, or its size and modification time if ``by_time``; of a folder's listing.
+
+    The signature is empty if the path cannot be read.
+    """
     try:
         if os.path.isdir(path):
             listing = repr(sorted(os.listdir(path))).encode(errors="surrogateescape")

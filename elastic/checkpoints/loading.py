@@ -1,4 +1,4 @@
-"""Reads a commit into a state. Nothing is unpickled but the values that were not plain data when they were written."""
+"""Load a checkpoint into a state. Only values that were not plain data when they were written are unpickled."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ COMPUTE_AS_BEFORE = (
 
 
 def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
-    """Sets the state's present values to those of the commit, but for tensors that are sharded. Does not save.
+    """Set the state to the values of the commit, except for sharded tensors. Does not commit.
 
-    Raises StateMismatch if the state is another one, before anything is changed; NotReadable if the checkpoint is
-    damaged, after which the state is to be loaded from another one; OSError.
+    Raises:
+        StateMismatch: the state does not match the commit. Nothing was changed.
+        NotReadable: the checkpoint is damaged. The state must then be loaded from another one.
+        OSError: the storage failed.
     """
     parts: Mapping[str, Part] = parts_of(state)
     shards = [part for part in parts.values() if isinstance(part, ShardsStateHandler)]
@@ -69,7 +71,11 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
 
 
 def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> None:
-    """What rank ``rank`` had committed of its random generators, if the manifest has it. Raises NotReadable."""
+    """Set the random generators to the states that rank ``rank`` committed, if the manifest has them.
+
+    Raises:
+        NotReadable: the states are damaged.
+    """
     saved = generators[rank] if rank < len(generators) else None
     if saved is not None:
         try:
@@ -107,7 +113,7 @@ def _compare(file: str, check: Check) -> None:
 def _tensors(
     storage: Storage, found: Manifest, parts: Mapping[str, Part], structures: dict[str, Any]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Reads all tensors but sharded ones into their places. Returns those that have none, by part."""
+    """Load all tensors that are not sharded into their destinations. Return the tensors that have none, by part."""
     stored_whole = [each for each in found.tensors if each.rows is None]
     places: dict[tuple[str, str], torch.Tensor | Destination] = {}
     for name, part in parts.items():
@@ -139,8 +145,11 @@ def by_file(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
 def read_file(
     storage: Storage, found: Manifest, file: str, tensors: list[StoredTensor]
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
-    """One file, from its first byte to its last, so that its checksum is known before anything of it is used. Raises
-    NotReadable, OSError.
+    """Read one file from beginning to end, so that its checksum is verified before any tensor is used.
+
+    Raises:
+        NotReadable: the file is damaged.
+        OSError: the storage failed.
     """
     read: list[tuple[StoredTensor, torch.Tensor]] = []
     check = Check(found.files[file])

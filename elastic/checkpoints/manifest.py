@@ -1,15 +1,15 @@
-"""What a durable commit consists of, and which of them is the newest. Pure.
+"""Format of a durable commit, and the order of commits. Pure.
 
-A commit lies in a folder of its own, ``r0002-g0003-c00000450``: the 2nd run on this folder of checkpoints, generation
-3, commit 450 of it. A later one compares greater. In it:
+Each commit is a folder, such as ``r0002-g0003-c00000450``: the 2nd run in this folder of checkpoints, generation 3,
+commit 450 of that generation. Later commits compare greater. A commit consists of:
 
-    __0_0.distcp ...   the tensors, in the layout of torch.distributed.checkpoint; rank 0's, rank 1's, ...
-    __0_2.distcp ...   of a fully sharded state, the rows of sharded tensors: rank 0's, rank 1's, ...
-    share-0.json ...   what rank 0 has written, when it was complete
+    __0_0.distcp ...   the tensors, in the layout of torch.distributed.checkpoint: one file per rank
+    __0_2.distcp ...   the rows of sharded tensors of a fully sharded state: one file per rank
+    share-0.json ...   the list of what each rank has written, once complete
     .metadata          torch.distributed.checkpoint's index of the tensors
-    python.pkl         values that are no plain data, if there are any
-    manifest.json      everything above with sizes and checksums, and its own. It is written last: without it there is
-                       no commit.
+    python.pkl         values that are not plain data, if there are any
+    manifest.json      everything above with sizes and checksums, and its own checksum. It is written last: without it
+                       the commit is incomplete.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import msgspec
 
 from elastic.protocol.messages import Commit
 
-# Grows when older versions could not read what is written. 1 had no checksums of manifests; 1 and 2 a SHA-256 of files.
-# 4 is written where tensors are stored by rows, and 3 where none is.
+# Incremented if older versions cannot read the format. Format 1 had no checksums of manifests; 1 and 2 had a SHA-256 of
+# each file. Format 4 is written if tensors are stored by rows, else format 3.
 FORMAT = 4
 FORMAT_WITHOUT_ROWS = 3
 MANIFEST = "manifest.json"
@@ -34,7 +34,7 @@ _NAME = re.compile(r"r(\d{4,})-g(\d{4,})-c(\d{8,})")
 
 
 class Name(msgspec.Struct, frozen=True, order=True):
-    """Which durable commit: ordered as they were made."""
+    """Identifier of a durable commit, ordered by age."""
 
     run: int
     generation: int
@@ -49,13 +49,16 @@ class Name(msgspec.Struct, frozen=True, order=True):
 
 
 def parse(folder: str) -> Name | None:
-    """The inverse of ``str``; None for any other folder."""
+    """Inverse of ``str``; None if the folder is not named like a commit."""
     found = _NAME.fullmatch(folder)
     return None if found is None else Name(*map(int, found.groups()))
 
 
 class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``blocks``: the checksum of `files.checked`, in hexadecimal; in older formats ``sha256`` instead."""
+    """Size and checksum of a file.
+
+    ``blocks``: checksum of `files.checked` in hexadecimal; older formats have ``sha256``.
+    """
 
     bytes: int
     blocks: str = ""
@@ -63,10 +66,10 @@ class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows ``begin`` up to, not including, ``end`` of a tensor that is sharded along its first dimension.
+    """Rows ``begin`` (inclusive) to ``end`` (exclusive) of a tensor that is sharded along its first dimension.
 
-    Their bytes begin at ``data`` in the file. ``sums`` are CRC-32s of all bytes up to each ``step`` rows and up to the
-    last: rows can be read and checked without the ones before them.
+    The data begins at offset ``data`` in the file. ``sums`` are the CRC-32s of the data up to each multiple of ``step``
+    rows and up to the last row. Rows can therefore be read and verified without the rows before them.
     """
 
     begin: int
@@ -74,14 +77,14 @@ class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
     data: int
     step: int
     sums: list[int]
-    plain: bool = False  # the optimizer keeps it as a tensor of its rank's rows, not as a DTensor
+    plain: bool = False  # the optimizer keeps a plain tensor of its rank's rows, not a DTensor
 
 
 class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a tensor lies: ``length`` bytes of a file from ``offset`` on are what ``torch.save`` wrote of it.
+    """Location of a tensor: ``length`` bytes of a file from ``offset`` on, as written by ``torch.save``.
 
-    ``path``: its keys in the nested state dict, joined by dots its name for torch.distributed.checkpoint. ``shape`` is
-    that of the whole tensor, of which only ``rows`` lie here.
+    ``path`` is the list of its keys in the nested state dict; joined by dots, it is the tensor's name in
+    torch.distributed.checkpoint. ``shape`` is that of the whole tensor, of which only ``rows`` are stored here.
     """
 
     part: str  # of the state: the name of its keyword
@@ -100,15 +103,23 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def stored_shape(self) -> list[int]:
-        """Of what lies here."""
+        """Shape of the stored rows."""
         return (
             self.shape if self.rows is None else [self.rows.end - self.rows.begin, *self.shape[1:]]
         )
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank has written. ``generators``: the states of its random generators as plain data, if committed.
-    ``not_finite``: parameters of which it has written rows with an infinity or NaN.
+    """What one rank has written.
+
+    Args:
+        format: version of the format.
+        rank: of the writer.
+        size: of its world.
+        files: by name.
+        tensors: stored in these files.
+        generators: states of the random generators as plain data, if they were committed.
+        not_finite: parameters of which this rank has written rows with an infinity or NaN.
     """
 
     format: int
@@ -121,8 +132,10 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """A whole commit. ``values`` and ``structures``: Python values by name and by part, see `plain_data`; those that
-    are no plain data are in the file `PICKLED` instead, and named in ``pickled``.
+    """A complete commit.
+
+    ``values`` and ``structures`` are Python values by name and by part, see `plain_data`. Values that are not plain
+    data are in the file `PICKLED` instead and are named in ``pickled``.
     """
 
     format: int
@@ -149,33 +162,33 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> int | None:
-        """The state's own count of its steps, if it has one."""
+        """The state's own step counter, or None."""
         found = self.values.get("step")
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def __str__(self) -> str:
-        """``step 300 (commit g2c300)``."""
+        """For example ``step 300 (commit g2c300)``."""
         return at_step(self.name.commit, self.step)
 
 
 def at_step(commit: Commit, step: int | None) -> str:
-    """A commit for people: by the state's step, where that has one."""
+    """Describe a commit for the user, by the state's step if it has one."""
     return f"commit {commit}" if step is None else f"step {step} (commit {commit})"
 
 
 class NotReadable(Exception):
-    """A folder that holds no commit that can be taken: says why."""
+    """A folder without a usable commit. The message gives the reason."""
 
 
 class Newer(NotReadable):
-    """It may be whole. Only a newer version can tell."""
+    """A commit of a newer version, which may be complete."""
 
 
 _encoder = msgspec.json.Encoder()
 
 
 def encoded(value: Share | Manifest) -> bytes:
-    """JSON, whose last field is the sha256 of the object without it."""
+    """Encode as JSON, with the SHA-256 of the object without it as the last field."""
     body = _encoder.encode(value)
     return body[:-1] + f',"checksum":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
 
@@ -188,7 +201,12 @@ class _Versioned(msgspec.Struct):
 
 
 def decode_share(content: bytes) -> Share:
-    """Raises NotReadable, Newer."""
+    """Decode a share.
+
+    Raises:
+        NotReadable: the share is damaged.
+        Newer: it was written by a newer version.
+    """
     _check_format(content, "share")
     try:
         return msgspec.json.decode(content, type=Share)
@@ -197,7 +215,12 @@ def decode_share(content: bytes) -> Share:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """Raises NotReadable; Newer for one of a newer version."""
+    """Decode a manifest.
+
+    Raises:
+        NotReadable: the manifest is damaged.
+        Newer: it was written by a newer version.
+    """
     _check_format(content, MANIFEST)
     try:
         return msgspec.json.decode(content, type=Manifest)
@@ -222,12 +245,15 @@ def _check_format(content: bytes, what: str) -> None:
 
 
 def format_of(tensors: Sequence[StoredTensor]) -> int:
-    """The oldest format that has a place for them."""
+    """Return the oldest format that can represent the tensors."""
     return FORMAT if any(each.rows is not None for each in tensors) else FORMAT_WITHOUT_ROWS
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
-    """What is wrong with the files of a commit, by their sizes; empty: nothing."""
+    """Compare the files of a commit with their recorded sizes.
+
+    Return a description of the mismatch, empty if there is none.
+    """
     for file, stored in manifest.files.items():
         if file not in sizes:
             return f"{file} is missing"
@@ -237,8 +263,13 @@ def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
 
 
 def superfluous(names: list[Name], whole: list[Name], keep: int, floor: int = 0) -> list[Name]:
-    """Which folders may be removed once ``whole`` commits were proven: all but the newest ``keep`` of them, and what
-    is torn and older than the newest. Of runs before ``floor`` nothing is removed: they belong to another training.
+    """Return the commits to remove: all but the newest ``keep`` complete ones, and older incomplete ones.
+
+    Args:
+        names: all commits.
+        whole: commits known to be complete.
+        keep: number of complete commits to keep.
+        floor: runs with a smaller number belong to another training; nothing of them is removed.
     """
     ours = [each for each in sorted(whole) if each.run >= floor]
     if not ours or keep < 1:

@@ -1,4 +1,4 @@
-"""`elastic.Checkpoints`: a script decides which commits become durable. Acts."""
+"""`elastic.Checkpoints`: choose in the script which commits become durable. Acts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from elastic.runtime import lifecycle
 
 
 class Checkpoints:
-    """Durable commits of the training that runs, for a script that wants to decide when they are made.
+    """Durable commits of the running training, for scripts that choose when checkpoints are written.
 
-    Where they go is the job's: ``--checkpoint-dir``, or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every manual``
-    nothing but `save` makes one, and the end of the training. A script need not ask whether there is a folder: without
-    one, `save` does nothing, and `newest` is None.
+    The folder is set by the job: ``--checkpoint-dir`` or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every
+    manual``, checkpoints are written only on `save` and at the end of the training. Without a folder, `save` does
+    nothing and `newest` is None, so a script need not check for one.
 
         checkpoints = elastic.Checkpoints()
 
@@ -25,10 +25,15 @@ class Checkpoints:
     """
 
     def save(self) -> bool:
-        """Has the next commit made durable; returns at once. Call it on all ranks, before the same commit.
+        """Request that the next commit be made durable, and return at once.
 
-        Where a checkpoint is still being written then, it is one of the commits that follow. Outside a function under
-        ``elastic.run``, and without ``--checkpoint-dir``, it does nothing. Returns whether a checkpoint will follow.
+        Call it on all ranks, before the same commit.
+
+        If a checkpoint is still being written at that commit, a later commit is used instead. Outside a function under
+        ``elastic.run``, and without ``--checkpoint-dir``, this does nothing.
+
+        Returns:
+            Whether a checkpoint will be written.
         """
         rt = lifecycle.active()
         if rt is None or rt.commits.durable is None:
@@ -38,9 +43,9 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """The newest commit that this rank knows to be durable, as ``elasticrun checkpoints`` lists it: ``3.450``.
+        """The newest commit that this rank knows to be durable, as ``elasticrun checkpoints`` lists it: ``g3c450``.
 
-        None where none was made yet since this worker has begun to train.
+        None if none was written since this worker started to train.
         """
         rt = lifecycle.active()
         if rt is None or rt.commits.durable is None:

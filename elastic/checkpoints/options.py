@@ -1,4 +1,4 @@
-"""What a worker is told about checkpoints: read from its environment, which the driver writes. Pure."""
+"""Checkpoint options of a worker, read from the environment variables that the driver sets. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ RUN, FLOOR, FROM = "ELASTIC_CHECKPOINT_RUN", "ELASTIC_CHECKPOINT_FLOOR", "ELASTI
 DEFAULT_EVERY = "60s"
 DEFAULT_KEEP = 3
 DEFAULT_RESTARTS = 3
-MANUAL = "manual"  # only the script decides, and the end of the training
+MANUAL = "manual"  # only on request of the script, and at the end of the training
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """``url``: the folder of all checkpoints. Either ``every_commits`` or ``every_s`` is set, or neither: then only the
-    script decides. ``run``: of the checkpoints that are written now; those of runs before ``floor`` are another
-    training's. ``start``: a folder and a commit in it, to begin from where there is none yet.
+    """Checkpoint options of a worker.
+
+    Args:
+        url: folder of all checkpoints.
+        every_commits: interval in commits, or None.
+        every_s: interval in seconds, or None. If both are None, only the script requests checkpoints.
+        keep: number of checkpoints to keep.
+        run: run number of the checkpoints that are written.
+        floor: runs with a smaller number belong to another training.
+        start: a folder and a commit in it to start from if ``url`` has no checkpoint yet.
     """
 
     url: str
@@ -33,7 +40,11 @@ class CheckpointOptions:
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
-    """``500commits`` or ``60s`` (also ``10m``, ``1h``) as commits or seconds; ``manual``: neither. Raises Invalid."""
+    """Parse ``500commits`` or ``60s`` (also ``10m``, ``1h``) to commits or seconds; ``manual`` gives neither.
+
+    Raises:
+        Invalid: the text has another form.
+    """
     plain = text.strip().lower()
     if plain == MANUAL:
         return None, None
@@ -54,7 +65,11 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
 
 
 def parse_from(text: str) -> tuple[str, str]:
-    """``DIR@COMMIT``. Raises Invalid."""
+    """Parse ``DIR@COMMIT``.
+
+    Raises:
+        Invalid: the text has another form.
+    """
     url, _, commit = text.rpartition("@")
     if not url or not commit:
         raise Invalid(
@@ -65,7 +80,11 @@ def parse_from(text: str) -> tuple[str, str]:
 
 
 def read(environ: Mapping[str, str]) -> CheckpointOptions | None:
-    """None: nothing is to be written. Raises Invalid where a variable is damaged."""
+    """Return the options, or None if checkpoints are off.
+
+    Raises:
+        Invalid: a variable has an invalid value.
+    """
     url = environ.get(DIR)
     if not url:
         return None

@@ -1,8 +1,7 @@
-"""Python values as JSON and back, bit for bit, without pickle. Pure.
+"""Lossless conversion of Python values to JSON and back, without pickle. Pure.
 
-What JSON has no word for is an object with the key ``~``: ``{"~": "tuple", "v": [1, 2]}``. Tensors are not part of the
-text: they are handed out, and only their names stay. A value of any other kind raises NotPlain; there is no hook by
-which a file could name code to run.
+Values without a JSON equivalent become objects with the key ``~``: ``{"~": "tuple", "v": [1, 2]}``. Values of any other
+type raise NotPlain. A file cannot name code to run.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ Encode = Callable[[Any], Any]
 
 
 class NotPlain(ValueError):
-    """A value of a kind that only pickle could keep."""
+    """A value of a type that only pickle can store."""
 
 
 class Damaged(ValueError):
-    """Text that `encode` has not written."""
+    """Input that `encode` did not produce."""
 
 
 def _refuse(value: Any) -> Any:
@@ -29,8 +28,15 @@ def _refuse(value: Any) -> Any:
 
 
 def encode(value: Any, other: Encode = _refuse) -> Any:
-    """What ``json.dumps`` can write. ``other`` is given each value of a kind unknown here, and returns a word for it
-    (see `word`) or raises NotPlain. Raises NotPlain, RecursionError for what contains itself.
+    """Convert a value to what ``json.dumps`` can write.
+
+    Args:
+        value: the value.
+        other: called for each value of a type unknown here; returns an object from `word` or raises NotPlain.
+
+    Raises:
+        NotPlain: a value has an unsupported type.
+        RecursionError: the value contains itself.
     """
     kind = type(value)
     if kind in (int, str, bool, type(None)):
@@ -55,7 +61,7 @@ def encode(value: Any, other: Encode = _refuse) -> Any:
 
 
 def word(kind: str, content: Any) -> dict[str, Any]:
-    """An object that stands for a value of this kind."""
+    """Return the object that represents a value of this type."""
     return {"~": kind, "v": content}
 
 
@@ -90,8 +96,14 @@ def _unknown(kind: str, content: Any) -> Any:
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
-    """The inverse of `encode`, on what ``json.loads`` returns. ``other`` is given the kind and the content of each word
-    that an ``other`` of `encode` has made. Raises Damaged.
+    """Inverse of `encode`, for what ``json.loads`` returns.
+
+    Args:
+        text: the decoded JSON.
+        other: called with type and content of each object that ``other`` of `encode` has made.
+
+    Raises:
+        Damaged: `encode` did not produce the input.
     """
 
     def back(each: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Brings the newest durable commit into a state, where nobody holds a commit in memory. Acts, on rank 0."""
+"""Load the newest durable commit into a state when no worker holds a commit in memory. Acts, on rank 0."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.state.state import ObjectState
 
-PATIENCE_S = 120.0  # with a storage that does not answer
+PATIENCE_S = 120.0  # how long to retry a storage that does not respond
 
 Value = TypeVar("Value")
-Passed = dict[tuple[str, Name], str]  # by folder and commit, why it can't be read
+Passed = dict[tuple[str, Name], str]  # by folder and commit, why it cannot be read
 
 
 def load_newest(
     storage: Storage, options: CheckpointOptions, state: ObjectState
 ) -> tuple[str, Manifest] | None:
-    """Sets the state to the newest commit that is whole. Returns the folder that it was in, and its manifest.
+    """Set the state to the newest complete commit. Return its folder and manifest.
 
-    None: there is none, and training begins.
+    Returns None if there is no checkpoint and training starts from the beginning.
 
-    Raises StateMismatch if the state does not fit, Invalid if checkpoints are there and none can be read, OSError.
+    Raises:
+        StateMismatch: the state does not match.
+        Invalid: there are checkpoints, but none can be read.
+        OSError: the storage failed.
     """
     passed: Passed = {}
     return patiently(storage, lambda: load_proposed(storage, options, state, passed))
@@ -38,7 +41,7 @@ def load_newest(
 def load_proposed(
     storage: Storage, options: CheckpointOptions, state: ObjectState, passed: Passed
 ) -> tuple[str, Manifest] | None:
-    """As `load_newest`, with what was found to be unreadable already. Tries once."""
+    """Like `load_newest`, but skip the commits in ``passed`` and do not retry."""
     while (found := proposal(storage, options, passed)) is not None:
         where, manifest = found
         try:
@@ -54,9 +57,11 @@ def load_proposed(
 def proposal(
     storage: Storage, options: CheckpointOptions, passed: Passed
 ) -> tuple[Storage, Manifest] | None:
-    """The newest commit that seems whole, and was not passed over. None: there is none, and training begins.
+    """Return the newest commit that appears complete and is not in ``passed``, or None if there is no checkpoint.
 
-    Raises Invalid if checkpoints are there and none can be read, OSError.
+    Raises:
+        Invalid: there are checkpoints, but none can be read.
+        OSError: the storage failed.
     """
     for name in reversed(catalog.names(storage)):
         if name.run < options.floor:
@@ -87,13 +92,18 @@ def proposal(
 
 
 def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> None:
-    """It can't be read after all: `proposal` does not return it again."""
+    """Record that the commit cannot be read, so that `proposal` does not return it again."""
     passed[url, manifest.name] = trouble
     _say(f"{url}/{manifest.name} is passed over: {trouble}")
 
 
 def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
-    """Tries again for as long as a storage may take to come back. Raises OSError, and whatever else ``work`` does."""
+    """Call ``work`` and retry on OSError for `PATIENCE_S` seconds.
+
+    Raises:
+        OSError: the storage did not recover in time.
+        Exception: any other exception of ``work``.
+    """
     tries = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(OSError),
         wait=tenacity.wait_random_exponential(0.2, 5.0),

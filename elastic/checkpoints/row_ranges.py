@@ -1,7 +1,7 @@
-"""Which bytes of which files hold the rows that a rank needs, and whether a checkpoint holds all rows. Pure.
+"""Byte ranges that contain the rows a rank needs, and a check that a checkpoint contains all rows. Pure.
 
-Rows are written by the ranks of one world and read by those of another: of any number, each reads only its own rows.
-They are checked in pieces, so what is read for a range of rows begins and ends at pieces.
+Rows are written by the ranks of one world and read by those of another, of any size; each rank reads only its own rows.
+Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 from elastic.checkpoints.manifest import NotReadable, StoredTensor
 from elastic.sharding.rows import Rows, overlap
 
-PIECE = 4 << 20  # bytes that have a checksum
-READ = 64 << 20  # bytes of one read; it is held in memory besides the rows that it is for
+PIECE = 4 << 20  # bytes per checksum
+READ = 64 << 20  # bytes per read, held in memory in addition to the rows
 
 
 class RowRead(NamedTuple):
-    """``length`` bytes of a file from ``offset`` on, which hold ``rows``; of these, ``wanted`` are needed.
+    """A read of ``length`` bytes from ``offset`` that contain ``rows``, of which ``wanted`` are needed.
 
-    ``sum_before`` and ``sum_after``: the CRC-32 of all bytes of the stored range before these, and with them.
+    ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data before these bytes, and including them.
     """
 
     file: str
@@ -32,17 +32,17 @@ class RowRead(NamedTuple):
 
 
 def rows_of_piece(row_bytes: int) -> int:
-    """The number of rows that have a checksum together."""
+    """Return the number of rows per checksum."""
     return max(1, PIECE // max(1, row_bytes))
 
 
 def reads(stored: Sequence[StoredTensor], wanted: Rows, row_bytes: int) -> Iterator[RowRead]:
-    """What to read for some rows of one tensor, in the order of rows.
+    """Yield the reads that provide the wanted rows of one tensor, in row order.
 
     Args:
         stored: all ranges of this tensor.
-        wanted: may be empty.
-        row_bytes: of one row.
+        wanted: the rows needed; may be empty.
+        row_bytes: size of one row in bytes.
     """
     ranges = [(each, each.rows) for each in stored if each.rows is not None]
     for each, rows in sorted(ranges, key=lambda found: found[1].begin):
@@ -68,7 +68,11 @@ def reads(stored: Sequence[StoredTensor], wanted: Rows, row_bytes: int) -> Itera
 
 
 def check_ranges(tensors: Sequence[StoredTensor]) -> None:
-    """Whether the ranges of each sharded tensor are all of its rows, each once. Raises NotReadable."""
+    """Check that the ranges of each sharded tensor cover all its rows exactly once.
+
+    Raises:
+        NotReadable: rows are missing or stored twice, or shapes or dtypes differ.
+    """
     by_name: dict[tuple[str, str], list[StoredTensor]] = {}
     for each in tensors:
         if each.rows is not None:

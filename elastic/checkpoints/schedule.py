@@ -1,9 +1,10 @@
-"""Decides which commits a rank writes to the storage. Pure.
+"""Choice of the commits that a rank writes to storage. Pure.
 
-All ranks must choose the same one, and none may wait for another. Rank 0 decides, and names a commit far enough ahead
-that all hear of it before they make it; whoever hears of it too late says so, nobody writes it, and the next one is
-named further ahead. Rank 0 names none while one is being written. (Where each rank counted commits for itself, those
-that still wrote would leave one out, and others the next: with slow storage none was ever whole.)
+All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
+for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this;
+then no rank writes the commit, and rank 0 names the next one further ahead. Rank 0 names no commit while one is being
+written. (If each rank counted commits for itself, ranks that are still writing would skip a commit that the others
+write. With slow storage, no checkpoint would ever be complete.)
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from dataclasses import dataclass
 
 from elastic.protocol.messages import Commit
 
-LEAD_S = 0.05  # in which the word of rank 0 has come to all, unless something is slow
-SLOW_S = 1.0  # between commits: then the very next one may be named
-FURTHEST = 512  # times LEAD_S
-UNANSWERED_S = 2.0  # after that, and several times the lead, rank 0 asks again: the driver may have been replaced, or
-# commits come more slowly than those from which the number was reckoned
+LEAD_S = 0.05  # time in which rank 0's request reaches all ranks, unless something is slow
+SLOW_S = 1.0  # interval between commits from which on the very next commit may be named
+FURTHEST = 512  # maximum lead, in units of LEAD_S
+# After this time plus three leads, rank 0 repeats its request: the driver may have been replaced, or commits may have
+# become slower than when the lead was computed.
+UNANSWERED_S = 2.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a commit leads to. ``begin``: the request that it meets; ``ask``: rank 0 asks for this number."""
+    """Result of a commit. ``begin``: the request to write this commit for; ``ask``: the number that rank 0 requests."""
 
     begin: int | None = None
     ask: int | None = None
 
 
 class Schedule:
-    """One rank's. ``at_commit`` is for the training thread, all others for the link thread; no lock is needed, because
-    a number is noted by `told` before it looks whether it came too late.
+    """Schedule of one rank.
+
+    ``at_commit`` is called by the training thread, all other methods by the link thread. No lock is needed, because
+    `told` stores a number before it checks whether the number is already past.
     """
 
     def __init__(self, every_commits: int | None, every_s: float | None, now: float) -> None:
@@ -40,30 +44,35 @@ class Schedule:
         self._generation = 0
         self._newest = 0
         self._target: int | None = None
-        self._next = False  # the script wants the next commit
-        self._wanted: int | None = None  # the script wanted this one
-        self._owed: int | None = None  # one that was due was begun, and is not known to be durable
-        # By rank 0, which has had no answer: for what, and when.
+        self._next = False  # the script has requested the next commit
+        self._wanted: int | None = None  # number of the commit that the script has requested
+        self._owed: int | None = (
+            None  # number of a due commit that was begun and is not known to be durable
+        )
+        # Rank 0's unanswered request: its number and when it was sent.
         self._asked: tuple[int, float] | None = None
-        self._stretch = 1  # how many times LEAD_S the next one is named ahead
+        self._stretch = 1  # current lead, in units of LEAD_S
         self._last_at: float | None = None
-        self._interval_s = 0.0  # between two commits, smoothed
+        self._interval_s = 0.0  # smoothed time between two commits
 
     def wanted(self) -> None:
-        """The script asks for the next commit, on all ranks alike: nobody has to be told."""
+        """Write the next commit. The script calls this on all ranks alike, so no message is needed."""
         self._next = True
 
     def hasten(self, now: float) -> None:
-        """One of the next commits is to be written, whatever the interval."""
+        """Write one of the next commits regardless of the interval."""
         self._due_at = min(self._due_at, now)
 
     @property
     def target(self) -> int | None:
-        """The request that is waited for."""
+        """The pending request, or None."""
         return self._target
 
     def told(self, generation: int, number: int) -> bool:
-        """The first commit from ``number`` on is to be written. False: one was made already, so it is too late."""
+        """Request the first commit from ``number`` on.
+
+        Return False if it was already made, so the request is too late.
+        """
         if generation != self._generation:
             return False
         self._target = number
@@ -73,10 +82,17 @@ class Schedule:
         return False
 
     def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
-        """This one was just made. ``leads``: by rank 0. ``busy``: one before it is still being written."""
+        """Decide what to do after a commit.
+
+        Args:
+            commit: the commit just made.
+            now: seconds.
+            leads: whether this is rank 0.
+            busy: whether an earlier commit is still being written.
+        """
         if commit.generation != self._generation:
             self._generation, self._target, self._asked = commit.generation, None, None
-            if self._owed is not None:  # whatever was begun in another world stays undone
+            if self._owed is not None:  # a commit begun in another world is not completed
                 self._due_at, self._owed = min(self._due_at, now), None
         self._newest = commit.number
         self._pace(now)
@@ -101,16 +117,16 @@ class Schedule:
         if not due and self._every_commits:
             ask = -(-ask // self._every_commits) * self._every_commits
             if ask > commit.number + 2 * lead:
-                return Step()  # soon enough when it is nearer
+                return Step()  # ask again closer to that number
         self._asked = ask, now
         return Step(ask=ask)
 
     def dropped(self, number: int, now: float, *, again: bool) -> None:
-        """What was asked for will not be written: somebody could not, or, ``again``, it only came at the wrong time."""
+        """Cancel a request: a rank could not write the commit or, with ``again``, the request came at a bad time."""
         if number == self._owed and (again or number == self._wanted):
-            self._due_at = now  # then one of the next, when that can be
+            self._due_at = now  # retry with one of the next commits
         self.settled(number)
-        # Another one may have been asked for since.
+        # Another commit may have been requested since.
         if self._target == number:
             self._target = None
         if self._asked is not None and self._asked[0] == number:
@@ -119,11 +135,11 @@ class Schedule:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """What was asked for is in the storage, as rank 0 knows first."""
+        """Reduce the lead after a checkpoint was written; called on rank 0."""
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:
-        """It is known what has become of this request."""
+        """Record that the outcome of this request is known."""
         if number == self._owed:
             self._owed = None
 

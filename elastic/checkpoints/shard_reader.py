@@ -1,7 +1,7 @@
-"""Brings the newest durable commit of a fully sharded state to the ranks of a world of any size. Acts, on all ranks.
+"""Load the newest durable commit of a fully sharded state into a world of any size. Acts, on all ranks.
 
-Rank 0 chooses the checkpoint, reads what is replicated, and sends it to the others. Then each rank reads its rows of
-sharded tensors. All go back to the same commit: if one rank can't read it, all try the one before.
+Rank 0 chooses the checkpoint, loads the replicated values and sends them to the other ranks. Then each rank reads its
+rows of the sharded tensors. All ranks use the same commit: if one rank cannot read it, all ranks try the previous one.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Targets = Mapping[str, tuple[Rows, torch.Tensor]]
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The checkpoint that all ranks read. ``url``: its folder."""
+    """The checkpoint that all ranks read. ``url`` is its folder."""
 
     url: str
     manifest: Manifest
 
 
 class ShardReader:
-    """Of one rank. ``met``: what the ranks hold; None in a world of one without a driver."""
+    """Reader of one rank. ``met``: what the ranks hold; None in a world of a single rank without a driver."""
 
     def __init__(
         self, rt: Runtime, state: HandledState, options: CheckpointOptions, met: Meeting | None
@@ -57,16 +57,22 @@ class ShardReader:
         self._passed: resuming.Passed = {}  # on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
-        """Sets the state to the newest commit that all ranks can read, and commits it. False: there is none.
+        """Set the state to the newest commit that all ranks can read, and commit it. Return False if there is none.
 
-        ``reset`` is called before the state is changed. Raises StateMismatch and Invalid at rank
-        0, as `resuming.load_newest` does; PeerLost; OSError.
+        Args:
+            reset: called before the state is changed.
+
+        Raises:
+            StateMismatch: the state does not match, at rank 0.
+            Invalid: there are checkpoints, but none can be read, at rank 0.
+            PeerLost: a rank was lost.
+            OSError: the storage failed.
         """
         sharded = shards_of(self._state)
         assert sharded is not None
         if not self._from_rank_0(self._there_is_one):
             return False
-        reset()  # by all at once: callbacks may have collectives
+        reset()  # on all ranks at once, since callbacks may contain collectives
         while (chosen := self._from_rank_0(self._load)) is not None:
             specs = row_specs(chosen.manifest.tensors)
             self._send_replicated()
@@ -95,7 +101,7 @@ class ShardReader:
         return found is not None
 
     def _load(self) -> Chosen | None:
-        """Chooses a checkpoint, and loads what is replicated."""
+        """Choose a checkpoint and load its replicated values."""
         storage, options = self._storage, self._options
 
         def load() -> Chosen | None:
@@ -122,10 +128,10 @@ class ShardReader:
         if self._rt.place.size > 1:
             broadcast_state(self._state)
             if self._rt.place.rank:
-                self._state.reset()  # samplers divide what is left among the ranks of this world
+                self._state.reset()  # samplers divide the remaining samples among the ranks of this world
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:
-        """This rank's rows and random generators. Returns why they can't be read; empty: they were."""
+        """Read this rank's rows and random generators. Return why they cannot be read; empty if they were."""
         storage, rank = Storage(chosen.url), self._rt.place.rank
         try:
             with self._long(), torch.no_grad():
@@ -136,13 +142,13 @@ class ShardReader:
         return ""
 
     def _long(self) -> contextlib.AbstractContextManager[None]:
-        """Whoever reads for long is not stuck."""
+        """Mark a long read, so that this rank is not reported as stuck."""
         if self._rt.alone:
             return contextlib.nullcontext()
         return self._rt.training.long_phase("reading the checkpoint")
 
     def _from_rank_0(self, work: Callable[[], Value]) -> Value:
-        """What ``work`` returns there. Collective."""
+        """Call ``work`` on rank 0 and return its result on all ranks. Collective."""
         value: Any = None
         if self._rt.place.rank == 0:
             with self._long():
@@ -161,7 +167,11 @@ class ShardReader:
 
 
 def row_specs(tensors: list[StoredTensor]) -> dict[str, RowSpec]:
-    """Of the sharded tensors of a checkpoint, by part and name. Raises StateMismatch."""
+    """Return the specs of the sharded tensors of a checkpoint, by part and name.
+
+    Raises:
+        StateMismatch: tensors differ from those of the state.
+    """
     found: dict[str, RowSpec] = {}
     for each in tensors:
         if each.rows is not None:
@@ -171,7 +181,12 @@ def row_specs(tensors: list[StoredTensor]) -> dict[str, RowSpec]:
 
 
 def read_rows(storage: Storage, manifest: Manifest, targets: Targets) -> None:
-    """Reads rows into their places. Raises NotReadable, OSError."""
+    """Read the rows of each tensor into its destination.
+
+    Raises:
+        NotReadable: a file is missing or damaged.
+        OSError: the storage failed.
+    """
     by_name: dict[str, list[StoredTensor]] = {}
     for each in manifest.tensors:
         by_name.setdefault(f"{each.part}/{each.key}", []).append(each)

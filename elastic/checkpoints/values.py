@@ -1,5 +1,6 @@
-"""Python values of a commit as plain data: what torch and numpy add to JSON, tensors by name, and pickle as the last
-resort. Only what was written by pickle is read by it.
+"""Python values of a commit as plain data: adds types of torch and numpy to `plain_data`.
+
+Values that are not plain data are pickled, and only these are unpickled.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.snapshot import as_bytes
 from elastic.state.snapshots.tensor_index import plain
 
-INLINE = 1 << 16  # bytes; a larger tensor among Python values makes them no plain data
+INLINE = 1 << 16  # bytes; a larger tensor among Python values makes them not plain
 
 
 def to_plain(value: Any) -> Any:
-    """For `json.dumps`. Raises NotPlain."""
+    """Convert a value for `json.dumps`.
+
+    Raises:
+        NotPlain: the value has an unsupported type.
+    """
     try:
         return encode(value, _other)
     except RecursionError:
@@ -29,7 +34,11 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(text: Any) -> Any:
-    """The inverse of `to_plain`. Raises Damaged."""
+    """Inverse of `to_plain`.
+
+    Raises:
+        Damaged: `to_plain` did not produce the input.
+    """
     return decode(text, _back)
 
 
@@ -89,7 +98,11 @@ def _scalar(content: Any) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """``float32`` as torch's dtype. Raises Damaged."""
+    """Return torch's dtype of this name, such as ``float32``.
+
+    Raises:
+        Damaged: this version of torch has no such dtype.
+    """
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise Damaged(f"{name!r} is not a dtype of this torch")

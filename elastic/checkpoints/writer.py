@@ -1,8 +1,8 @@
-"""Writes durable commits of one worker in the background, from the copies that its commits make anyway.
+"""Background writer of one worker's durable commits, from the copies that commits make anyway.
 
-The training thread only says that a commit is to be held; the next commits are copied elsewhere meanwhile. A thread
-writes this rank's share, tries again for as long as the storage fails, and says when it is there. When the driver has
-heard that of all ranks, rank 0 writes the rest. Storage never fails a step: at worst there is no newer checkpoint.
+The training thread only marks a commit as held; later commits are copied to other memory. A background thread writes
+this rank's share, retries while the storage fails, and reports completion. Once the driver has received the reports of
+all ranks, rank 0 writes the rest. A storage failure never fails a step; it only delays the next checkpoint.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from elastic.state.held import Held
 from elastic.state.state import ObjectState, hold, prepare_hold
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
-FINISH_S = 60.0  # for the last commit of a training to become durable
-LOOK_S = 0.1  # between two looks at whether the world is over
-NICE = 19  # of the thread that writes
-REPEAT_S = 5.0  # between two times that the driver is told something that it has not answered
-NAMED = 3  # parameters in a message
-FIRST_GENERATIONS = 2  # that of init() and that of the training, where no worker was lost
-CLOSE_S = 2.0  # for what is being written to notice that nobody wants it any more
+FINISH_S = 60.0  # seconds for the last commit of a training to become durable
+LOOK_S = 0.1  # seconds between two checks of whether the world has ended
+NICE = 19  # niceness of the writing thread
+REPEAT_S = 5.0  # seconds until an unanswered message to the driver is repeated
+NAMED = 3  # parameters to name in a message
+FIRST_GENERATIONS = 2  # those of init() and of the training, if no worker was lost
+CLOSE_S = 2.0  # seconds for a write in progress to abort
 
 
 Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
 
 
 class _Spoilt(Exception):
-    """A commit that nobody could go on from; the ones before it are worth more."""
+    """A commit that training could not continue from; earlier commits are more useful."""
 
 
 class _Dropped(Exception):
-    """Nobody wants this checkpoint any more."""
+    """This checkpoint is no longer wanted."""
 
 
 @dataclass
 class _Attempt:
-    """One commit on its way to the storage. ``number``: the request that it meets."""
+    """One commit that is being written. ``number``: the request that it fulfills."""
 
     number: int
     name: Name
@@ -71,7 +71,14 @@ class _Attempt:
 
 
 class Writer:
-    """One per process. ``send``: to the driver; without one (a world of one) nobody need be asked."""
+    """Checkpoint writer of the process.
+
+    Args:
+        storage: folder of checkpoints.
+        options: checkpoint options of the job.
+        send: sends a message to the driver.
+        alone: whether this is a world of one rank without a driver.
+    """
 
     def __init__(
         self,
@@ -83,18 +90,18 @@ class Writer:
     ) -> None:
         self._storage = storage
         self._options = options
-        self.run = options.run  # until a world says another one
+        self.run = options.run  # replaced by the number of each world
         self._send = send
         self._alone = alone
         self._schedule = Schedule(options.every_commits, options.every_s, monotonic())
         self._attempt: _Attempt | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._away = False  # the storage failed, and that was said
-        self._commits = 0  # in a world of one nobody else counts them
-        self._changed = threading.Condition()  # of what is below
+        self._away = False  # a storage failure was reported
+        self._commits = 0  # counted here if there is no driver
+        self._changed = threading.Condition()  # guards the fields below
         # By request, and when it was said last.
-        self._worlds = 0  # in which this worker has trained
+        self._worlds = 0  # number of worlds in which this worker has trained
         self._unanswered: dict[tuple[int, int], tuple[float, Message]] = {}
         # Generation and number of the last request that was begun here, and whether it is known how that has ended.
         self._latest: tuple[int, int] | None = None
@@ -102,22 +109,26 @@ class Writer:
         self._odd: set[str] | None = (
             None  # parameters that were not finite when it was looked first
         )
-        self.first_not_finite = FirstNotFinite()  # told of gradients by whoever reduces them
-        self._not_finite: tuple[float, messages.NotFinite] | None = None  # when it was said last
-        self.newest: Commit | None = None  # that is durable, as far as this rank has heard
+        self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
+        self._not_finite: tuple[float, messages.NotFinite] | None = None  # when it was sent last
+        self.newest: Commit | None = None  # newest durable commit known to this rank
 
     # ---- training thread -----------------------------------------------------------------------------------------
 
     def saved(self) -> None:
-        """A commit was made, here or by all."""
+        """Record that a commit was made, by this rank or by all."""
         self.first_not_finite.saved()
 
     def stepped_back(self) -> None:
-        """To the newest commit that was made here."""
+        """Record that this rank was restored to its newest commit."""
         self.first_not_finite.stepped_back()
 
     def committed(self, state: ObjectState, commit: Commit, place: Place) -> None:
-        """A commit was made by all ranks alike. Raises Invalid if the state can't be written down at all."""
+        """Handle a commit that all ranks have made.
+
+        Raises:
+            Invalid: the state cannot be written to a checkpoint.
+        """
         if self._alone:
             self._commits += 1
             commit = Commit(commit.generation, self._commits)
@@ -152,7 +163,7 @@ class Writer:
         self._begin(functools.partial(self._share, attempt))
 
     def _report_gradients(self, commit: Commit) -> None:
-        """At once: the next checkpoint may be far, and whose memory it was may be gone by then."""
+        """Report non-finite gradients at once: by the next checkpoint, the worker with the fault may be gone."""
         first, generation = self.first_not_finite, commit.generation
         if self._alone or not first.lasts():
             self._not_finite = None
@@ -169,15 +180,21 @@ class Writer:
         self._send(message)
 
     def want(self) -> None:
-        """The next commit is to be written; if that can't be, one of those that follow. Called on all ranks alike."""
+        """Request that the next commit be written, or a later one if that is impossible. Called on all ranks alike."""
         self._schedule.wanted()
 
     def finish(
         self, state: ObjectState, commit: Commit, place: Place, over: Callable[[], bool]
     ) -> None:
-        """The training function has returned: its last commit becomes durable, if it is not yet. Waits for that.
+        """Wait until the last commit is durable after the training function has returned.
 
-        All ranks must come here after the same commit. ``over``: whether the world broke; that ends the wait.
+        All ranks must call this after the same commit.
+
+        Args:
+            state: of the training.
+            commit: the last one.
+            place: of this rank.
+            over: whether the world broke, which ends the wait.
         """
         if self._alone:
             commit = Commit(commit.generation, self._commits)
@@ -185,7 +202,7 @@ class Writer:
         if self._wait(deadline, over):
             if self.newest == commit:
                 return
-            self._hold(state, commit, commit.number + 1, place)  # a request that nobody has made
+            self._hold(state, commit, commit.number + 1, place)  # an additional request
             self._wait(deadline, over)
         if self.newest == commit or over() or place.rank:
             return
@@ -195,12 +212,16 @@ class Writer:
         self._say(f"the last commit, {commit}, could not be made durable{within}; {known}")
 
     def returned(self, commit: Commit, place: Place, incarnation: int) -> None:
-        """The training function has returned after this commit. Noted, for the driver, if that is durable and the
-        workers are those of the first world: nobody knows what a lost one has read.
+        """Record, for the driver, that the training function returned after this commit.
+
+        This requires that the commit is durable and that the workers are those of the first world, since it is unknown
+        which files a lost worker has read.
         """
         first = self._worlds == 1 and incarnation == 1 and commit.generation <= FIRST_GENERATIONS
         if self.newest == commit and first:
-            with contextlib.suppress(OSError):  # the same command then trains on from this commit
+            with contextlib.suppress(
+                OSError
+            ):  # then a rerun of the command trains on from this commit
                 name = Name(self.run, commit.generation, commit.number)
                 began_at = finished.process_began_at()
                 finished.note_read(self._storage, name, place.rank, began_at)
@@ -208,17 +229,20 @@ class Writer:
                     finished.note_returned(self._storage, name, began_at, place.size)
 
     def _wait(self, deadline: float, over: Callable[[], bool]) -> bool:
-        """Until it is known what became of the latest request. False: not in time, or ``over``."""
+        """Wait until the outcome of the latest request is known.
+
+        Return False at the deadline or if ``over`` returns True.
+        """
         with self._changed:
             while not self._settled or self._attempt is not None:
                 if over() or monotonic() >= deadline:
                     return False
-                self._changed.wait(LOOK_S)  # a world may break without a word to this object
+                self._changed.wait(LOOK_S)  # a world may break without notifying this object
                 self._repeat()
         return True
 
     def _settle(self, generation: int, number: int, commit: Commit | None) -> None:
-        """What became of a request: None, or what is durable now."""
+        """Record the outcome of a request: the durable commit, or None."""
         with self._changed:
             self.newest = commit or self.newest
             self._unanswered.pop((generation, number), None)
@@ -227,12 +251,12 @@ class Writer:
             self._changed.notify_all()
 
     def world_over(self, generation: int) -> None:
-        """A world begins. What an earlier one has not completed stays undone, unless only the manifest is missing."""
+        """Begin a new world. Requests of earlier worlds are abandoned, unless only the manifest is missing."""
         self._worlds += 1
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
             attempt.off.set()
-            self._begin(functools.partial(self._over, attempt))  # its share may be written already
+            self._begin(functools.partial(self._over, attempt))  # its share may be complete already
         with self._changed:
             if self._latest is not None and self._latest[0] != generation:
                 self._settled = True
@@ -240,7 +264,7 @@ class Writer:
                 del self._unanswered[old]
 
     def close(self) -> None:
-        """At exit. What is under way stays torn, and is passed over later."""
+        """Stop the thread at exit. A checkpoint that is being written remains incomplete and is skipped later."""
         if self._attempt is not None:
             self._attempt.off.set()
         if self._thread is not None:
@@ -250,10 +274,10 @@ class Writer:
     # ---- link thread ---------------------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> bool:
-        """Whether the message was meant for this."""
+        """Handle a message of the driver. Return whether it concerns checkpoints."""
         match message:
             case messages.MakeDurable(generation, number) if self._latest == (generation, number):
-                if self._settled:  # and somebody has not heard how
+                if self._settled:  # a rank has not received the outcome
                     over = "it is over for this rank"
                     self._send(messages.ShareDropped(generation, number, over, True))
             case messages.MakeDurable(generation, number):
@@ -262,7 +286,7 @@ class Writer:
                     late = "it was asked for too late"
                     self._tell(messages.ShareDropped(generation, number, late, True))
                 elif before not in (None, number) and self._latest != (generation, before):
-                    # Others may have begun that one by now, and must not wait for this rank.
+                    # Other ranks may have begun that one by now and must not wait for this rank.
                     another = f"commit {number} was asked for instead"
                     self._tell(messages.ShareDropped(generation, before, another, True))
             case messages.CheckpointSoon():
@@ -287,7 +311,7 @@ class Writer:
         return True
 
     def _tell(self, message: Told) -> None:
-        """Says it, and again until there is an answer: a connection may break, and a driver be replaced."""
+        """Send a message and repeat it until it is answered: connections may break and the driver may be replaced."""
         with self._changed:
             self._unanswered[message.generation, message.number] = (monotonic(), message)
         self._send(message)
@@ -320,7 +344,7 @@ class Writer:
         self._jobs.put(job)
 
     def _work(self) -> None:
-        # Training comes first. Only on Linux a thread has a priority of its own.
+        # Training has priority. Only Linux has priorities per thread.
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
@@ -350,10 +374,13 @@ class Writer:
             self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
 
     def _look_at_numbers(self, held: Held, shares: Sequence[Share]) -> None:
-        """Raises _Spoilt where parameters are not finite any more: in time such commits would displace all others.
+        """Check that parameters did not become non-finite: such commits would eventually replace all good ones.
 
-        Of replicas that are equal: one that is not has to be named first. Of sharded parameters each rank has looked
-        at its rows.
+        Replicas are compared elsewhere first, so that a faulty one can be named. For sharded parameters, each rank has
+        checked its own rows.
+
+        Raises:
+            _Spoilt: a parameter became infinite or NaN.
         """
         found = {name for share in shares for name in share.not_finite}
         if not held.is_sharded:
@@ -398,7 +425,7 @@ class Writer:
                     name.generation, attempt.number, name.commit, place, sizes, took_s, step
                 )
             )
-        with contextlib.suppress(OSError):  # the next time, then
+        with contextlib.suppress(OSError):  # retried after the next checkpoint
             catalog.prune(self._storage, self._options.keep, self._options.floor)
 
     def _storage_size(self, name: Name) -> int:
@@ -407,7 +434,10 @@ class Writer:
         return 0
 
     def _persist(self, attempt: _Attempt, write: Callable[[], None]) -> bool:
-        """Until it has succeeded or is not wanted any more. Returns which. Says once that the storage fails."""
+        """Call ``write`` until it succeeds or is no longer wanted.
+
+        Return whether it succeeded. Report a failing storage once.
+        """
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),
             wait=tenacity.wait_random_exponential(FIRST_RETRY_S, LONGEST_RETRY_S),
@@ -424,7 +454,7 @@ class Writer:
         except (NotReadable, DeviceLost, _Spoilt) as error:
             self._refuse(attempt, str(error))
             return False
-        except Exception as error:  # a bug here must not end the training
+        except Exception as error:  # an error here must not end the training
             self._refuse(attempt, f"{type(error).__name__}: {error}")
             return False
         if self._away:

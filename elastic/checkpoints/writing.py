@@ -1,4 +1,4 @@
-"""Writes a commit: each rank its share, then one of them the index and the manifest. Blocks: call it in a thread."""
+"""Write a commit: each rank its share, then one rank the index and the manifest. Blocks, so call it in a thread."""
 
 from __future__ import annotations
 
@@ -46,13 +46,19 @@ from elastic.state.snapshots.digest import digest
 def write_share(
     storage: Storage, name: Name, held: Held, rank: int, size: int, alive: Alive
 ) -> None:
-    """This rank's tensors, and the word that they are complete. Raises OSError, DeviceLost, and what ``alive`` does."""
+    """Write this rank's tensors and the list that marks them complete.
+
+    Raises:
+        OSError: the storage failed.
+        DeviceLost: the accelerator failed.
+        Exception: any exception of ``alive``.
+    """
     held.complete()
     items = contents(held).items
     of_rows = [item for item in items if item.rows is not None and item.rows.rows.numel()]
     tensors: list[StoredTensor] = []
     files: dict[str, StoredFile] = {}
-    # Apart, because what is replicated is read as a whole, and of rows each rank reads some.
+    # Separate files, because replicated tensors are read entirely, but of rows each rank reads only some.
     for number, mine in enumerate((shares(items, size)[rank], of_rows)):
         if not mine:
             continue
@@ -94,7 +100,11 @@ def _write(item: StateItem, file: str, out: CheckedFile) -> StoredTensor:
 
 
 def replica_digests(held: Held) -> dict[str, int]:
-    """Of the tensors of each part that all ranks hold alike. Raises DeviceLost."""
+    """Return, by part, the digest of the tensors that are equal on all ranks.
+
+    Raises:
+        DeviceLost: the accelerator failed.
+    """
     held.complete()
     alike: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for item in contents(held).items:
@@ -104,8 +114,10 @@ def replica_digests(held: Held) -> dict[str, int]:
 
 
 def not_finite(held: Held) -> set[str]:
-    """The parameters that have an infinity in them, or no number; of sharded ones, in the rows of this rank. Raises
-    DeviceLost.
+    """Return the parameters that contain an infinity or NaN; of sharded parameters, in the rows of this rank.
+
+    Raises:
+        DeviceLost: the accelerator failed.
     """
     held.complete()
     found = set()
@@ -126,10 +138,11 @@ def seal(
     alive: Alive,
     look: Callable[[list[Share]], None] = lambda shares: None,
 ) -> Manifest:
-    """All shares are written: writes what makes them a checkpoint. ``look`` may raise where it is not to be one.
+    """Complete the checkpoint once all shares are written. ``look`` may raise to prevent this.
 
-    Raises OSError, NotReadable where a share is not there, or is not what its rank has written, and where shares are
-    not the whole state.
+    Raises:
+        OSError: the storage failed.
+        NotReadable: a share is missing or damaged, or the shares are not the complete state.
     """
     found = [_share(storage, name, rank, size) for rank in range(size)]
     look(found)
@@ -199,7 +212,10 @@ def _saved_atom(value: Any) -> bytes:
 
 
 def _saved_object(value: Any, what: str) -> bytes:
-    """As torch.distributed.checkpoint expects it. What can't be pickled becomes its text."""
+    """Serialize a value as torch.distributed.checkpoint expects.
+
+    A value that cannot be pickled is replaced by its repr.
+    """
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -210,7 +226,7 @@ def _saved_object(value: Any, what: str) -> bytes:
 
 
 def _python(held: Held) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], Any]]:
-    """Plain data by kind and name, and what is none."""
+    """Return the plain data by kind and name, and the values that are not plain data."""
     plain: dict[str, dict[str, Any]] = {"values": {}, "structures": {}}
     pickled: dict[tuple[str, str], Any] = {}
     found = [("values", name, value) for name, value in held.values.items()]
@@ -229,8 +245,9 @@ _last_index: tuple[Any, bytes] = None, b""
 def _index(
     made: Contents, tensors: list[StoredTensor], objects: dict[Path, tuple[str, int, int]]
 ) -> bytes:
-    """What torch.distributed.checkpoint keeps in ``.metadata``. Making it takes long where there are thousands of
-    tensors, and it is nearly always that of the checkpoint before.
+    """Return the content of ``.metadata`` of torch.distributed.checkpoint.
+
+    Creating it is slow with thousands of tensors, and it rarely changes between checkpoints, so the last one is cached.
     """
     global _last_index
     names = [([dotted(p) for p in each.paths], each.tensor.stride()) for each in made.items]

@@ -1,10 +1,11 @@
-"""A file of a checkpoint on its way to the storage: counted and checksummed while it is written.
+"""Files of a checkpoint that are counted and checksummed while they are written.
 
-Its checksum is the SHA-256 of the CRC-32 of each 4 MiB of it: that finds damage, at the speed of memory. Before, files
-had a SHA-256 of all their bytes.
+The checksum of a file is the SHA-256 of the CRC-32s of its 4 MiB blocks. It detects damage and is computed at memory
+speed. Older formats used a SHA-256 of all bytes.
 
-On a local disk a file goes past the system's cache, in one pass over what is written: training keeps the processor time
-and the memory that a copy there takes. Without the C++ library, or a file system that can do that, it goes through it.
+On a local disk, files are written past the page cache in a single pass, which leaves the processor time and memory of a
+copy there to training. Without the C++ library, or on a file system without O_DIRECT, files are written through the
+cache.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from typing import IO, Any
 from elastic.checkpoints.manifest import StoredFile
 from elastic.collectives.shared_memory import memfd, native_library
 
-BLOCK = 4 << 20  # bytes, that have a CRC-32; part of the format. As kElasticBlock in native/file.h
-PIECE = 1 << 18  # bytes; they stay in the processor's cache between checksum and write
-AT_ONCE = 4 * BLOCK  # bytes; between two looks at whether the file is wanted still
-# Bytes; what is smaller goes together with others, since for each write training may lose the GIL.
+BLOCK = 4 << 20  # bytes per CRC-32; part of the format, equal to kElasticBlock in native/file.h
+PIECE = 1 << 18  # bytes; small enough to stay in the processor's cache between checksum and write
+AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the file is still wanted
+# Bytes. Smaller writes are combined, since each write may take the GIL from training.
 SMALL = 1 << 14
 
 Bytes = bytes | bytearray | memoryview
-Alive = Callable[[], None]  # raises where the work is wanted no longer
+Alive = Callable[[], None]  # raises if the work is no longer wanted
 
 
 class BlockSums:
-    """The checksum of a file that comes in pieces."""
+    """Checksum of a file that is written in pieces."""
 
     def __init__(self) -> None:
         self._ended = hashlib.sha256()
-        self._sum = 0  # of the block that has begun
+        self._sum = 0  # of the current block
         self._left = BLOCK
 
     def update(self, content: Bytes) -> None:
@@ -63,7 +64,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Whether the bytes of a file, in pieces from the first to the last, are those that were written."""
+    """Check that the bytes of a file, given in order, are those that were written."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks or stored.sha256
@@ -75,17 +76,17 @@ class Check:
 
 
 class CheckedFile:
-    """What is written goes on to a stream. Any ``write`` raises OSError, and what ``alive`` does."""
+    """File that forwards writes to a stream. Each ``write`` can raise OSError and any exception of ``alive``."""
 
     def __init__(self, stream: IO[bytes], alive: Alive) -> None:
         self._stream = stream
         self._alive = alive
         self._sums = BlockSums()
-        self._small = bytearray()  # not put yet
+        self._small = bytearray()  # not yet forwarded
         self.count = 0  # bytes so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
-        """Returns the CRC-32 of what has ``crc`` and this, one after the other."""
+        """Write ``content``. Return the CRC-32 of the data with checksum ``crc`` followed by ``content``."""
         size = memoryview(content).nbytes
         self.count += size
         if size < SMALL:
@@ -111,7 +112,7 @@ class CheckedFile:
         return crc
 
     def complete(self) -> None:
-        """All of it was written: what is still here goes to the stream."""
+        """Forward the buffered bytes after the last write."""
         self._put_small()
 
     def stored(self) -> StoredFile:
@@ -119,7 +120,7 @@ class CheckedFile:
 
 
 class _NativeFile(ctypes.Structure):
-    """`elastic_file` of native/file.h, which says what they mean."""
+    """`elastic_file` of native/file.h, which documents the fields."""
 
     _fields_ = (
         ("fd", ctypes.c_int32),
@@ -130,18 +131,18 @@ class _NativeFile(ctypes.Structure):
 
 
 _Buffer = mmap.mmap | memoryview  # of BLOCK bytes
-_buffers: list[_Buffer] = []  # that no file is written through; new memory costs more than a copy
+_buffers: list[_Buffer] = []  # unused buffers; allocating new memory costs more than a copy
 
 
 class DirectFile(CheckedFile):
-    """Past the system's cache, by the C++ library. To be closed, which gives its buffer back."""
+    """File written past the page cache by the C++ library. ``close`` returns its buffer for reuse."""
 
     def __init__(self, stream: IO[bytes], alive: Alive, library: native_library.Library) -> None:
         super().__init__(stream, alive)
         self._library = library
         self._buffer = _buffer()
         self._file = _NativeFile(stream.fileno(), 0, _address(self._buffer), 0)
-        self._ended: list[int] = []  # sums of blocks
+        self._ended: list[int] = []  # checksums of blocks
         self._past_the_cache(True)
 
     def _put(self, content: Bytes, crc: int) -> int:
@@ -162,7 +163,7 @@ class DirectFile(CheckedFile):
 
     def complete(self) -> None:
         super().complete()
-        self._past_the_cache(False)  # which takes whole pages only
+        self._past_the_cache(False)  # O_DIRECT requires whole pages
         rest = memoryview(self._buffer)[: self._file.filled]
         while rest:
             rest = rest[os.write(self._file.fd, rest) :]
@@ -178,7 +179,7 @@ class DirectFile(CheckedFile):
 
     def _past_the_cache(self, yes: bool) -> None:
         past = getattr(os, "O_DIRECT", 0)
-        with contextlib.suppress(OSError):  # a file system that can't do it
+        with contextlib.suppress(OSError):  # file systems without O_DIRECT
             flags = fcntl.fcntl(self._file.fd, fcntl.F_GETFL)
             fcntl.fcntl(self._file.fd, fcntl.F_SETFL, flags | past if yes else flags & ~past)
 
@@ -192,6 +193,6 @@ def _buffer() -> _Buffer:
 
 
 def _address(content: Any) -> int:
-    import numpy as np  # a tenth of a second, which commands that write nothing do not need
+    import numpy as np  # takes a tenth of a second; commands that write no file skip it
 
     return int(np.frombuffer(content, np.uint8).ctypes.data)

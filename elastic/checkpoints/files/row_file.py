@@ -1,4 +1,4 @@
-"""Reads rows of sharded tensors out of the files of a checkpoint. Acts; which bytes: `row_ranges` decides."""
+"""Read rows of sharded tensors from the files of a checkpoint. `row_ranges` decides which bytes. Acts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from elastic.sharding.rows import Rows
 def read(
     storage: Storage, folder: str, stored: Sequence[StoredTensor], wanted: Rows, into: torch.Tensor
 ) -> None:
-    """Rows of one tensor, each checked before it is used.
+    """Read rows of one tensor and verify their checksums before using them.
 
     Args:
+        storage: the folder of checkpoints.
         folder: of the commit.
         stored: all ranges of rows of this tensor.
-        into: as many rows as are wanted, of the tensor's dtype and shape.
+        wanted: the rows to read.
+        into: tensor to fill, with as many rows as ``wanted``, of the stored dtype and shape.
 
-    Raises NotReadable where a file is missing, shorter or damaged; OSError.
+    Raises:
+        NotReadable: a file is missing, truncated or damaged.
+        OSError: the storage failed.
     """
     if not into.numel():
         return

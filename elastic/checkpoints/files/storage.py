@@ -1,7 +1,7 @@
-"""A folder of checkpoints: on this machine, on a shared file system, or in an object store through fsspec.
+"""A folder of checkpoints on this machine, on a shared file system, or in an object store through fsspec.
 
-A file that is written here appears whole or not at all: locally it is written next to its place, brought to the disk
-and renamed; an object store shows an object when it is complete. Errors are OSError, whatever the store calls them.
+Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed; an object store
+shows an object once it is complete. All errors of the store are raised as OSError.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from elastic.checkpoints.manifest import StoredFile
 from elastic.collectives.shared_memory import native_library
 from elastic.errors import Invalid
 
-PROOF_BYTES = 4096  # a file without content can be made on a full disk
-CONNECT_S, ANSWER_S = 4, 5  # of S3, for one attempt; it answers in less than a second
+PROOF_BYTES = 4096  # not empty, since an empty file can be created on a full disk
+CONNECT_S, ANSWER_S = 4, 5  # timeouts of one attempt at S3, which answers in less than a second
 
 
 class Storage:
-    """One folder. Names are relative to it, with ``/`` between folders. From any thread."""
+    """One folder of checkpoints. Names are relative to it and separated by ``/``. Thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """``url``: a path, or what fsspec knows: ``s3://bucket/folder``, ``gs://``, ``az://``. Touches nothing.
+        """Open the folder without accessing it.
 
-        Raises Invalid if the package for the protocol is missing, or the protocol is unknown.
+        Args:
+            url: a path, or a URL that fsspec supports: ``s3://bucket/folder``, ``gs://``, ``az://``.
+
+        Raises:
+            Invalid: the protocol is unknown, or its package is missing.
         """
         _refuse_misspelt(url)
         self.url = url.rstrip("/") or url
@@ -58,7 +62,7 @@ class Storage:
             loop.set_exception_handler(_retried_anyway)
         self.local = isinstance(fs, LocalFileSystem)
         self.outlives_us = not isinstance(fs, MemoryFileSystem)
-        # Means the same from any working directory.
+        # Independent of the working directory.
         self.absolute: str = self._root if self.local else self.url
 
     def _path(self, name: str) -> str:
@@ -66,18 +70,24 @@ class Storage:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """What stores raise in words of their own becomes OSError."""
+        """Convert exceptions of the store's client to OSError."""
         try:
             yield
         except (OSError, Invalid):
             raise
-        except Exception as error:  # botocore's and others' are no OSError
+        except Exception as error:  # exceptions of botocore and others are not OSErrors
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
     def writing(self, name: str, alive: Alive = lambda: None) -> Iterator[CheckedFile]:
-        """A new file, which is there once the block has ended, and not at all if it raises. Raises OSError, and what
-        ``alive`` does, which is called now and then.
+        """Write a new file, which appears when the block ends. If the block raises, no file appears.
+
+        Args:
+            name: of the file.
+            alive: called regularly; raises to abort the write.
+
+        Raises:
+            OSError: the storage failed.
         """
         path = self._path(name)
         if not self.local:
@@ -111,13 +121,21 @@ class Storage:
         _sync_folder(os.path.dirname(path))
 
     def write(self, name: str, content: bytes) -> StoredFile:
-        """A small file, whole or not at all. Raises OSError."""
+        """Write a small file atomically.
+
+        Raises:
+            OSError: the storage failed.
+        """
         with self.writing(name) as file:
             file.write(content)
         return file.stored()
 
     def claim(self, name: str, content: bytes) -> bool:
-        """Makes a small file, if there is none of that name. Whether it was made. Raises OSError."""
+        """Create a small file if none of that name exists. Return whether it was created.
+
+        Raises:
+            OSError: the storage failed.
+        """
         path = self._path(name)
         if self.local:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -138,27 +156,46 @@ class Storage:
             return True
 
     def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError, OSError."""
+        """Return the content of a file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            OSError: the storage failed.
+        """
         with self._errors():
             content: bytes = self._fs.cat_file(self._path(name))
             return content
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Fewer bytes where the file ends before. Raises FileNotFoundError, OSError."""
+        """Return ``length`` bytes from ``offset`` on, or fewer if the file ends before.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            OSError: the storage failed.
+        """
         with self._errors():
             content: bytes = self._fs.cat_file(self._path(name), offset, offset + length)
             return content
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
-        """Raises FileNotFoundError, OSError."""
+        """Open a file for reading.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            OSError: the storage failed.
+        """
         with self._errors():
             stream = self._fs.open(self._path(name), "rb")
         with contextlib.closing(stream):
             yield cast("IO[bytes]", _Stream(stream, self._errors))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Names and bytes of the files right in a folder; empty if there is no such folder. Raises OSError."""
+        """Return the sizes in bytes of the files directly in a folder, by name; empty if the folder does not exist.
+
+        Raises:
+            OSError: the storage failed.
+        """
         return {
             each["name"].rpartition("/")[2]: int(each["size"] or 0)
             for each in self._list(folder)
@@ -166,12 +203,20 @@ class Storage:
         }
 
     def exists(self) -> bool:
-        """Whether anything has this name. An object store has no folder without objects. Raises OSError."""
+        """Whether the folder exists. In an object store, a folder exists only if it contains objects.
+
+        Raises:
+            OSError: the storage failed.
+        """
         with self._errors():
             return bool(self._fs.exists(self._root))
 
     def folders(self) -> list[str]:
-        """Names of the folders right here. Raises OSError."""
+        """Return the names of the direct subfolders.
+
+        Raises:
+            OSError: the storage failed.
+        """
         return sorted(
             each["name"].rstrip("/").rpartition("/")[2]
             for each in self._list("")
@@ -188,17 +233,29 @@ class Storage:
             return found
 
     def remove_file(self, name: str) -> None:
-        """Raises OSError unless it is gone already."""
+        """Remove a file, if it exists.
+
+        Raises:
+            OSError: the storage failed.
+        """
         with self._errors(), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        """With all that is in it. Raises OSError unless it is gone already."""
+        """Remove a folder and its contents, if it exists.
+
+        Raises:
+            OSError: the storage failed.
+        """
         with self._errors(), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(name), recursive=True)
 
     def prove_writable(self) -> None:
-        """Writes and removes a file. Raises Invalid with what went wrong."""
+        """Check that a file can be written and removed.
+
+        Raises:
+            Invalid: writing failed; the message gives the cause.
+        """
         name = f".writable-{uuid.uuid4().hex[:8]}"
         try:
             self.write(name, bytes(PROOF_BYTES))
@@ -218,7 +275,7 @@ def _checked(file: IO[bytes], alive: Alive) -> Iterator[CheckedFile]:
 
 
 class _Stream:
-    """A stream to a store, whose errors are OSError."""
+    """Stream to or from a store whose exceptions are converted to OSError."""
 
     def __init__(self, stream: Any, errors: Callable[[], contextlib.AbstractContextManager[None]]):
         self._stream = stream
@@ -234,13 +291,17 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """``s3:/bucket`` would be a folder of that name here, and nothing at all the working directory. Raises Invalid."""
+    """Refuse an empty URL and one such as ``s3:/bucket``, which would denote a local folder of that name.
+
+    Raises:
+        Invalid: the URL is empty or lacks a slash.
+    """
     if not url.strip():
         raise Invalid(
             "the folder of the checkpoints is empty, as where a shell's variable is not set; give a folder, or a URL"
         )
     protocol, colon, rest = url.partition(":")
-    known = set(fsspec.available_protocols()) - {"file", "local"}  # these two may do without
+    known = set(fsspec.available_protocols()) - {"file", "local"}  # valid without slashes
     if colon and not rest.startswith("//") and protocol in known:
         raise Invalid(
             f"{url}: a URL has two slashes after its protocol: {protocol}://{rest.lstrip('/')};"
@@ -249,8 +310,9 @@ def _refuse_misspelt(url: str) -> None:
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """What S3 is opened with, unless fsspec's own configuration says something about it: nothing is waited for as long
-    as the client would by itself. A server that hung is back for long then, and nobody has been told that it was away.
+    """Return the timeouts for opening S3; empty for other protocols and if fsspec's configuration sets options for S3.
+
+    The client's own timeouts are so long that a server that hung would have recovered before an outage is reported.
     """
     if protocol not in ("s3", "s3a") or fsspec.config.conf.get(protocol):
         return {}
@@ -262,8 +324,9 @@ def _patience(protocol: str) -> dict[str, Any]:
 
 @functools.cache
 def _s3_session() -> Any:
-    """One for the process; None without s3fs. Its requests do not ask whether the body may follow: the answer to that
-    is the one thing that aiohttp waits for without a limit.
+    """Return the S3 session of the process; None without s3fs.
+
+    Its requests do not send ``Expect: 100-continue``: aiohttp waits for that answer without a timeout.
     """
     try:
         from aiobotocore.session import AioSession
@@ -279,12 +342,12 @@ def _send_at_once(params: dict[str, Any], **_: object) -> None:
 
 
 def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:
-    """A connection that breaks leaves a task behind that nobody asks. What broke is raised where it was asked for."""
+    """Log the error of a background task at debug level. The request that failed raises the error itself."""
     logging.getLogger(__name__).debug("%s: %r", context.get("message"), context.get("exception"))
 
 
 def _sync_folder(path: str) -> None:
-    """The new name is on the disk too."""
+    """Sync the folder, so that the new file name is durable too."""
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)

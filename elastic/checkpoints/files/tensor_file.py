@@ -1,7 +1,7 @@
-"""Writes tensors as ``torch.save`` does, with one pass over their bytes.
+"""Write tensors in the format of ``torch.save`` with a single pass over their bytes.
 
-What torch writes around the bytes of a tensor is the same for all of its kind, but for their CRC-32. So torch writes it
-once for an empty one, and it is kept.
+Apart from the CRC-32, the bytes around a tensor's data are the same for all tensors of the same dtype, shape and
+stride. torch writes them once for an empty tensor, and they are cached.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from elastic.checkpoints.files.checked import CheckedFile
 from elastic.checkpoints.manifest import NotReadable
 from elastic.state.snapshots import tensor_index
 
-KINDS = 10_000  # of tensors, that are remembered; some 2 kB each
-_RECORD = b"archive/data/0"  # what torch calls the tensor's bytes in its zip
+KINDS = 10_000  # cached headers, by dtype, shape and stride; some 2 kB each
+_RECORD = b"archive/data/0"  # torch's name of the tensor's data in its zip archive
 _CRC = struct.Struct("<I")
-# Behind the bytes of a record comes a mark, then its CRC-32; in the directory it stands this far before the name.
+# The data of a record is followed by a mark and its CRC-32. In the zip directory, the CRC-32 is this many bytes before
+# the name.
 _MARK, _BEFORE_NAME = b"PK\7\x08", 30
 
 
 def write(tensor: torch.Tensor, file: CheckedFile) -> None:
-    """``tensor``: on the CPU. Raises OSError, and what the file's ``alive`` does."""
+    """Write a CPU tensor.
+
+    Raises:
+        OSError: the storage failed.
+        Exception: any exception of the file's ``alive``.
+    """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
         onward = _Onward(file)
@@ -40,14 +46,21 @@ def write(tensor: torch.Tensor, file: CheckedFile) -> None:
 
 
 def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int, list[int]]:
-    """As `write`. Returns where the bytes of the tensor begin in the file, and the CRC-32 of all of them up to each
-    ``step`` rows and up to the last.
+    """Write a CPU tensor so that ranges of its rows can be read and verified separately.
 
     Args:
         tensor: on the CPU, contiguous, with at least one element.
+        file: to write to.
+        step: rows per checksum.
 
-    Raises OSError, NotReadable where this torch does not write such tensors as bytes in a row, and what the file's
-    ``alive`` raises.
+    Returns:
+        The offset of the tensor's data in the file, and the CRC-32s of the data up to each multiple of ``step`` rows
+            and up to the last row.
+
+    Raises:
+        NotReadable: this version of torch does not write such tensors as consecutive bytes.
+        OSError: the storage failed.
+        Exception: any exception of the file's ``alive``.
     """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
@@ -66,7 +79,7 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes, as they lie in memory, are all that distinguishes it from others of its kind."""
+    """Whether the tensor is dense and its bytes in memory are its complete value, given dtype, shape and stride."""
     if type(tensor) is not torch.Tensor or not tensor_index.plain(tensor):
         return False
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
@@ -78,7 +91,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """Passes on what torch writes. What a write raises is kept: torch would make an error of its own of it."""
+    """Forward what torch writes. An exception of a write is kept, since torch would replace it by its own."""
 
     def __init__(self, file: CheckedFile) -> None:
         self._file = file
@@ -100,7 +113,7 @@ class _Onward:
 class _Frame:
     head: bytes
     _tail: bytes
-    _at: int  # where the directory, which is in the tail, names the bytes
+    _at: int  # offset of the record's name in the zip directory, which is in the tail
 
     def tail(self, crc: int) -> bytearray:
         made = bytearray(self._tail)
@@ -110,7 +123,7 @@ class _Frame:
 
 
 class _Around:
-    """A file that keeps all but the bytes of the tensor, of which there are ``left``."""
+    """File that keeps everything except the tensor's data, of which ``left`` bytes are outstanding."""
 
     def __init__(self, left: int) -> None:
         self.head, self.tail = bytearray(), bytearray()
@@ -129,7 +142,7 @@ class _Around:
         pass
 
     def _begin(self) -> int:
-        """Where the tensor's bytes come: after its name and what fills up to the next multiple of 64."""
+        """Offset of the tensor's data: after its name and the padding to a multiple of 64; -1 if not yet known."""
         name = self.head.find(_RECORD)
         if name < 0:
             return -1
@@ -138,7 +151,7 @@ class _Around:
 
 @functools.lru_cache(KINDS)
 def _frame(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Frame | None:
-    """None: this torch writes in another way, or can't make one of this kind."""
+    """Return the cached bytes around the data; None if this torch uses another format or refuses the tensor."""
     try:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         around = _Around(empty.nbytes)

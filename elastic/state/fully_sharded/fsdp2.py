@@ -1,8 +1,7 @@
-"""FSDP2 modules: their sharded parameters, what of them can follow another world, and giving them another mesh. Acts.
+"""FSDP2 modules: list their sharded parameters, check that they are supported, and move them to another mesh. Acts.
 
-A module keeps its parameter objects, and so does its optimizer: the size of a DTensor is the global one, which does not
-change; its local tensor and its spec are replaced. Names that torch keeps private are used, so there is a list of the
-versions of torch that this was tested with.
+The module and its optimizer keep their parameter objects. The global size of each DTensor does not change; only its
+local tensor and its spec are replaced. This relies on private names of torch, so `TESTED` lists the supported versions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ TESTED = ("2.13",)  # versions of torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
-    """The FSDP2 states of a model's modules, each once. Empty where ``fully_shard`` was not applied."""
+    """Return the FSDP2 states of a model's modules without duplicates; empty if ``fully_shard`` was not applied."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
         return []
@@ -27,7 +26,7 @@ def sharded_states(model: nn.Module) -> list[Any]:
 
 
 def sharded_params(model: nn.Module) -> dict[str, Any]:
-    """torch's ``FSDPParam`` objects by the first name that the parameter has in the model, in the order of modules."""
+    """Return torch's ``FSDPParam`` objects in module order, keyed by the parameter's first name in the model."""
     paths = {id(module): path for path, module in reversed([*model.named_modules()])}
     found = {}
     for group in _groups(model):
@@ -44,7 +43,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why this fully sharded model can't follow another world; None: it can."""
+    """Return why this fully sharded model cannot follow another world, or None if it can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
             f"is fully sharded, which elastic.run follows with torch {' and '.join(TESTED)}, and this is torch"
@@ -101,10 +100,12 @@ def _obstacle_of(group: Any, size: int) -> str | None:
 
 
 def abandon(model: nn.Module) -> None:
-    """Drops what a forward or backward pass that did not end has left: gathered parameters and gradients."""
+    """Discard the gathered parameters and gradients that an interrupted forward or backward pass has left."""
     for state in sharded_states(model):
         for group in state._fsdp_param_groups:
-            group._all_gather_result = None  # of a collective that broke: waiting for it raises
+            group._all_gather_result = (
+                None  # the result of a failed collective: waiting for it raises
+            )
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
@@ -115,35 +116,40 @@ def abandon(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Registers sharded parameters where a forward pass has left gathered ones."""
+    """Register the sharded parameters again in groups that a forward pass has left gathered."""
     for group in _groups(model):
         if not group.is_sharded:
             group.reshard()
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The mesh that its parameters are sharded over."""
+    """Return the mesh over which the model's parameters are sharded."""
     return next(iter(_groups(model))).mesh_info.mesh
 
 
 def shards_of(mesh: Any) -> tuple[int, int]:
-    """Into how many shards it divides parameters, and which of them this rank has."""
+    """Return the number of shards of a mesh and the index of this rank's shard."""
     return mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
 
 
 def lines_of(mesh: Any) -> list[tuple[int, ...]]:
-    """The ranks of each process group that a mesh of two dimensions consists of."""
+    """Return the ranks of each process group of a two-dimensional mesh: its columns, then its rows."""
     return [tuple(line) for lines in (mesh.mesh.T, mesh.mesh) for line in lines.tolist()]
 
 
 def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
-    """Whether its mesh is of all ranks of a world of this size in their order, and this rank has that shard."""
+    """Whether the model's mesh is all ``size`` ranks in ascending order and this rank has the shard ``shard``."""
     mesh = mesh_of(model)
     return bool(mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard)
 
 
 def make_mesh(like: Any, order: Sequence[int]) -> Any:
-    """A mesh of the present world, named as another one. Collective. ``order``: the rank of each shard."""
+    """Create a one-dimensional mesh over the present world. Collective.
+
+    Args:
+        like: the mesh to copy the device type and the names from.
+        order: the rank of each shard.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -156,7 +162,13 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
 
 
 def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
-    """The same of replicas by shards. Collective. ``order``: the rank at each place."""
+    """Create a mesh of replicas by ``shards`` over the present world. Collective.
+
+    Args:
+        like: the mesh to copy the device type, and the names if it has two dimensions, from.
+        order: the rank at each place of the mesh, row by row.
+        shards: number of shards.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -165,8 +177,8 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
     groups: list[Any] = [
         distributed.group.WORLD
         if line == list(range(len(order)))
-        # In the order of the mesh, which is not that of ranks where a worker has taken over a shard. Only the members
-        # make it: the others would have to call new_group() for each row and column.
+        # In mesh order, which is not rank order if a worker has taken over a shard. With local synchronization only the
+        # members create the group; otherwise all ranks would have to call new_group() for each row and column.
         else distributed.new_group(line, sort_ranks=False, use_local_synchronization=True)
         for line in (places[:, column].tolist(), places[row].tolist())
     ]
@@ -176,12 +188,16 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
 
 @torch.no_grad()
 def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
-    """Shards the parameters over another mesh, in place. Returns the new local tensors, which have no values yet."""
+    """Shard the parameters over another mesh, in place.
+
+    Returns:
+        The new local tensors by parameter name, not yet filled with values.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # Meshes of the same ranks are equal, also where this process had another rank: DTensor would give results of
-    # operators the mesh of an earlier world, and with it this rank's place there.
+    # Two meshes of the same ranks compare equal even if this process had another rank in one of them. DTensor's cache
+    # would then give the results of operators a mesh of an earlier world, with this process's old position.
     _clear_sharding_prop_cache()
     info = (
         FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -202,7 +218,7 @@ def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
 
 def _remesh_param(param: Any, info: Any) -> torch.Tensor:
     parameter = param.sharded_param
-    # On the meta device, torch works out sizes, padding and spec, and allocates nothing.
+    # On the meta device, torch computes sizes, padding and spec without allocating memory.
     model = nn.Parameter(
         torch.empty(param._orig_size, dtype=parameter.dtype, device="meta"),
         requires_grad=parameter.requires_grad,
@@ -211,7 +227,7 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
     param._init_sharded_param(model, param.device, None, info)
     if param.post_forward_mesh_info is not None:
         param._init_sharded_post_forward_param_metadata(model)
-    # Zeros: FSDP2 gathers the padding of the last shard, too.
+    # Zeros, since FSDP2 also gathers the padding of the last shard.
     padded = torch.zeros(
         param.padded_sharded_param_size,
         dtype=parameter.dtype,
@@ -226,14 +242,17 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
     param._setattr_on_modules(parameter)
     for tensor in param.all_gather_outputs:
         tensor.untyped_storage().resize_(0)
-    param.all_gather_outputs = []  # made anew, as the gathered parameter is, by the next all-gather
+    param.all_gather_outputs = []  # recreated by the next all-gather, like the gathered parameter
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
     return local
 
 
 def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
-    """A DTensor of these rows, sharded as the parameter ``like`` is; ``present`` itself, where it is one."""
+    """Return a DTensor of these local rows, sharded like the parameter ``like``.
+
+    If ``present`` is a DTensor with the same shape and dtype, it is updated in place and returned.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -254,14 +273,14 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor, without importing what the script has not."""
+    """Whether a tensor is a DTensor. Does not import modules that the script has not imported."""
     known = sys.modules.get("torch.distributed.tensor")
     kind = getattr(known, "DTensor", None)
     return isinstance(kind, type) and isinstance(tensor, kind)
 
 
 def by_rows(tensor: Any) -> bool:
-    """Whether a DTensor is sharded along its first dimension, and otherwise replicated."""
+    """Whether a DTensor is sharded along its first dimension and replicated along any other mesh dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements: Mapping[int, Any] | Sequence[Any] = tensor.placements

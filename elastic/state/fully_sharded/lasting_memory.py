@@ -1,7 +1,7 @@
-"""Memory of a bank that outlives its process, for as long as another process of the host maps it. Acts.
+"""Memory of a bank that outlives its process as long as another process on the host maps it. Acts.
 
-It lies in the arena, which the other ranks of the host map. A header says which commit is whole in it, so that they can
-tell when the process is gone, wherever it was killed.
+The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
+The other ranks can therefore check the contents after the process was killed, at whatever point that was.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from elastic.collectives.topology import Identity, Shareable
 from elastic.sharding.inventory import CommitId
 
 HEADER = 64  # bytes: 8 int64
-_WHOLE = 0x7E1A5710C0331701  # first of them, then generation, number, shard; 0: not whole
+_WHOLE = 0x7E1A5710C0331701  # first int64 of the header, followed by generation, number, shard; 0: incomplete
 
 
-# By bank. A process that leaves, or whose script raises, drops its state before it ends, and an arena gives memory back
-# that nobody refers to, while others of the host still need it.
+# By bank. A process that leaves, or whose script raises, drops its state before it exits. The arena would then reuse
+# unreferenced memory that other processes on the host still need.
 _kept: dict[int, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
 class ArenaOffer:
-    """Of a process to those of its host."""
+    """Handle with which other processes on the host map a process's arena."""
 
     owner: Identity
     memory: Shareable
 
 
 def offer() -> ArenaOffer | None:
-    """This process's. None: the system refuses, or ELASTIC_NATIVE is 0."""
+    """Return the handle of this process's arena; None if the system does not permit mapping it or ELASTIC_NATIVE=0."""
     mine = arena.mine()
     if mine is None:
         return None
@@ -45,8 +45,16 @@ def offer() -> ArenaOffer | None:
 
 
 def allocate(size: int, bank: int) -> torch.Tensor:
-    """uint8 [size], in the arena if there is one: there it stays until this bank allocates again, or the process ends.
-    ``bank``: a number that no other bank of this process has.
+    """Allocate the memory of a bank, in the arena if one exists.
+
+    Memory in the arena is kept until this bank allocates again or the process exits.
+
+    Args:
+        size: in bytes.
+        bank: a number that is unique among the banks of this process.
+
+    Returns:
+        A uint8 tensor [size].
     """
     _kept.pop(bank, None)
     mine = arena.mine()
@@ -58,21 +66,21 @@ def allocate(size: int, bank: int) -> torch.Tensor:
 
 
 def keep(buffer: torch.Tensor, bank: int) -> torch.Tensor:
-    """This memory, of `allocate`, stays until the bank allocates again."""
+    """Keep memory from `allocate` until the bank allocates again, and return it."""
     if offset_of(buffer) >= 0:
         _kept[bank] = buffer
     return buffer
 
 
 def offset_of(buffer: torch.Tensor) -> int:
-    """Where it lies in the arena; -1: elsewhere."""
+    """Return the offset of the buffer in the arena in bytes; -1 if it is not part of the arena."""
     mine = arena.mine()
     found = None if mine is None else mine.offset_of(buffer.data_ptr(), buffer.nbytes)
     return -1 if found is None else found
 
 
 def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
-    """Writes the header. None: from here on nothing in it is whole."""
+    """Write the header: which shard of which commit is complete. None marks the contents as incomplete."""
     header = buffer[:HEADER].view(torch.int64)
     header[0] = 0
     if commit is not None:
@@ -81,11 +89,16 @@ def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
 
 
 def is_whole(buffer: torch.Tensor, commit: CommitId, shard: int) -> bool:
+    """Whether the header states that this shard of this commit is complete."""
     return buffer[:HEADER].view(torch.int64)[:4].tolist() == [_WHOLE, *commit, shard]
 
 
 class PeerArena:
-    """The arena of another process of this host, mapped until nobody refers to it. Raises Unreachable."""
+    """Mapping of the arena of another process on this host. It is released when the object is garbage-collected.
+
+    Raises:
+        Unreachable: the arena cannot be mapped.
+    """
 
     def __init__(self, offered: ArenaOffer) -> None:
         mapping = peer_memory.open_peer(offered.owner, offered.memory, keep=True)
@@ -94,6 +107,6 @@ class PeerArena:
         weakref.finalize(self, mapping.release).atexit = False
 
     def view(self, offset: int, size: int) -> torch.Tensor:
-        """uint8 [size]. To be used while this object lives."""
+        """Return a uint8 tensor [size] that is valid while this object exists."""
         memory = (ctypes.c_char * size).from_address(self._address + offset)
         return torch.frombuffer(memory, dtype=torch.uint8)

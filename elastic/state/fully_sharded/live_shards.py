@@ -1,7 +1,8 @@
-"""Parts of a state that are sharded by rows, besides what of them is replicated. Acts.
+"""Handlers for the parts of a state that are sharded by rows. Acts.
 
-What all ranks have alike (buffers, parameters that are not sharded, step counters, options) is committed and sent as of
-any other state. Sharded tensors are given by name, as this rank's rows, to `sharded_commits`.
+Values that all ranks share (buffers, parameters that are not sharded, step counters, options) are committed and sent
+like those of any other state. `sharded_commits` handles the sharded tensors: the handlers provide this rank's rows by
+name.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 
 @dataclass(frozen=True)
 class RowSpec:
-    """A tensor that is sharded by rows. ``shape``: of the whole tensor."""
+    """Description of a tensor that is sharded by rows. ``shape`` is that of the whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    plain: bool = False  # no DTensor, but a tensor of this rank's rows
+    plain: bool = False  # a plain tensor of this rank's rows, not a DTensor
 
     @property
     def row_bytes(self) -> int:
@@ -35,7 +36,7 @@ class RowSpec:
         return size
 
     def tensor(self, name: str) -> ShardedTensor:
-        """As `elastic.sharding` knows it."""
+        """Return the description that `elastic.sharding` uses."""
         return ShardedTensor(name, self.shape[0] if self.shape else 1, self.row_bytes)
 
     def local(self, rows: int, device: torch.device) -> torch.Tensor:
@@ -44,14 +45,14 @@ class RowSpec:
 
 @dataclass(frozen=True)
 class LiveShard:
-    """This rank's rows of a tensor."""
+    """This rank's rows of a tensor, as the script trains them."""
 
     local: torch.Tensor
     spec: RowSpec
 
 
 class Sharded(Protocol):
-    """A part with sharded tensors."""
+    """Part of a state that has sharded tensors."""
 
     name: str
 
@@ -61,7 +62,7 @@ class Sharded(Protocol):
 
 
 class FullyShardedHandler(ModelStateHandler):
-    """A model that ``fully_shard`` was applied to."""
+    """Handler of a model to which ``fully_shard`` was applied."""
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
         fsdp2.reshard(self.model)
@@ -69,7 +70,7 @@ class FullyShardedHandler(ModelStateHandler):
         return structure, {n: t for n, t in tensors.items() if not fsdp2.is_sharded(t)}
 
     def seems_unchanged(self) -> bool:
-        return False  # what is replicated is little
+        return False  # the replicated values are few, so comparing them saves nothing
 
     def layout(self) -> list[str]:
         return [f"{self.name} is sharded by rows", *super().layout()]
@@ -89,7 +90,7 @@ class FullyShardedHandler(ModelStateHandler):
 
 
 class ShardedOptimizerHandler(OptimizerStateHandler):
-    """An optimizer of sharded parameters: entries as large as they are, are sharded alike."""
+    """Handler of an optimizer of sharded parameters. Entries of the shape of their parameter are sharded like it."""
 
     def _adopt_value(self) -> None:
         super()._adopt_value()
@@ -107,7 +108,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return structure, {name: each for name, each in tensors.items() if name not in sharded}
 
     def bytes_to_come(self) -> int:
-        return 0  # rows of shards are received into memory of their own
+        return 0  # rows of shards are received into separate memory
 
     def live_shards(self) -> dict[str, LiveShard]:
         _, tensors = super().pack()
@@ -117,7 +118,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         }
 
     def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
-        """Of those that are sharded; of the others every rank has the same."""
+        """Describe the sharded entries. All other entries are equal on all ranks."""
         parameters = list(self.parameters())
         found = {}
         for name, entry in tensors.items():
@@ -139,7 +140,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return found
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Takes over this rank's rows of entries, by name."""
+        """Set this rank's rows of the entries, given by name, in the optimizer."""
         parameters = list(self.parameters())
         for name, (spec, local) in found.items():
             number, _, key = name.partition(".")
@@ -161,12 +162,12 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's rows of a DTensor."""
+    """Return this rank's rows of a DTensor."""
     local: torch.Tensor = tensor._local_tensor
     return local
 
 
 def trains_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one of its parameters is a DTensor."""
+    """Whether any parameter of the optimizer is a DTensor."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return any(map(fsdp2.is_sharded, parameters))

@@ -1,4 +1,4 @@
-"""Python objects between the ranks of a group, over its collectives. Acts."""
+"""Exchange of Python objects between the ranks of a group through its collectives. Acts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ _FIRST = 8192  # bytes of the first exchange
 
 
 def gather(group: Collectives, value: Any) -> list[Any]:
-    """Every rank's, in rank order. Raises CollectiveFailed."""
+    """Return the values of all ranks in rank order, on every rank.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
     if group.size == 1:
         return [value]
     content = _bytes(value)
-    # What is short takes one exchange: while workers recover, each of them is a wait for the slowest.
+    # A short value takes a single exchange: during recovery, each exchange waits for the slowest rank.
     first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
     first[:_LENGTH].view(torch.int64)[0] = len(content)
     short = content[: _FIRST - _LENGTH]
@@ -44,7 +48,11 @@ def _allgather(group: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def broadcast(group: Collectives, value: Any, root: int) -> Any:
-    """Root's. Raises CollectiveFailed."""
+    """Return the value of rank ``root`` on every rank.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
     if group.size == 1:
         return value
     content = (

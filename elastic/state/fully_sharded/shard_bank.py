@@ -1,4 +1,4 @@
-"""The host memory of one bank: this rank's shard, copies of other ranks' shards, and what is replicated. Acts."""
+"""Host memory of one bank: this rank's shard, copies of other ranks' shards, and the replicated values. Acts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
 
 
 class ShardBank:
-    """Buffers are made once, and again only where sizes change. ``values``: what the state keeps besides. ``spares``:
-    of all banks, memory that was held for checkpoints before.
+    """Memory of one commit. Buffers are allocated once and again only if their sizes change.
+
+    Args:
+        spares: memory formerly held for checkpoints, shared by all banks of the process.
     """
 
     def __init__(self, spares: list[torch.Tensor] | None = None) -> None:
         self._number = next(_numbers)
         self._spares = [] if spares is None else spares
-        self.snapshots: dict[str, Snapshot] = {}  # of what is replicated, by part
+        self.snapshots: dict[str, Snapshot] = {}  # of the replicated tensors, by part
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
         self.offsets: dict[int, list[int]] = {}  # by shard
-        # Shards of the same commit in the banks of other processes of this host, with their headers. Replicas of a
-        # shard are several.
+        # By shard, its complete copies in the banks of other processes on this host, with their headers. Replicas of a
+        # shard give several.
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
-        self._own = torch.empty(0, dtype=torch.uint8, device="cpu")  # with a header
+        self._own = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # this rank's shard, after a header
         self._held_shard: torch.Tensor | None = (
             None  # what `_own` was, while a checkpoint is written of it
         )
@@ -53,7 +57,13 @@ class ShardBank:
         self._host = HostCopy([], [])
 
     def arrange(self, shards: dict[str, LiveShard], count: int, held: Sequence[int]) -> None:
-        """For these tensors, divided into ``count`` shards of which it holds ``held``, this rank's first."""
+        """Prepare the bank for a commit of these tensors, divided into ``count`` shards.
+
+        Args:
+            shards: this rank's rows of each tensor, by name.
+            count: number of shards.
+            held: the shards to keep in this bank, this rank's first.
+        """
         specs = {name: each.spec for name, each in shards.items()}
         if specs != self.specs or count != self.layout.shards:
             self.specs, self.layout = specs, as_layout(specs, count)
@@ -81,13 +91,16 @@ class ShardBank:
             self._buffers[shard] = buffer
 
     def learn(self, specs: dict[str, RowSpec]) -> None:
-        """The commit has tensors of which this rank has no row, besides its own in the same order."""
+        """Extend the layout to all tensors of the commit, including those of which this rank has no rows."""
         if list(specs) != list(self.specs):
             self.specs, self.layout = specs, as_layout(specs, self.layout.shards)
             self.offsets = {shard: self.layout.offsets(shard) for shard in self.offsets}
 
     def copy(self, shards: dict[str, LiveShard], commit: CommitId) -> int:
-        """This rank's shard into the bank. Complete when it returns. Returns its bytes."""
+        """Copy this rank's shard into the bank and mark it complete.
+
+        Blocks until the copy is done. Return its bytes.
+        """
         shard = self._shard
         tensors = [each.local.detach() for each in shards.values() if each.local.numel()]
         buffer = self.buffer(shard)
@@ -112,12 +125,14 @@ class ShardBank:
         return sum(each.nbytes for each in tensors)
 
     def digest(self) -> int:
-        """63 bits: of the values of this rank's shard."""
+        """Digest of 63 bits of the values of this rank's shard."""
         return digest.digest((str(number), view) for number, view in enumerate(self._views))
 
     def hold(self) -> Callable[[], None]:
-        """This rank's shard stays as it is, while later commits are copied elsewhere, until the function that is
-        returned is called, from any thread.
+        """Keep this rank's shard unchanged while later commits are copied to other memory.
+
+        Returns:
+            A function that releases the shard; it can be called from any thread.
         """
         assert self._held_shard is None, "the shard is held already"
         self._held_shard = self._own
@@ -137,7 +152,7 @@ class ShardBank:
         return lasting_memory.allocate(size, self._number)
 
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
-        """This rank's rows of each tensor."""
+        """Return the spec and this rank's rows of each tensor, by name."""
         found, views = {}, iter(self._views)
         shard = self._shard
         for tensor, (name, spec) in zip(self.layout.tensors, self.specs.items(), strict=True):
@@ -147,19 +162,22 @@ class ShardBank:
 
     @property
     def shard(self) -> int:
-        """This rank's."""
+        """Index of this rank's shard."""
         return self._shard
 
     def where(self) -> tuple[int, int]:
-        """Of this rank's shard, with its header: where it begins in the arena, or -1, and its bytes."""
+        """Return the arena offset of this rank's shard with its header (-1: not in the arena) and its size in bytes."""
         return lasting_memory.offset_of(self._own), len(self._own)
 
     def map_peer(self, shard: int, arena: PeerArena, offset: int, size: int) -> None:
-        """Another process of this host has this shard of the commit there."""
+        """Record where another process on this host holds this shard of the commit."""
         self.peers.setdefault(shard, []).append((arena, arena.view(offset, size)))
 
     def lasting(self, commit: CommitId) -> list[int]:
-        """Shards of the commit that other processes of this host have whole, or had when they were killed."""
+        """Return the shards of the commit that are complete in memory of other processes on this host.
+
+        A process may have been killed since; its memory remains mapped.
+        """
         self.peers = {
             shard: [each for each in there if lasting_memory.is_whole(each[1], commit, shard)]
             for shard, there in self.peers.items()
@@ -167,14 +185,14 @@ class ShardBank:
         return [shard for shard, there in self.peers.items() if there]
 
     def buffer(self, shard: int) -> torch.Tensor:
-        """uint8, all bytes of a shard that this bank holds, or a process of this host."""
+        """Return all bytes of a shard as a uint8 tensor, from this bank or another process's bank on this host."""
         if shard == self._shard:
             return self._own[lasting_memory.HEADER :]
         held = self._buffers.get(shard)
         return self.peers[shard][0][1][lasting_memory.HEADER :] if held is None else held
 
     def rows(self, move: Move) -> torch.Tensor:
-        """uint8: the rows of a move, of a shard that this bank holds."""
+        """Return the rows of a move, from a shard that this bank holds, as a uint8 tensor."""
         tensor = self.layout.tensors[move.tensor]
         first = self.layout.rows(tensor, move.shard).begin
         if move.shard not in self.offsets:

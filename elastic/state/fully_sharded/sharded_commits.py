@@ -1,9 +1,9 @@
-"""Commits of a state of which each rank holds a shard: copy, mirror, seal; and the way back to one in another world.
+"""Commits of a sharded state: copy, mirror and seal; and restoring a commit in another world. Acts.
 
-What is decided is decided in `elastic.sharding`; this copies and sends. A commit is a copy of this rank's shard in one
-of two banks, sent to the ranks that keep a copy of it, and sealed once all ranks have done both. In another world all
-say which shards of which commits they hold, and go back to the newest that is whole: rows travel, are placed, and are
-mirrored again before anybody trains.
+Decisions are made by `elastic.sharding`; this module copies and sends. A commit is a copy of this rank's shard in one
+of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done both. In
+another world, all ranks report which shards of which commits they hold and restore the newest complete commit: rows are
+sent to their new owners, placed, and mirrored again before training continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, 
 from elastic.state.held import Held, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
-# Bytes of one exchange: no backend counts beyond 2**31, and what travels is held twice meanwhile.
+# Bytes of one exchange. No backend counts beyond 2**31, and the rows of an exchange are in memory twice meanwhile.
 PIECE = 256 << 20
 CPU = torch.device("cpu")
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -65,8 +65,16 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 @dataclass(frozen=True)
 class ShardedWorld:
-    """The ranks among which shards are divided. ``order``: the rank at each place of a mesh of replicas by shards.
-    ``hosts``: of each rank.
+    """The ranks among which the shards are divided.
+
+    Args:
+        generation: of the world.
+        rank: this rank.
+        order: the rank at each place of a mesh of replicas by shards.
+        shards: number of shards.
+        hosts: the host of each rank.
+        placement: by shard, the ranks that keep a copy.
+        arenas: mapped arenas of other ranks on this host, by rank.
     """
 
     generation: int
@@ -75,7 +83,7 @@ class ShardedWorld:
     shards: int
     hosts: tuple[str, ...]
     placement: Placement
-    arenas: Mapping[int, PeerArena]  # of other ranks on this host, by rank
+    arenas: Mapping[int, PeerArena]  # by rank
 
     @property
     def shard(self) -> int:
@@ -83,11 +91,11 @@ class ShardedWorld:
 
     @property
     def senders(self) -> list[int]:
-        """The rank that sends each shard to those that keep a copy."""
+        """The rank that sends each shard to the ranks that keep a copy."""
         return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
 
     def where(self) -> tuple[tuple[str, ...], ...]:
-        """The hosts that have each shard, its owners' first."""
+        """Return the hosts that hold each shard, its owners' first."""
         return tuple(
             tuple(self.hosts[rank] for rank in (*column, *copies))
             for column, copies in zip(columns(self.order, self.shards), self.placement, strict=True)
@@ -96,7 +104,7 @@ class ShardedWorld:
 
 @dataclass
 class CommitCost:
-    """Of the last commit: bytes of the shard, seconds of each phase, and bytes sent to other ranks."""
+    """Cost of the last commit: bytes of the shard, seconds of each phase, and bytes sent to other ranks."""
 
     nbytes: int = 0
     copy_s: float = 0.0
@@ -107,7 +115,7 @@ class CommitCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all ranks go back to. ``bank``: this rank's, if it holds a shard of it."""
+    """The commit that all ranks restore. ``bank`` is this rank's bank that holds a shard of it, or None."""
 
     whole: WholeCommit
     hosts: tuple[str, ...]
@@ -119,11 +127,14 @@ class Choice:
 
     @property
     def root(self) -> int:
-        """Whose replicated state is taken."""
+        """Rank that provides the replicated state."""
         return self.whole.ranks()[0]
 
     def lacking(self, size: int) -> list[int]:
-        """Ranks that are sent the replicated state. What a training begins with may differ from rank to rank."""
+        """Return the ranks that the replicated state is sent to.
+
+        The initial state (generation 0) may differ between ranks, so all ranks but `root` receive it.
+        """
         holding = [self.root] if self.whole.commit.generation == 0 else self.whole.ranks()
         return [rank for rank in range(size) if rank not in holding]
 
@@ -140,30 +151,37 @@ class Meeting:
 
     @property
     def least(self) -> int | None:
-        """As in `Choice`: of a rank that holds something. The mesh that a worker has made before it joined may have
-        another shape.
+        """Smallest number of shards as in `Choice`, taken from a rank that holds a commit.
+
+        A joining worker has made its mesh before it joined, possibly with another shape.
         """
         holding = [rank for rank, held in enumerate(self.inventories) if held]
         return self.leasts[self.whole.ranks()[0] if self.whole else min(holding, default=0)]
 
     @property
     def whole(self) -> WholeCommit | None:
-        """The newest commit of which every shard is held."""
+        """The newest commit of which every shard is held, or None."""
         return newest_whole(self.inventories)
 
     @property
     def lost(self) -> bool:
-        """Whether there were commits, and of none all shards are held any more."""
+        """Whether commits exist but none of them is complete."""
         return any(self.inventories) and self.whole is None
 
     def loss(self) -> ShardLost:
-        """The error that names the shards that no rank holds."""
+        """Return the error that names the missing shards."""
         lost = lost_shards(self.inventories)
         return ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
 
 
 class ShardedCommits:
-    """Of one state. ``parts``: those with sharded tensors. Methods are for the training thread."""
+    """Commits of one state. All methods must be called from the training thread.
+
+    Args:
+        parts: returns the parts that have sharded tensors.
+        copies: number of ranks on other hosts that keep a copy of each shard.
+        least: smallest number of shards of a mesh with replicas; None: one shard per rank.
+    """
 
     def __init__(
         self, parts: Callable[[], Iterable[Sharded]], copies: int, least: int | None = None
@@ -171,24 +189,24 @@ class ShardedCommits:
         self.copies = copies
         self.least = least  # as in `Choice`
         self.spent = CommitCost()
-        self.moved = 0  # bytes that travelled at the last change of the world
+        self.moved = 0  # bytes sent at the last change of the world
         self._parts = parts
         self._cycle = BankCycle()
         spares: list[torch.Tensor] = []
         self._banks = ShardBank(spares), ShardBank(spares)
         self._world: ShardedWorld | None = (
-            None  # None: nobody follows this state yet, or there is nobody else
+            None  # None: the state is not divided among ranks yet, or this is the only rank
         )
         self._number = 0  # of the next commit in this world
-        self._bank = 0  # that is written
-        # Where ranks have tensors that others lack: this rank's at the last commit, and those of all.
+        self._bank = 0  # index of the bank in progress
+        # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
 
     # ---- a commit ------------------------------------------------------------------------------------------------
 
     def begin(self) -> dict[str, Snapshot]:
-        """A commit begins. Returns where its replicated parts are to be saved."""
+        """Begin a commit. Return the snapshots to save the replicated parts into, by part."""
         world = self._world
         live = self._live()
         shards = self._with_rows(self._agree_on_specs(live), live)
@@ -206,7 +224,12 @@ class ShardedCommits:
         return bank.snapshots
 
     def commit(self, values: Any) -> None:
-        """Copies this rank's shard, mirrors and seals. Raises PeerLost, StateMismatch."""
+        """Copy this rank's shard, mirror it and seal the commit. Collective.
+
+        Raises:
+            PeerLost: a rank was lost.
+            StateMismatch: ranks commit different tensors, or replicas differ.
+        """
         began = time.perf_counter()
         bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
         bank.values = values
@@ -235,7 +258,7 @@ class ShardedCommits:
         self.spent = spent
 
     def _agree_on_specs(self, live: dict[str, LiveShard]) -> dict[str, RowSpec]:
-        """Of the tensors of all ranks. Collective, where these differ from rank to rank."""
+        """Return the specs of the tensors of all ranks. Collective if ranks can have different tensors."""
         mine = {name: each.spec for name, each in live.items()}
         if not self._partitioned():
             return mine
@@ -256,7 +279,7 @@ class ShardedCommits:
     def _with_rows(
         self, specs: dict[str, RowSpec], live: dict[str, LiveShard]
     ) -> dict[str, LiveShard]:
-        """This rank's rows of these tensors, of some of which it has none."""
+        """Return this rank's rows of these tensors; empty rows for tensors that it does not have."""
         if not self._partitioned():
             return live
         return {
@@ -265,19 +288,29 @@ class ShardedCommits:
         }
 
     def _self_sharded(self) -> list[ZeroOptimizerHandler | DividedOptimizerHandler]:
-        """Optimizers that are sharded where their parameters are not."""
+        """Return the optimizers that are sharded although their parameters are not."""
         kinds = ZeroOptimizerHandler | DividedOptimizerHandler
         return [part for part in self._parts() if isinstance(part, kinds)]
 
     def _partitioned(self) -> list[ZeroOptimizerHandler]:
-        """Parts with tensors that one rank has whole."""
+        """Return the parts with tensors that a single rank has entirely."""
         return [part for part in self._parts() if isinstance(part, ZeroOptimizerHandler)]
 
     def _compare(
         self, group: Collectives, world: ShardedWorld, bank: ShardBank, *, content: bool
     ) -> None:
-        """Whether all ranks commit the same tensors: the sizes of what is exchanged follow from them. And where in the
-        memory of its host each has its shard. ``content``: whether replicas of a shard have the same values.
+        """Check that all ranks commit the same tensors, and exchange the arena offsets of their shards. Collective.
+
+        The sizes of the transfers that follow depend on the tensors being the same.
+
+        Args:
+            group: of all ranks.
+            world: the present world.
+            bank: the bank in progress.
+            content: whether to compare the values of replicas of a shard as well.
+
+        Raises:
+            StateMismatch: tensors or replicas differ.
         """
         same = [bank.layout.digest, self._number]
         replicas = columns(world.order, world.shards)
@@ -307,7 +340,7 @@ class ShardedCommits:
                 )
 
     def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> int:
-        """Sends this rank's shard to those that keep a copy of it. Returns the bytes sent."""
+        """Send this rank's shard to the ranks that keep a copy of it, and receive theirs. Return the bytes sent."""
         levels = max(map(len, world.placement), default=0)
         senders = world.senders
         kept = world.placement[world.shard] if senders[world.shard] == world.rank else ()
@@ -337,18 +370,22 @@ class ShardedCommits:
     # ---- another world -------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """A training begins: the live tensors are what it begins with."""
+        """Discard all commits at the start of a training, whose initial state is in the live tensors."""
         self._cycle.forget()
         self._world, self._number = None, 0
 
     def abandon_pass(self) -> None:
-        """Drops what a forward or backward pass that did not end has left."""
+        """Discard what an interrupted forward or backward pass has left."""
         for part in self._parts():
             part.abandon_pass()
 
     def meet(self, rt: Runtime) -> Meeting:
-        """All ranks of this world say what they hold. Raises PeerLost."""
-        # What FSDP2 remembers of passes decides what it gathers when: those who join remember none.
+        """Exchange what all ranks of this world hold. Collective.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        # FSDP2 chooses what to gather when from its record of earlier passes, which joining ranks do not have.
         self.abandon_pass()
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
@@ -367,7 +404,11 @@ class ShardedCommits:
         )
 
     def choose(self, met: Meeting) -> Choice:
-        """The commit that all ranks go back to. Raises ShardLost."""
+        """Return the commit that all ranks restore.
+
+        Raises:
+            ShardLost: no commit is complete.
+        """
         whole = met.whole
         if whole is None:
             raise met.loss()
@@ -382,7 +423,7 @@ class ShardedCommits:
         )
 
     def _inventory(self) -> Inventory:
-        """What this rank holds, and what processes of its host held that may be gone."""
+        """Return what this rank holds, including shards in memory of other processes on its host, even exited ones."""
         found = list(self._cycle.inventory())
         for record, bank in zip(self._cycle.banks, self._banks, strict=True):
             if record is not None and record.held():
@@ -395,7 +436,10 @@ class ShardedCommits:
         return tuple(found)
 
     def follow(self, rt: Runtime, choice: Choice) -> int:
-        """Takes the rows of the new shard from the ranks that hold them. Collective. Returns bytes that travelled."""
+        """Receive the rows of this rank's new shard from the ranks that hold them.
+
+        Collective. Return the bytes sent.
+        """
         rank, size = rt.place.rank, rt.place.size
         specs = self._agree(rt, choice)
         layout = as_layout(specs, choice.whole.shards)
@@ -425,7 +469,7 @@ class ShardedCommits:
         return self.moved
 
     def hold(self, held: Held) -> None:
-        """Adds this rank's rows of the newest commit, which stay as they are until it is released."""
+        """Add this rank's rows of the newest commit to ``held``. They stay unchanged until ``held`` releases them."""
         bank = self.base()
         assert bank is not None, "nothing was committed"
         held.release_shard = bank.hold()
@@ -445,10 +489,15 @@ class ShardedCommits:
     def divide(
         self, rt: Runtime, met: Meeting | None, specs: dict[str, RowSpec]
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
-        """Divides tensors that do not come from a commit of the ranks, but from elsewhere, among the ranks of this
-        world. Collective. ``met``: None in a world of one without a driver.
+        """Divide tensors from a source other than the ranks' commits among the ranks of this world. Collective.
 
-        Returns the rows of this rank, and where they go, which has no values yet; see `place`.
+        Args:
+            rt: the runtime.
+            met: what the ranks hold; None in a world of a single rank without a driver.
+            specs: the tensors to divide, by name.
+
+        Returns:
+            By name, the rows of this rank and the tensor to read them into, not yet filled; see `place`.
         """
         rank, size = rt.place.rank, rt.place.size
         order = tuple(range(size))
@@ -466,15 +515,15 @@ class ShardedCommits:
         return {each.name: (layout.rows(each, shard), found[each.name]) for each in layout.tensors}
 
     def place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
-        """The tensors of `divide` have their values: optimizers take theirs over."""
+        """Set the tensors of `divide`, now filled with values, in the optimizers."""
         self._place(specs, found)
 
     def base(self) -> ShardBank | None:
-        """Of the newest commit that is sealed."""
+        """Return the bank of the newest sealed commit, or None."""
         return None if self._cycle.base is None else self._banks[self._cycle.base]
 
     def place_own(self, bank: ShardBank) -> None:
-        """In the same world, without others: sets the sharded tensors to this rank's shard in the bank."""
+        """Set the sharded tensors to this rank's shard in the bank, in an unchanged world. Not collective."""
         live, found = self._live(), {}
         device = next((each.local.device for each in live.values()), CPU)
         for name, (spec, rows) in bank.own_rows().items():
@@ -486,13 +535,13 @@ class ShardedCommits:
         self._place(bank.specs, found)
 
     def _agree(self, rt: Runtime, choice: Choice) -> dict[str, RowSpec]:
-        """What the commit's sharded tensors are: those that hold nothing of it are told."""
+        """Return the specs of the commit's sharded tensors, sent to ranks that hold no part of the commit."""
         specs = {} if choice.bank is None else choice.bank.specs
         if self._partitioned():
             with rt.guard("choice of the commit"):
                 everyones = _merged(objects.gather(rt.group("state", CPU), specs))
             if choice.bank is not None:
-                choice.bank.learn(everyones)  # the first commit has only this rank's
+                choice.bank.learn(everyones)  # the first commit has the specs of this rank only
             return everyones
         holding = choice.whole.ranks()
         if len(holding) == rt.place.size:
@@ -511,17 +560,25 @@ class ShardedCommits:
         shard: int,
         least: int | None,
     ) -> dict[str, torch.Tensor]:
-        """This rank's rows in the new world, without values: live tensors of models, new ones for optimizers.
-        ``before``: the owner of each shard of the commit. ``least``: as in `Choice`.
+        """Return the tensors for this rank's rows in the new world: live ones of models, unfilled ones of optimizers.
+
+        Args:
+            specs: the commit's tensors, by name.
+            layout: their layout.
+            before: by shard of the commit, the rank that owns it.
+            order: the rank at each place of the new mesh.
+            shards: number of shards of the new mesh.
+            shard: this rank's shard in the new mesh.
+            least: as in `Choice`.
         """
         size = len(order)
-        # Process groups of some ranks end with their world, and those of a mesh of replicas are such.
+        # Process groups of a subset of the ranks end with their world, as do those of a mesh of replicas.
         stays = least is None and order == before == tuple(range(size))
         found = {}
         device = CPU
         for part in self._parts():
             if isinstance(part, FullyShardedHandler):
-                # A world that broke before it trained may have left another mesh here, and not on all ranks.
+                # A world that broke before training resumed may have left another mesh, on some ranks only.
                 if not (stays and fsdp2.is_over_all(part.model, size, shard)):
                     fsdp2.remesh(part.model, self._new_mesh(part, order, shards, least))
                 live = part.live_shards()
@@ -604,7 +661,7 @@ class ShardedCommits:
         }
 
     def _position(self) -> tuple[int, int]:
-        """This rank's shard, and how many there are, in the world in which the script made its parts."""
+        """Return this rank's shard and the number of shards in the world in which the script created the parts."""
         if optimizers := self._self_sharded():
             return optimizers[0].position
         models = [part for part in self._parts() if isinstance(part, FullyShardedHandler)]
@@ -613,7 +670,7 @@ class ShardedCommits:
 
 
 def _merged(told: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
-    """Of all ranks, in the order of their names."""
+    """Merge the specs of all ranks, sorted by name."""
     found: dict[str, RowSpec] = {}
     for each in told:
         found |= each
@@ -621,7 +678,7 @@ def _merged(told: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
 
 
 def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerArena]:
-    """Those of the other ranks on this machine that can be mapped."""
+    """Map the arenas of the other ranks on this machine, skipping those that cannot be mapped. By rank."""
     mine, found = offers[me], {}
     for rank, each in enumerate(offers):
         if rank != me and each is not None and mine and each.owner.host == mine.owner.host:
@@ -633,7 +690,10 @@ def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerA
 def _alltoall(
     group: Collectives, sent: dict[int, list[torch.Tensor]], received: dict[int, list[torch.Tensor]]
 ) -> None:
-    """uint8 tensors by the rank that they go to, or come from. Those that are sent are only read."""
+    """Exchange uint8 tensors between all ranks, given by the rank they are sent to or received from.
+
+    The tensors in ``sent`` are not modified.
+    """
     ranks = range(group.size)
     out = [each for rank in ranks for each in sent.get(rank, ())]
     into = [each for rank in ranks for each in received.get(rank, ())]

@@ -1,6 +1,6 @@
-"""torch's ZeroRedundancyOptimizer: whether it can follow another world, and dividing its parameters anew. Acts.
+"""torch's ZeroRedundancyOptimizer: check that it is supported, and divide its parameters in another world. Acts.
 
-Names that torch keeps private are used, so there is a list of the versions of torch that this was tested with.
+This relies on private names of torch, so `TESTED` lists the supported versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TESTED = ("2.13",)  # versions of torch
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer, without importing what the script has not."""
+    """Whether it is a ZeroRedundancyOptimizer. Does not import modules that the script has not imported."""
     known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(known, "ZeroRedundancyOptimizer", None)
     return isinstance(kind, type) and isinstance(optimizer, kind)
@@ -29,7 +29,7 @@ def is_divided(optimizer: object) -> bool:
 
 
 def parameters(zero: Any) -> list[torch.Tensor]:
-    """Of all ranks, numbered across the groups."""
+    """Return the parameters of all ranks, numbered across the groups."""
     return [each for group in zero.param_groups for each in group["params"]]
 
 
@@ -40,7 +40,7 @@ def partition_of(zero: Any) -> Partition:
 
 
 def obstacle(zero: Any) -> str | None:
-    """Why this optimizer can't follow another world; None: it can."""
+    """Return why this optimizer cannot follow another world, or None if it can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
             f"is a ZeroRedundancyOptimizer, which elastic.run follows with torch {' and '.join(TESTED)}, and this is"
@@ -63,16 +63,19 @@ def obstacle(zero: Any) -> str | None:
 
 
 def steps_shard(zero: Any, partition: Partition, shard: int, shards: int) -> bool:
-    """Whether this rank steps the parameters of this shard, and no others."""
+    """Whether this rank steps exactly the parameters of this shard."""
     stepped = {id(each) for group in zero.optim.param_groups for each in group["params"]}
     owned = zip(parameters(zero), partition.owners(shards), strict=True)
     return stepped == {id(each) for each, owner in owned if owner == shard}
 
 
 def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
-    """Divides the parameters among the ranks of another world, in place; entries are dropped.
+    """Divide the parameters among the ranks of another world, in place. Discards the optimizer's entries.
 
-    ``order``: the rank of each shard.
+    Args:
+        zero: the optimizer.
+        order: the rank of each shard.
+        rank: this rank.
     """
     owners = iter(partition_of(zero).owners(len(order)))
     zero.world_size, zero.rank, zero.global_rank = len(order), rank, rank
@@ -85,4 +88,4 @@ def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
         zero._partition_param_group(group, by_rank)
     zero._init_local_optimizer()
     zero._build_param_buckets()
-    zero._all_state_dicts = []  # consolidated for the world before
+    zero._all_state_dicts = []  # consolidated in the previous world

@@ -1,7 +1,7 @@
-"""Optimizers in a state of which each rank has a part of the entries (ZeRO-1). Acts.
+"""Handlers of optimizers of which each rank has a part of the entries (ZeRO-1). Acts.
 
-Options are the same on all ranks. Of a ZeroRedundancyOptimizer, an entry is committed and sent whole, as the only shard
-of a tensor that has rows. Of a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
+Options are the same on all ranks. An entry of a ZeroRedundancyOptimizer is committed and sent whole, as the only shard
+with rows. Of a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from elastic.state.snapshots.tensor_index import plain
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySpec(RowSpec):
-    """An entry that one rank has. Its rows are its elements; ``sizes`` is its own shape."""
+    """An entry that a single rank has. Its rows are its elements; ``sizes`` is its own shape."""
 
     sizes: tuple[int, ...]
-    on_host: bool  # also where the parameter lies on a GPU
+    on_host: bool  # even if the parameter is on a GPU
     partition: Partition
     number: int  # of the parameter
 
@@ -39,7 +39,7 @@ class EntrySpec(RowSpec):
 
 
 class ZeroOptimizerHandler(OptimizerStateHandler):
-    """A ``ZeroRedundancyOptimizer``. ``position``: this rank's shard, and how many there are."""
+    """Handler of a ``ZeroRedundancyOptimizer``. ``position``: this rank's shard and the number of shards."""
 
     value: Any
 
@@ -67,13 +67,13 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         return structure, {}
 
     def bytes_to_come(self) -> int:
-        return 0  # entries are received into memory of their own
+        return 0  # entries are received into separate memory
 
     def live_shards(self) -> dict[str, LiveShard]:
         optimizer = self.value
         partition = zero.partition_of(optimizer)
         if partition == self._partition:
-            partition = self._partition  # which knows the owners already
+            partition = self._partition  # this object has the owners cached
         self._partition = partition
         if not zero.steps_shard(optimizer, partition, *self.position):
             raise Invalid(
@@ -100,12 +100,12 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         return found
 
     def follow(self, order: Sequence[int], rank: int) -> None:
-        """This rank steps its shard of another world. ``order``: the rank of each shard."""
+        """Step this rank's shard of another world from now on. ``order``: the rank of each shard."""
         zero.repartition(self.value, order, rank)
         self.position = list(order).index(rank), len(order)
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Takes over the entries of this rank's parameters, by name; there are no others afterwards."""
+        """Replace all entries of the optimizer by those of this rank's parameters, given by name."""
         state, parameters = self.value.optim.state, zero.parameters(self.value)
         shard, shards = self.position
         state.clear()
@@ -126,7 +126,10 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
 
 
 class DividedOptimizerHandler(ShardedOptimizerHandler):
-    """A ``DistributedOptimizer`` with ``zero=1``. ``position``: this rank's shard, and how many there are."""
+    """Handler of a ``DistributedOptimizer`` with ``zero=1``.
+
+    ``position``: this rank's shard and the number of shards.
+    """
 
     value: Any
 
@@ -152,7 +155,7 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
         return found
 
     def follow(self, order: Sequence[int], rank: int) -> None:
-        """This rank steps its shard of another world. ``order``: the rank of each shard."""
+        """Step this rank's shard of another world from now on. ``order``: the rank of each shard."""
         self.value.divide(order)
         self.position = list(order).index(rank), len(order)
 
