@@ -1,7 +1,8 @@
-"""ZeRO-1 for `DistributedOptimizer`: each rank steps its elements of every parameter, and receives the others. Acts.
+"""ZeRO-1 for `DistributedOptimizer`: each rank steps its elements of every parameter and receives the others. Acts.
 
-Gradients are reduced as usual. The elements of each flat parameter are divided among the shards as rows are in
-`elastic.sharding.rows`. ``optimizer.state`` has, by whole parameter, what the optimizer keeps of this rank's elements.
+Gradients are reduced as usual. The elements of each flattened parameter are divided among the shards like the rows in
+`elastic.sharding.rows`. ``optimizer.state`` is keyed by whole parameter and contains the entries of this rank's
+elements.
 """
 
 from __future__ import annotations
@@ -20,16 +21,25 @@ from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.runtime import lifecycle
 from elastic.sharding.rows import owners, rows_of
 
-# Their update of an element depends on no other element.
+# Optimizers whose update of an element does not depend on other elements.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-NUMBERS = ("step", "eta", "mu", "mu_product")  # that they keep for a parameter as a whole
-GATHERED_BYTES = 4 << 20  # of each rank, in one gather
+NUMBERS = (
+    "step",
+    "eta",
+    "mu",
+    "mu_product",
+)  # entries that are kept per parameter, not per element
+GATHERED_BYTES = 4 << 20  # bytes of each rank in one gather
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises Invalid for an optimizer that can't step some elements of a parameter."""
+    """Check that the optimizer can step some elements of a parameter.
+
+    Raises:
+        Invalid: the optimizer or the layout of a parameter is not supported.
+    """
     kind = type(optimizer)
     if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
         raise Invalid(
@@ -57,15 +67,15 @@ class DividedOptimizer(Distributed):
 
     zero_order: tuple[int, ...]
     stepped: Sequence[torch.Tensor] = ()  # whole parameters, during a step only
-    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # by what it was made for
+    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # keyed by what it was allocated for
 
     def divide(self, order: Sequence[int]) -> None:
-        """The parameters are divided among the ranks of another world. Entries stay those of the shard before."""
+        """Divide the parameters among the ranks of another world. The entries remain those of the previous shard."""
         self.zero_order = tuple(order)
         self._gather_memory = {}
 
     def take_own_entries(self) -> None:
-        """Entries of whole parameters, as a ``state_dict()`` of a plain optimizer has them, become this rank's."""
+        """Reduce entries of whole parameters, as in a plain optimizer's ``state_dict()``, to this rank's elements."""
         for parameter, entries in self.state.items():
             own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
             for key, entry in entries.items():
@@ -77,14 +87,18 @@ class DividedOptimizer(Distributed):
                     entries[key] = entry.reshape(-1)[own.begin : own.end].clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises Invalid: each rank has a part."""
+        """Not supported, since each rank has only a part of the state.
+
+        Raises:
+            Invalid: always.
+        """
         raise Invalid(
             "each rank has a part of this optimizer's state (zero=1), so that there is no whole state_dict() of it;"
             " give the optimizer to elastic.TorchState, which commits all parts"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the ``state_dict()`` of a plain optimizer, whole; keeps this rank's part."""
+        """Load the complete ``state_dict()`` of a plain optimizer and keep this rank's part."""
         super().load_state_dict(state_dict)
         self.take_own_entries()
 
@@ -138,7 +152,7 @@ class DividedOptimizer(Distributed):
         return owners(self.zero_order)[lifecycle.current().place.rank]
 
     def _part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's elements, with their gradients, in the parameter's own memory."""
+        """Return a view of this rank's elements of the flattened parameter, with their gradients."""
         own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
         part = parameter.detach().view(-1)[own.begin : own.end]
         gradient = parameter.grad
@@ -152,7 +166,11 @@ class DividedOptimizer(Distributed):
         return part
 
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        """Brings the elements that other ranks have stepped. Raises PeerLost."""
+        """Receive the elements that other ranks have stepped. Collective.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
         rt = lifecycle.current()
         if rt.place.size == 1 or not parameters:
             return
@@ -181,7 +199,7 @@ class DividedOptimizer(Distributed):
         def views(
             shard: int, received: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """Of the parameters, and of what a rank has sent."""
+            """Return views of the parameters and of what the shard's rank has sent."""
             ours, theirs = [], []
             for each, room in zip(slices, received.split(sizes), strict=True):
                 rows = each.of(shard, len(flats[each.parameter]), shards)

@@ -1,6 +1,6 @@
-"""Which parts of which parameters are gathered together, once each rank has stepped its elements of them. Pure.
+"""Batching of the gathers of parameters after each rank has stepped its elements. Pure.
 
-A shard's elements of a parameter are cut into slices, so that a buffer of a fixed size is enough whatever the model's.
+The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """
 
 from __future__ import annotations
@@ -12,21 +12,33 @@ from elastic.sharding.rows import Rows, rows_of
 
 
 class Slice(NamedTuple):
-    """Of the elements that each shard has of a parameter: ``begin`` up to ``end``, counted within the shard."""
+    """Elements ``begin`` to ``end`` (exclusive) of every shard's part of a parameter, counted within the shard."""
 
     parameter: int
     begin: int
     end: int
 
     def of(self, shard: int, elements: int, shards: int) -> Rows:
-        """The elements of the flat parameter that are the slice's in this shard; the last shards have fewer."""
+        """Return the elements of the flattened parameter that the slice covers in this shard.
+
+        The last shards have fewer elements.
+        """
         own = rows_of(elements, shard, shards)
         return Rows(min(own.begin + self.begin, own.end), min(own.begin + self.end, own.end))
 
 
 @functools.lru_cache(maxsize=16)
 def gathers(elements: tuple[int, ...], shards: int, limit: int) -> list[list[Slice]]:
-    """Every element of every parameter once, in order. ``limit``: elements of a shard in one gather."""
+    """Divide all elements of all parameters, in order, into gathers.
+
+    Args:
+        elements: number of elements of each parameter.
+        shards: number of shards.
+        limit: maximum number of elements per shard and gather.
+
+    Returns:
+        The slices of each gather. Every element is in exactly one slice.
+    """
     found: list[list[Slice]] = [[]]
     room = limit
     for parameter, count in enumerate(elements):

@@ -1,4 +1,4 @@
-"""The backend ``elastic`` of ``torch.distributed``. Importing it registers it; docs/pytorch.md."""
+"""The backend ``elastic`` of ``torch.distributed``, registered on import. See docs/pytorch.md."""
 
 from elastic.torch_backend.registration import register
 

@@ -1,9 +1,9 @@
-"""torch.distributed's collectives, said to a group: what it is asked for, and what makes the results of that. Acts.
+"""torch.distributed's collectives in terms of the five collectives of a group. Acts.
 
-A group has five collectives, of contiguous tensors. Here a gather becomes an alltoall in which one rank receives, or an
-allgather where it is small, a reduce an allreduce of a copy, a reduce_scatter an alltoall whose rows each rank adds up.
-All ranks of a group make the same calls in the same order, with tensors whose shapes fit, as torch.distributed asks of
-them.
+The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
+allgather if it is small; a reduce becomes an allreduce of a copy; a reduce_scatter becomes an alltoall whose rows each
+rank sums up. As torch.distributed requires, all ranks of a group must make the same calls in the same order, with
+tensors of matching shapes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
-_FUSED_BYTES = 1 << 20  # tensors that are smaller together travel as one
-_SMALL_BYTES = 64 << 10  # of all ranks together: then all are sent all, which takes fewer turns
-# From here on a part travels alone: putting all in a row would cost more than a collective.
+_FUSED_BYTES = 1 << 20  # tensors smaller than this in total are sent as one
+_SMALL_BYTES = (
+    64 << 10
+)  # for all ranks together; below this, all parts are sent to all ranks, which takes fewer rounds
+# Parts of at least this size are sent separately, since concatenating them would cost more than a collective.
 _LARGE_BYTES = 256 << 10
 
 
 class Begun:
-    """Collectives under way: `works` to wait for, and then what to do, in this order, to have the results in place."""
+    """Collectives in flight: ``works`` to wait for, then callbacks to call in order, which put the results in place."""
 
     __slots__ = ("thens", "works")
 
@@ -59,7 +61,7 @@ def scatter(
     if not length:
         return begun
     if group.size * output.nbytes <= _SMALL_BYTES:
-        # Who receives offers what it has: before elastic.run nobody sends, and each keeps its own.
+        # Receivers pass their own values: before elastic.run no rank sends, and each keeps its own.
         row = output.detach().reshape(-1).repeat(group.size) if inputs is None else _joined(inputs)
         mine = slice(group.rank * length, (group.rank + 1) * length)
         begun.works.append(group.broadcast(row, root))
@@ -132,7 +134,7 @@ def _carry(
     to: int,
     length: int,
 ) -> None:
-    """One part from one rank to another, straight from where it lies to where it is to be. All ranks call it."""
+    """Send one part from one rank to another, without intermediate copies. All ranks must call this."""
     sent = [length if (group.rank, rank) == (source, to) else 0 for rank in range(group.size)]
     received = [length if (rank, group.rank) == (source, to) else 0 for rank in range(group.size)]
     begun.works.append(group.alltoall(into, part, received, sent))
@@ -147,7 +149,7 @@ def allgather(group: Collectives, outputs: Sequence[torch.Tensor], tensor: torch
 
 
 def allgather_into(group: Collectives, output: torch.Tensor, tensor: torch.Tensor) -> Begun:
-    """``output`` is the ranks' tensors one after the other, whatever its shape."""
+    """Gather the ranks' tensors into ``output``, one after the other, whatever its shape."""
     begun = Begun()
     if tensor.numel():
         place = _in_row(begun, output, read=False)
@@ -160,7 +162,7 @@ def allgather_into(group: Collectives, output: torch.Tensor, tensor: torch.Tenso
 
 
 def allreduce(group: Collectives, tensors: Sequence[torch.Tensor], reduction: Reduction) -> Begun:
-    """In place."""
+    """Reduce in place."""
     begun = Begun()
     if len(tensors) > 1 and _small(tensors):
         flat = torch.cat([_row(tensor) for tensor in tensors])
@@ -207,19 +209,19 @@ def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -
 
 
 def _allreduce_sparse(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -> Begun:
-    """Blocks: what is sent depends on how much the others have."""
+    """Reduce a sparse tensor. Blocks, since message sizes depend on the other ranks' tensors."""
     if reduction.op is not Op.SUM or tensor.layout is not torch.sparse_coo:
         raise TypeError(
             "of sparse tensors, COO ones can be summed or averaged; use to_dense() for others"
         )
     (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
-        tensor.copy_(found)  # not into a view: that would get indices of its own
+        tensor.copy_(found)  # not into a view, which would have its own indices
     return Begun()
 
 
 def reduce(group: Collectives, tensor: torch.Tensor, root: int, reduction: Reduction) -> Begun:
-    """In place at the root; the others keep theirs."""
+    """Reduce in place at the root. The other ranks' tensors do not change."""
     if group.rank == root:
         return _allreduce(group, tensor, reduction)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -232,7 +234,11 @@ def reduce_scatter(
     inputs: Sequence[torch.Tensor] | torch.Tensor,
     reduction: Reduction,
 ) -> Begun:
-    """``inputs``: what each rank is to get, by rank, or one tensor that is all of these one after the other."""
+    """Reduce and scatter.
+
+    Args:
+        inputs: the part for each rank, by rank, or one tensor with all parts one after the other.
+    """
     begun, length, size = Begun(), output.numel(), group.size
     if not length:
         return begun
@@ -272,7 +278,7 @@ def alltoall_rows(
     received: Sequence[int],
     sent: Sequence[int],
 ) -> Begun:
-    """Rows along dimension 0. No splits: the same number for each rank."""
+    """Exchange rows along dimension 0. Without splits, each rank receives the same number."""
     begun = Begun()
     rows = tensor.detach().contiguous()
     place = _in_row(begun, output, read=False)
@@ -303,8 +309,11 @@ def barrier(group: Collectives) -> Begun:
 def _in_row(
     begun: Begun, tensor: torch.Tensor, *, read: bool = True, written: bool = True
 ) -> torch.Tensor:
-    """A contiguous tensor for ``tensor``: itself, or one whose values are put back into it at the end if it is
-    ``written``, and are its own from the start if it is ``read``.
+    """Return a contiguous tensor for ``tensor``: itself, or a temporary.
+
+    Args:
+        read: initialize the temporary with the tensor's values.
+        written: copy the temporary back at the end.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous():
@@ -320,12 +329,12 @@ def _in_row(
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values in a row, to be read."""
+    """Return the values as a flat tensor, for reading."""
     return tensor.detach().contiguous().view(-1)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All their values in one row: in their own memory, if they lie in it one after the other."""
+    """Return all values as one flat tensor; a view, if the tensors are adjacent in one storage."""
     first, at = tensors[0].detach(), tensors[0].data_ptr()
     total = sum(each.numel() for each in tensors)
     for each in tensors:
@@ -333,7 +342,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat([_row(other) for other in tensors])
         at += each.nbytes
     whole = first.untyped_storage()
-    if whole.data_ptr() + whole.nbytes() < at:  # neighbours by accident
+    if whole.data_ptr() + whole.nbytes() < at:  # adjacent by accident
         return torch.cat([_row(other) for other in tensors])
     return first.as_strided((total,), (1,))
 

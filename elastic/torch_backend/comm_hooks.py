@@ -1,12 +1,12 @@
-"""DDP's communication hooks over our process groups. Acts.
+"""DDP's communication hooks with this package's process groups. Acts.
 
-The fp16 hook of C++ (``_register_builtin_comm_hook(FP16_COMPRESS)``) takes results that only torch's own process groups
-can make: a future of Python has an object of Python. Its equivalent in Python computes the same.
+The fp16 hook in C++ (``_register_builtin_comm_hook(FP16_COMPRESS)``) requires results that only torch's own process
+groups can produce: a Python future holds a Python object. The equivalent hook in Python computes the same.
 
-A hook of Python may call further collectives in the callbacks of its futures, as PowerSGD's does. All ranks have to
-call them in the same order, and with NCCL they do: its futures are complete once the call returns, so that a callback
-runs where it is attached. The futures of such a hook are completed there too, at the price of the overlap with the
-backward pass; otherwise the order would depend on which collective ends first on which rank.
+A Python hook may call further collectives in callbacks of its futures, as PowerSGD's does. All ranks must call them in
+the same order. With NCCL they do: its futures are complete when the call returns, so a callback runs where it is
+attached. The futures of such a hook are therefore completed at once here too, at the cost of the overlap with the
+backward pass. Otherwise the order would depend on which collective ends first on which rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic.torch_backend import works
 from elastic.torch_backend.following_group import FollowingGroup
 
-_torch: Any = distributed  # its stubs lack what is used here
+_torch: Any = distributed  # its stubs lack the names used here
 _ddp: Any = DistributedDataParallel
 _builtin: Any = DistributedDataParallel._register_builtin_comm_hook
 _register: Any = DistributedDataParallel.register_comm_hook
-# One collective each, and no other in a callback.
+# Hooks with a single collective and none in callbacks.
 _SINGLE = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
@@ -34,7 +34,7 @@ _SINGLE = (
 
 
 def replace() -> None:
-    """From now on, for models over process groups of ours. Idempotent."""
+    """Patch DDP for models over this package's process groups. Idempotent."""
     _ddp._register_builtin_comm_hook = _register_builtin
     _ddp.register_comm_hook = _register_hook
 

@@ -1,7 +1,7 @@
-"""A ``torch.distributed.ProcessGroup`` that stays one object while worlds come and go: where it stands, how it calls.
+"""A ``torch.distributed.ProcessGroup`` that remains one object while worlds change: its ranks and its calls.
 
-Rank and size are asked for at each use: those of the present world, for torch's C++ too, which keeps no copy. The group
-that carries a collective is that of the world in which it is called.
+Rank and size are computed at each use, for torch's C++ code as well, which caches neither. A collective is carried out
+by the group of the world in which it is called.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ from elastic.torch_backend.point_to_point import AT_ONCE, Messages
 from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
 
 NAME = "elastic"
-# Its stubs have other names for arguments, and overloads that nobody calls.
+# The stubs have other argument names, and unused overloads.
 _TorchProcessGroup: Any = distributed.ProcessGroup
 
 
 class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
-    """``purpose`` tells it from others of the same ranks. ``ranks``: of the world, in the order of the group; None for
-    all, however many these are. ``timeout_s`` is for a collective to end; None: as long as the job's own limit.
+    """Process group that follows the worlds of an elastic job.
+
+    Args:
+        store: torch's store.
+        purpose: distinguishes it from other groups of the same ranks.
+        ranks: ranks of the world in group order; None for all ranks of any world.
+        timeout_s: timeout of a collective in seconds; None: the job's own limit.
     """
 
     group_name = group_desc = ""
@@ -60,12 +65,12 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._together: list[ElasticWork] | None = None
         self._count = 0
         self._of = place.size
-        self._born = names.generation  # under elastic.run; 0 before it
+        self._born = names.generation  # generation in which it was created; 0 before elastic.run
         self._outlived = False
         if rt.elastic:
             self.messages.expect(rt)
         elif 1 < len(members) <= AT_ONCE:
-            # All its ranks are here. Later one might wait for another without the timeout of this group.
+            # All its ranks are present. Connecting later could wait for a rank without this group's timeout.
             self._group(rt, torch.device("cpu"))
             self.messages.connect(rt)
 
@@ -107,7 +112,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Its groups belong to the world, and end with it."""
+        """Drop the groups of the world, which end with it."""
         self._groups.clear()
 
     abort = shutdown
@@ -133,14 +138,16 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return lifecycle.current().guard(name)
 
     def fits(self, size: int) -> bool:
-        """Whether it has a meaning in the present world, of this size."""
+        """Whether the group is valid in the present world of ``size`` ranks."""
         if self._outlived or (self._born != names.generation and self._born):
             return False
         return self.ranks is None or size == self._of
 
     def outlive(self) -> bool:
-        """The world before elastic.run is over. Returns whether it was a group of some ranks of that one: then no call
-        may use it any more.
+        """Handle the end of the world before elastic.run.
+
+        Returns:
+            Whether it was a group of some ranks of that world; such a group must not be called any more.
         """
         self._outlived = self._born == 0 and self.ranks is not None
         return self._outlived
@@ -164,8 +171,11 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         results: list[torch.Tensor],
         opts: Any,
     ) -> ElasticWork:
-        """Begins a collective on the group for this device. Calls of one process group begin one after the other, in
-        the order of the calls. Raises PeerLost, or CollectiveFailed in a job of a fixed size.
+        """Begin a collective on the group for this device. Calls of one process group begin in the order they are made.
+
+        Raises:
+            PeerLost: a rank was lost.
+            CollectiveFailed: a rank was lost, in a job of fixed size.
         """
         device = on.device if isinstance(on, torch.Tensor) else on
         rt = lifecycle.current()
@@ -178,7 +188,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if self._together is not None:
             self._together.append(work)
         elif begun.thens and opts is not None and opts.asyncOp:
-            work.get_future()  # whoever drops the work still finds its results in place
+            work.get_future()  # so that the results are in place even if the work is dropped
         return work
 
     def under_way(
@@ -189,7 +199,11 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return ElasticWork(self, name, begun, results, limit_s, self.futures)
 
     def with_others(self, name: str) -> Runtime:
-        """Raises Invalid where there is nobody to exchange messages with."""
+        """Return the runtime.
+
+        Raises:
+            Invalid: there is no other rank to exchange messages with.
+        """
         rt = lifecycle.current()
         if rt.provisional or self.getSize() == 1:
             raise Invalid(
@@ -217,12 +231,19 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
 
 
 def follow(rt: Runtime, *, first: bool) -> None:
-    """A world has come: brings what torch.distributed keeps of its groups up to it. ``first``: this worker enters
-    elastic.run with all others, in the world in which it has made its groups.
+    """Update torch.distributed's process groups to a new world.
 
-    Those that were made under elastic.run in an earlier world are gone, and so are those of meshes of fully sharded
-    models, which get another mesh. Raises NotElastic, on every rank, where some of the ranks had another group before
-    elastic.run, of which a rank that has moved knows nothing.
+    Groups that were created under elastic.run in an earlier world are destroyed, as are those of the meshes of fully
+    sharded models, which receive another mesh.
+
+    Args:
+        rt: the runtime.
+        first: whether this worker enters elastic.run together with all others, in the world in which it created its
+            groups.
+
+    Raises:
+        NotElastic: a group of some of the ranks was created before elastic.run, and ranks have moved since. Raised on
+            every rank.
     """
     size = rt.place.size
     names.enter(rt.generation)
@@ -239,7 +260,7 @@ def follow(rt: Runtime, *, first: bool) -> None:
         if not isinstance(group, FollowingGroup):
             continue
         if not first and group.outlive():
-            continue  # its calls say why they are refused
+            continue  # its calls raise an error that gives the reason
         if not group.fits(size):
             distributed.destroy_process_group(group)
             continue
@@ -248,7 +269,7 @@ def follow(rt: Runtime, *, first: bool) -> None:
         group.messages.expect(rt)
 
 
-# Names by which torch's own code calls the same.
+# Aliases that torch's own code uses.
 for _theirs, _ours in {
     "_set_group_name": FollowingGroup.setGroupName,
     "_set_group_desc": FollowingGroup.setGroupDesc,

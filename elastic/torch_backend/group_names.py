@@ -1,9 +1,9 @@
-"""Names of torch's process groups that all ranks of an elastic job agree on. Acts.
+"""Names of torch's process groups that are equal on all ranks of an elastic job. Acts.
 
-torch numbers groups per process, and mixes how many there are into the names of others. A worker that has just joined
-has made fewer than those that were here before it. Ranks meet under these names, so a group that is made under
-``elastic.run`` is named by the generation, and by its number among those that were made in it. What is made earlier is
-numbered by torch: every worker runs those lines once.
+torch numbers groups per process and includes their count in the names of other groups. A worker that has just joined
+has created fewer groups than the others, but ranks connect by these names. A group created under ``elastic.run`` is
+therefore named by the generation and its number within it. Earlier groups keep torch's numbers, since every worker runs
+that code once.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ _theirs: Any = _torch._process_group_name
 
 
 class GroupNames:
-    """Of one process. Pure."""
+    """Names of one process. Pure."""
 
     def __init__(self) -> None:
-        self.generation = 0  # that has entered elastic.run; 0 before
-        self._made: dict[str, int] = {}  # in this generation, by key
+        self.generation = 0  # generation that has entered elastic.run; 0 before
+        self._made: dict[str, int] = {}  # number of groups in this generation, by key
         self.before: list[
             tuple[int, ...]
-        ] = []  # ranks of groups of some ranks that were made before elastic.run
+        ] = []  # ranks of partial groups that were created before elastic.run
 
     def enter(self, generation: int) -> None:
         self.generation = generation
         self._made.clear()
 
     def next(self, key: str = "") -> str:
-        """``3.0``, ``3.1``, ... of groups that all ranks make; ``3.KEY.0`` of those that only their members make."""
+        """Return ``3.0``, ``3.1``, ...
+
+        for groups that all ranks create, ``3.KEY.0`` for groups created by their members only.
+        """
         number = self._made.get(key, 0)
         self._made[key] = number + 1
         return ".".join(filter(None, (str(self.generation), key, str(number))))
@@ -45,12 +48,12 @@ names = GroupNames()
 
 
 def replace() -> None:
-    """In torch.distributed. Idempotent."""
+    """Patch torch.distributed. Idempotent."""
     _torch._process_group_name = name
 
 
 def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-    """As torch's. ``use_hashed_name``: only the members make this group, and its ranks tell it from others."""
+    """Replacement of torch's function. With ``use_hashed_name``, only members create the group, named by its ranks."""
     rt = lifecycle.active()
     if rt is None or not rt.elastic:
         return _theirs(ranks, use_hashed_name)

@@ -1,9 +1,9 @@
-"""Gives a script that asks for Gloo, for NCCL or for no backend in particular ours, and its own rank. Acts.
+"""Provide this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend. Acts.
 
-For workers that elasticrun has started: `elastic.torch_autoload`. Two functions of torch.distributed are replaced, by
-which all its process groups are made: the one that finds rank, size and store for ``env://``, and the one that makes a
-process group of a backend's name. What a script asks of a group by ``get_backend()`` is what it has asked for. A third
-one, ``broadcast_object_list``, leaves a worker that has joined no world yet what it has.
+Used for workers that elasticrun has started: `elastic.torch_autoload`. It replaces the two functions of
+torch.distributed that create all process groups: the one that determines rank, size and store for ``env://``, and the
+one that creates a process group for a backend name. ``get_backend()`` still returns what the script requested. A third
+function, ``broadcast_object_list``, leaves the list unchanged on a worker that has not joined a world yet.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from elastic.torch_backend.world_store import WorldStore
 _BACKENDS = {"gloo", "nccl", "undefined", NAME}
 _MORE = ("backend_options", "timeout", "pg_tag", "device_id", "group_desc")
 _torch: Any = distributed_c10d
-# The last one; torch's C++, which alone would hold it, needs the object of Python.
+# The newest store. It is referenced here because torch's C++ code needs the Python object to stay alive.
 _stores: list[WorldStore] = []
 _theirs: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def install(theirs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """What stands in their place, by name."""
+    """Return the replacements of torch's functions, by name."""
     _theirs.update(theirs)
     return {
         "rendezvous": rendezvous,
@@ -43,7 +43,10 @@ def install(theirs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[...,
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """As torch's. Under elasticrun the place of this worker is known, and need not be told in the script."""
+    """Replacement of torch's function.
+
+    Under elasticrun, rank and size are known and need not be passed by the script.
+    """
     known = environment.read()
     if known.driver is None or not (known.elastic or url.startswith("env:")):
         yield from _theirs["rendezvous"](url, rank, world_size, **options)
@@ -73,7 +76,7 @@ def new_group(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """As torch's ``_new_process_group_helper``."""
+    """Replacement of torch's ``_new_process_group_helper``."""
     asked, theirs = str(backend), _theirs["_new_process_group_helper"]
     of_this_world = _of_this_world(size, rank, ranks, store)
     if not _kinds(asked) <= _BACKENDS or not of_this_world:
@@ -84,7 +87,7 @@ def new_group(
             )
         return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))
-    options["backend_options"] = options["device_id"] = None  # they are Gloo's or NCCL's
+    options["backend_options"] = options["device_id"] = None  # specific to Gloo or NCCL
     made = theirs(size, rank, ranks, NAME, store, name, **options)
     group, prefixed = made
     if prefixed is not None:
@@ -94,8 +97,9 @@ def new_group(
 
 
 def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
-    """Whether it is the world's process group, or one of some of its ranks. A script may have another one of its own,
-    through a store of its own: of this worker alone, say.
+    """Whether this is the process group of the world, or of some of its ranks.
+
+    A script may create another one through its own store, for example of this worker alone.
     """
     if ranks:
         return isinstance(distributed_c10d.GroupMember.WORLD, FollowingGroup)
@@ -110,12 +114,15 @@ def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
 
 
 def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) -> None:
-    """As torch's, whose receiver reads how many bytes come; to a newcomer none do. See `mirror`."""
+    """Replacement of torch's function, which would receive a size of zero on a worker that has not joined.
+
+    See `mirror`.
+    """
     rt = lifecycle.active()
     if rt is None or not rt.provisional:
         _theirs["broadcast_object_list"](object_list, *args, **options)
 
 
 def _kinds(backend: str) -> set[str]:
-    """Of ``gloo``, or ``cpu:gloo,cuda:nccl``."""
+    """Return the backends named by ``gloo`` or ``cpu:gloo,cuda:nccl``."""
     return {each.rpartition(":")[2].strip().lower() for each in backend.split(",")}

@@ -1,8 +1,8 @@
-"""Collectives of a worker that has joined no world yet: as if every other rank did exactly what this one does.
+"""Collectives of a worker that has not joined a world: they behave as if all ranks did exactly what this one does.
 
-A newcomer builds its model, its DistributedDataParallel and its samplers before it enters the training world, with the
-rank and the size that it will about have. So that this comes out well, it finds on the other ranks what it has itself.
-Nothing is sent; what is made here is replaced when it enters.
+A worker builds its model, its DistributedDataParallel and its samplers before it joins, with the approximate rank and
+size that it will have. For this to succeed, the other ranks appear to have the same values. Nothing is sent, and
+everything created here is replaced when the worker joins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.collectives.local import LocalCollectives
 
 
 class MirrorCollectives(LocalCollectives):
-    """``rank`` of ``size``."""
+    """Collectives of rank ``rank`` of ``size`` identical ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class MirrorCollectives(LocalCollectives):
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
-        """From each rank come the rows that this one has for itself, as many of them as there are."""
+        """Receive from each rank the rows that this rank sends to itself, as many as fit."""
         begin = sum(sent[: self.rank])
         own = tensor[begin : begin + sent[self.rank]]
         for place in output.split(received):

@@ -1,9 +1,8 @@
-"""Messages from one rank of a process group to another. Acts.
+"""Point-to-point messages between the ranks of a process group. Acts.
 
-They travel through shared memory where all ranks of the process group lie on one host, else over Gloo, in a group of
-their own; CUDA tensors through the memory of the host. All its ranks connect that together: where worlds don't change,
-with the process group; else at the first message of a world, in which those that send and receive none take part in a
-thread.
+Messages use shared memory if all ranks of the process group are on one host, else a Gloo group of their own; CUDA
+tensors are copied through host memory. All ranks connect together: with the process group if the world is fixed, else
+at the first message of a world, for which ranks that neither send nor receive take part in a thread.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from elastic.collectives.interface import MessageWork, Messenger
 from elastic.runtime.worker import Runtime
 from elastic.torch_backend.collective_calls import Begun
 
-AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it
+AT_ONCE = 32  # ranks; connecting more takes long, and few scripts need it
 
 
 class Messages:
-    """Of one process group. ``ranks`` as there."""
+    """Messages of one process group. ``ranks``: see `FollowingGroup`."""
 
     def __init__(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
         self._purpose = purpose
@@ -26,7 +25,12 @@ class Messages:
         self._known: tuple[int, Messenger] | None = None  # with its generation
 
     def connect(self, rt: Runtime) -> None:
-        """With all its ranks. Raises CollectiveFailed, or PeerLost."""
+        """Connect to all ranks of the process group. Collective.
+
+        Raises:
+            CollectiveFailed: a rank was lost, in a job of fixed size.
+            PeerLost: a rank was lost.
+        """
         self._group(rt)
 
     def _group(self, rt: Runtime) -> Messenger:
@@ -38,7 +42,7 @@ class Messages:
         return group
 
     def expect(self, rt: Runtime) -> None:
-        """In each world, from its beginning: this rank is there when others send their first message."""
+        """Take part, in each world, in the connection that other ranks start with their first message."""
         if not rt.provisional and len(self._ranks or range(rt.place.size)) <= AT_ONCE:
             rt.expect_messages(self._purpose, self._ranks)
 
@@ -57,7 +61,7 @@ class Messages:
     def receive(
         self, rt: Runtime, tensor: torch.Tensor, source: int | None, tag: int
     ) -> tuple[Begun, MessageWork]:
-        """The second tells who has sent it."""
+        """Begin to receive. The second result gives the sender once complete."""
         begun, place = Begun(), tensor.detach()
         row = place
         if not _carried_as_it_is(place):

@@ -1,7 +1,7 @@
-"""The collectives and messages of a ``torch.distributed.ProcessGroup``, with torch's signatures.
+"""Collectives and messages of a ``torch.distributed.ProcessGroup``, with torch's signatures.
 
-torch's functions in Python find these methods first, and its C++ (DDP's reducer, functional collectives) calls them
-through a trampoline. What a method does is in `collective_calls`, how a call is made in `following_group`.
+torch's Python functions call these methods directly; its C++ code (DDP's reducer, functional collectives) calls them
+through a trampoline. `collective_calls` implements them, `following_group` issues the calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.torch_backend.works import ElasticFuture, ElasticWork, Futures
 
 
 class ElasticProcessGroup(FollowingGroup):
-    """See `FollowingGroup` for what it is made of."""
+    """Process group of the backend ``elastic``. See `FollowingGroup` for its arguments."""
 
     # ---- from one to all, and back -------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class ElasticProcessGroup(FollowingGroup):
         return self.call("allgather", inputs[0], begin, results, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
-        """``outputs[rank][i]`` becomes that rank's tensor ``i``."""
+        """Gather into ``outputs[rank][i]`` that rank's tensor ``i``."""
         by_tensor = [list(each) for each in zip(*outputs, strict=True)]
         return self.allgather(by_tensor, inputs, opts)
 
@@ -188,7 +188,7 @@ class ElasticProcessGroup(FollowingGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Rank 0 says which rank did not come. Raises as `ElasticWork.wait`."""
+        """Barrier at which rank 0 names the ranks that did not arrive. Raises the errors of `ElasticWork.wait`."""
         rt = lifecycle.current()
         if rt.provisional or self.getSize() == 1:
             self.barrier().wait(timeout)
@@ -251,7 +251,7 @@ def _check_tag(name: str, tag: int) -> None:
 
 
 def _device(opts: Any) -> torch.device:
-    """Where a barrier is to be: by default on the CPU."""
+    """Return the device of a barrier; the CPU by default."""
     device = getattr(opts, "device", None)
     return torch.device("cpu") if device is None else torch.device(device)
 
@@ -264,7 +264,7 @@ def _same_kind(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
         )
 
 
-# Names by which torch's own code calls the same.
+# Aliases that torch's own code uses.
 for _theirs, _ours in {
     "_allgather_base": ElasticProcessGroup.all_gather_single,
     "_reduce_scatter_base": ElasticProcessGroup.reduce_scatter_single,

@@ -1,7 +1,7 @@
-"""torch's reduction operators: what a group does in one go, and what is put together of what all ranks have.
+"""torch's reduction operators in terms of those of a group.
 
-A group adds, multiplies and finds extremes. Averages and factors are scales of a sum, bitwise operators are applied to
-what all ranks have gathered, and bools are bytes that are 0 or 1.
+A group computes sums, products, minima and maxima. Averages and factors are scaled sums. Bitwise operators are applied
+to the gathered values of all ranks. Bools are reduced as bytes that are 0 or 1.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
     Kind.BOR: torch.bitwise_or,
     Kind.BXOR: torch.bitwise_xor,
 }
-# A sum of bools is true where any is, a product where all are.
+# A sum of bools is true if any is true, a product if all are.
 _OF_BOOLS = {Op.SUM: Op.MAX, Op.PRODUCT: Op.MIN, Op.MIN: Op.MIN, Op.MAX: Op.MAX}
 
 
 class Reduction(NamedTuple):
-    """One operator. ``factor`` is that of PREMUL_SUM: a number, or a tensor of one element; otherwise None."""
+    """One operator. ``factor`` is the number or one-element tensor of PREMUL_SUM, otherwise None."""
 
     kind: Any
     factor: float | torch.Tensor | None = None
 
     @property
     def op(self) -> Op | None:
-        """What a group does for it; None for what it can't do."""
+        """The group's operator for it, or None if there is none."""
         return _AT_ONCE.get(self.kind)
 
     def scale(self, size: int) -> tuple[float, int]:
-        """What the group multiplies its result by, and then divides it by."""
+        """Return the factor and the divisor that the group applies to its result."""
         if self.kind == Kind.AVG:
             return 1.0, size
         return (1.0 if self.factor is None else float(self.factor)), 1
@@ -56,7 +56,7 @@ SUM = Reduction(Kind.SUM)
 
 
 def read(op: Any) -> Reduction:
-    """Of a ``torch.distributed.ReduceOp``, or one of its kinds."""
+    """Convert a ``torch.distributed.ReduceOp`` or one of its kinds."""
     kind = getattr(op, "op", op)
     if kind == Kind.PREMUL_SUM:
         return Reduction(kind, op.__getstate__()[1])
@@ -64,8 +64,10 @@ def read(op: Any) -> Reduction:
 
 
 def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The tensor as a group can reduce it: a complex one as its real and imaginary parts, in the same memory. Raises
-    TypeError where the operator has no meaning for the dtype.
+    """Return the tensor in a form that a group can reduce: a complex one as a real view with the same memory.
+
+    Raises:
+        TypeError: the operator is undefined for the dtype.
     """
     if tensor.is_complex():
         if reduction.kind not in (Kind.SUM, Kind.AVG, Kind.PREMUL_SUM):
@@ -86,12 +88,12 @@ def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 def of_bools(op: Op) -> Op:
-    """What finds, among bytes that are 0 or 1, what ``op`` finds among bools."""
+    """Return the operator on bytes 0 and 1 that is equivalent to ``op`` on bools."""
     return _OF_BOOLS[op]
 
 
 def divide_integers_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
-    """The group scales floats alone: integers are divided here, towards zero as in C, or multiplied."""
+    """Scale integers, since groups scale only floats. Averages are truncated towards zero, as in C."""
     if tensor.is_floating_point():
         return
     if reduction.kind == Kind.AVG:
@@ -101,7 +103,7 @@ def divide_integers_(tensor: torch.Tensor, reduction: Reduction, size: int) -> N
 
 
 def combine_into(place: torch.Tensor, parts: torch.Tensor, reduction: Reduction) -> None:
-    """As `combine`. Floats of 32 bits and more are added up where the result is to be: no other memory is needed."""
+    """Like `combine`, but sum float32 and float64 in place, which needs no temporary memory."""
     direct = parts.dtype in (torch.float32, torch.float64) and reduction.op is Op.SUM
     if not direct or len(parts) == 1 or not place.is_contiguous():
         place.copy_(combine(parts, reduction).view(place.shape))
@@ -114,7 +116,7 @@ def combine_into(place: torch.Tensor, parts: torch.Tensor, reduction: Reduction)
 
 
 def combine(parts: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Of rows that are the ranks' parts, in their order."""
+    """Reduce the rows of ``parts``, which are the parts of the ranks in order."""
     bitwise = _BITWISE.get(reduction.kind)
     if bitwise is not None:
         found = parts[0].clone()

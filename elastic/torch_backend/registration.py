@@ -1,4 +1,4 @@
-"""Tells torch.distributed of the backend ``elastic``, and makes its process groups. Acts."""
+"""Registration of the backend ``elastic`` with torch.distributed, and creation of its process groups. Acts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.torch_backend.process_group import ElasticProcessGroup
 
 
 def register() -> None:
-    """``init_process_group("elastic")`` works from now on. Idempotent."""
+    """Register the backend, so that ``init_process_group("elastic")`` works. Idempotent."""
     if NAME.upper() not in distributed.Backend._plugins:
         distributed.Backend.register_backend(
             NAME, create, extended_api=True, devices=["cpu", "cuda"]
@@ -23,7 +23,11 @@ def register() -> None:
 
 
 def create(options: Any, _: Any) -> ElasticProcessGroup:
-    """What torch calls for ``init_process_group`` and ``new_group``. Raises Invalid where the world is another one."""
+    """Create a process group for ``init_process_group`` and ``new_group``; called by torch.
+
+    Raises:
+        Invalid: rank or size differ from those of the world.
+    """
     members: tuple[int, ...] | None = tuple(options.global_ranks_in_group) or None
     if members is None:
         lifecycle.init_through(_started(options))
@@ -46,7 +50,7 @@ def _started(options: Any) -> Started:
 
 
 def _host(store: Any) -> str:
-    """Of the one that serves it; empty where it is not served over TCP."""
+    """Return the host that serves the store; empty if it is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))

@@ -1,6 +1,6 @@
-"""Sees to it that nothing which is split among the ranks of one world is trained on in another. Acts.
+"""Prevent that parameters or optimizers sharded among the ranks of one world are trained in another.
 
-Looks once per world and optimizer, before its first update.
+Each optimizer is checked once per world, before its first update.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from elastic.runtime import lifecycle
 from elastic.state import sharding
 
 _installed: list[Any] = []
-# The generation in which each optimizer was last looked at; and, of DTensors, in which it was first.
+# Generation in which each optimizer was last checked; for DTensors, in which it was first checked.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
-    """An elastic training begins. Raises NotElastic for a fully sharded module, in the state or not."""
+    """Install the check at the start of an elastic training.
+
+    Raises:
+        NotElastic: the process has a fully sharded module.
+    """
     if sharding.any_fully_sharded():
         raise sharding.refuse("a module of this script", Fixed.MODULE)
     if not _installed:
@@ -38,7 +42,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
-    """Raises NotElastic, before the first update in this world of ``size`` workers."""
+    """Check an optimizer before its first update in a world of ``size`` workers.
+
+    Raises:
+        NotElastic: it is sharded in a way that cannot follow the world.
+    """
     kind = sharding.of_optimizer(optimizer)
     what = f"the model that {type(optimizer).__name__} trains"
     if kind is Fixed.OPTIMIZER:
@@ -53,7 +61,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
         if sharding.any_fully_sharded():
             kind = Fixed.MODULE
         elif _since.setdefault(optimizer, generation) == generation and _spans(optimizer, size):
-            return  # tensor parallel layers, made for this world
+            return  # tensor-parallel layers that were created in this world
         else:
             what += ", which was made for an earlier world,"
     if kind is not None:
@@ -61,7 +69,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
 
 
 def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:
-    """Whether the meshes of all DTensors are of so many workers."""
+    """Whether the meshes of all DTensors have ``size`` ranks."""
     meshes = {
         id(mesh): mesh
         for group in optimizer.param_groups

@@ -1,8 +1,8 @@
-"""Puts DDP's buckets into the memory that the ranks of a host share: each is reduced where it lies. Acts.
+"""Allocation of DDP's buckets in the memory that the ranks of a host share, so that they are reduced in place. Acts.
 
-DDP's reducer, in C++, allocates a bucket with one call of ``empty``: when it is made, and when it has learnt in which
-order gradients become ready. Both are calls from Python. Around them, that ``empty`` is answered here. A torch that
-allocates in another way has its buckets where it puts them, and they are carried there and back.
+DDP's reducer, in C++, allocates each bucket by a call of ``empty``, when it is created and when it has learned the
+order in which gradients become ready. Both are called from Python, and the ``empty`` call in them is intercepted here.
+If another version of torch allocates differently, buckets are copied to shared memory and back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from elastic.collectives.shared_memory import arena
 from elastic.torch_backend.following_group import FollowingGroup
 from elastic.torch_backend.uncompiled import keep_out
 
-_torch: Any = distributed  # its stubs lack what is used here
+_torch: Any = distributed  # its stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer
-_Mode: Any = TorchDispatchMode  # has no types
-_LEAST_BYTES = 4096  # a smaller one is carried as fast as it is reduced in place
+_Mode: Any = TorchDispatchMode  # untyped
+_LEAST_BYTES = 4096  # smaller buckets are copied as fast as they are reduced in place
 
 
 class SharingReducer(_TorchReducer):  # type: ignore[misc]
-    """torch's, in its place. Over a process group that is not ours it is as torch's."""
+    """Replacement of torch's reducer. It behaves the same if the process group is not of this package."""
 
     def __init__(
         self, parameters: Any, buckets: Any, limits: Any, group: Any, *rest: Any, **options: Any
@@ -39,7 +39,7 @@ class SharingReducer(_TorchReducer):  # type: ignore[misc]
     def _rebuild_buckets(self) -> bool:
         with self._allocating():
             rebuilt: bool = super()._rebuild_buckets()
-        self._allocates = self._allocates and not rebuilt  # it is done once
+        self._allocates = self._allocates and not rebuilt  # buckets are rebuilt once
         return rebuilt
 
     def _allocating(self) -> AbstractContextManager[object]:
@@ -47,12 +47,12 @@ class SharingReducer(_TorchReducer):  # type: ignore[misc]
 
 
 def replace() -> None:
-    """From now on, for each DistributedDataParallel that is made. Idempotent."""
+    """Patch torch for every DistributedDataParallel that is created later. Idempotent."""
     _torch.Reducer = SharingReducer
 
 
 class _InArena(_Mode):  # type: ignore[misc]
-    """While it is entered, flat tensors of floats on the CPU are allocated in the arena."""
+    """Dispatch mode in which flat float tensors on the CPU are allocated in the arena."""
 
     def __torch_dispatch__(
         self,
@@ -76,7 +76,7 @@ def _bucket(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """None: this is no bucket, or there is no room."""
+    """Return the tensor, or None if this is not a bucket or the arena is full."""
     flat = len(shape) == 1 and layout in (None, torch.strided)
     on_cpu = device is not None and device.type == "cpu"
     if not (flat and on_cpu and dtype is not None and dtype.is_floating_point):

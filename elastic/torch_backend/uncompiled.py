@@ -1,7 +1,8 @@
-"""Keeps ``torch.compile`` out of process groups: to torch, a collective is no code that could be compiled.
+"""Exclude process groups from ``torch.compile``.
 
-Those of torch are C++, which its compiler never sees. It would compile a method in Python that a compiled model calls,
-as DistributedDataParallel does for its buffers, and fail at the first attribute. Nothing of the compiler is imported.
+torch's own process groups are C++, which the compiler never sees. It would compile a Python method that a compiled
+model calls, as DistributedDataParallel does for its buffers, and fail at the first attribute. The compiler is not
+imported here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 from torch._C._dynamo import eval_frame
 
 _eval_frame: Any = eval_frame
-_set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)  # private: a torch may lack it
+_set_strategy = getattr(
+    _eval_frame, "set_code_exec_strategy", None
+)  # private, so a version of torch may lack it
 
 
 def keep_out(*classes: type) -> None:
-    """Of their methods, and of whatever these call."""
+    """Exclude all methods of the classes, and everything that these call."""
     for each in classes:
         for method in vars(each).values():
             if isinstance(method, FunctionType):

@@ -1,8 +1,8 @@
-"""What a collective of the process group returns: a ``torch.distributed.Work`` with a future. Acts.
+"""Result of a collective of the process group: a ``torch.distributed.Work`` with a future. Acts.
 
-A future is completed by whoever waits for its work. That of a collective that begins in a backward pass, as those of
-DDP's buckets do, is completed when the pass ends, by the thread that trains: DDP waits for all its buckets right after
-that, and a break is raised there and not within torch. For futures that somebody else waits for there is a thread.
+A future is completed by the thread that waits for its work. For a collective that begins in a backward pass, such as
+those of DDP's buckets, this is the training thread at the end of the pass: DDP then waits for all its buckets, and a
+failure is raised there rather than within torch. A separate thread completes futures that other code waits for.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from elastic.torch_backend.collective_calls import Begun
 if TYPE_CHECKING:
     from elastic.collectives.interface import MessageWork
 
-_GRACE_S = 0.02  # that the thread leaves to the thread that trains
-_IDLE_S = 0.1  # after which the thread ends: the end of the process waits for it
+_GRACE_S = 0.02  # seconds that the thread leaves to the training thread
+_IDLE_S = 0.1  # seconds until an idle thread ends, which the process's exit waits for
 _SLICE_S = 0.1
-_NAMED = 8  # ranks in one sentence
+_NAMED = 8  # ranks to name in a message
 
 
 _TorchWork: Any = distributed.Work
-# Of the thread that asks for a future: whether it waits for the work.
+# Whether futures requested by this thread are completed at once.
 _at_once: ContextVar[bool] = ContextVar("_at_once", default=False)
 
 
 @contextmanager
 def complete_at_once() -> Iterator[None]:
-    """Futures that this thread asks for meanwhile are complete: what is attached to them runs here, at once."""
+    """Complete futures that this thread requests in the block at once; callbacks run where they are attached."""
     before = _at_once.set(True)
     try:
         yield
@@ -52,25 +52,25 @@ def complete_at_once() -> Iterator[None]:
 
 
 class WorkOwner(Protocol):
-    """The process group of a work."""
+    """Process group of a work."""
 
     def generation(self) -> int:
-        """Of the present world."""
+        """Generation of the present world."""
 
     def guard(self, name: str) -> AbstractContextManager[None]:
-        """Around what waits in the thread that trains."""
+        """Context for waiting in the training thread."""
 
     def in_world(self, rank: int) -> int:
-        """The rank in the world of a rank of this group."""
+        """Return the world's rank of a rank of this group."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
-        """A collective of that world failed in a thread of ours. Never raises."""
+        """Report that a collective of that world failed in a thread of this package. Never raises."""
 
 
 class ElasticWork(_TorchWork):  # type: ignore[misc]
-    """One call of the process group. ``results`` is what its future gives: tensors, as torch's own works have it.
+    """One call of the process group. ``results``: the tensors that its future returns, as with torch's own works.
 
-    Threads may wait for it together; each raises what became of it.
+    Several threads may wait for it; each receives the same outcome.
     """
 
     def __init__(
@@ -89,21 +89,28 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._results = results
         self._timeout_s = timeout_s
         self._futures = futures
-        self.generation = owner.generation()  # of the world in which it was begun
+        self.generation = owner.generation()  # generation in which it began
         self._lock = threading.RLock()
         self._error: CollectiveFailed | TensorMismatch | None = None
         self._future: ElasticFuture | None = None
-        self.message: MessageWork | None = None  # that it receives
+        self.message: MessageWork | None = None  # the message to receive, if any
 
     # ---- torch.distributed.Work --------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises PeerLost in a job that can recover, CollectiveFailed (a RuntimeError) in one of a fixed size, also
-        after ``timeout``, by default that of the process group. TensorMismatch for a message that does not fit.
+        """Wait for the collective and put the results in place.
+
+        Args:
+            timeout: defaults to that of the process group.
+
+        Raises:
+            PeerLost: a rank was lost, in an elastic job.
+            CollectiveFailed: a rank was lost or the timeout expired, in a job of fixed size. A RuntimeError.
+            TensorMismatch: the message does not fit the tensor.
         """
         limit_s: float | None = timeout.total_seconds() if timeout is not None else 0.0
         limit_s = limit_s or self._timeout_s
-        # What became of it is known, and concerns no other world.
+        # The outcome is known and does not concern the present world.
         if self.generation != self._owner.generation():
             self.complete(limit_s)
             return True
@@ -122,7 +129,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         except CollectiveFailed as error:
             self._owner.broke(error, self.generation)
         except TensorMismatch:
-            pass  # whoever waits raises it
+            pass  # raised by wait()
         return True
 
     def is_success(self) -> bool:
@@ -135,7 +142,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return self._results
 
     def source_rank(self) -> int:
-        """Of a message: the rank that has sent it."""
+        """Return the rank that sent the message."""
         return -1 if self.message is None else self.message.source
 
     def synchronize(self) -> None:
@@ -160,7 +167,12 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return self._begun is None
 
     def complete(self, limit_s: float | None) -> None:
-        """Waits and puts the results in place, once. Raises CollectiveFailed, TensorMismatch."""
+        """Wait and put the results in place, once.
+
+        Raises:
+            CollectiveFailed: a rank was lost or the timeout expired.
+            TensorMismatch: the message does not fit the tensor.
+        """
         with self._lock:
             if self._begun is not None:
                 try:
@@ -179,13 +191,13 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             raise self._error.again()
 
     def _in_world(self, error: TensorMismatch) -> TensorMismatch:
-        """With the world's numbers of the ranks, which in ``error`` are the group's."""
+        """Return the error with the group's ranks replaced by those of the world."""
         ranks = self._owner.in_world
         named = [structs.replace(each, rank=ranks(each.rank)) for each in error.calls]
         return TensorMismatch(calls.message_sentence(named), calls=named)
 
     def _settle(self, future: ElasticFuture) -> None:
-        """What it calls may wait for the future, or for this work."""
+        """Complete the future, whose callbacks may wait for the future or for this work."""
         future.forget_work()
         if self._error is None:
             future.set_result(self._results)
@@ -197,7 +209,7 @@ setattr(ElasticWork, "_source_rank", ElasticWork.source_rank)  # noqa: B010 - to
 
 
 def recorded(what: str) -> AbstractContextManager[object]:
-    """Shows it in a profile of torch's, if one is being made."""
+    """Record the block in torch's profiler, if it is active."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"elastic:{what}")
     return nullcontext()
@@ -223,7 +235,7 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
 
 
 def late(missing: list[int]) -> str:
-    """Who did not come in time, of the ranks of the world."""
+    """Describe which ranks of the world did not arrive in time."""
     if not missing:
         return "all ranks have come, and need more time for this much"
     listed = ", ".join(map(str, missing[:_NAMED]))
@@ -232,14 +244,14 @@ def late(missing: list[int]) -> str:
 
 
 class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """Who waits for it in Python completes its work."""
+    """Future whose ``wait`` in Python completes its work."""
 
     def __init__(self, work: ElasticWork) -> None:
         super().__init__()
         self._work: ElasticWork | None = work
 
     def forget_work(self) -> None:
-        """It is over."""
+        """Drop the work once it is complete."""
         self._work = None
 
     def wait(self) -> Any:
@@ -250,7 +262,7 @@ class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class Futures:
-    """Those of one process group, in the order in which they were asked for."""
+    """Futures of one process group, in the order in which they were requested."""
 
     def __init__(self, owner: WorkOwner) -> None:
         self._owner = owner
@@ -261,16 +273,16 @@ class Futures:
         self._thread: threading.Thread | None = None
 
     def follow(self, work: ElasticWork) -> None:
-        """Sees to it that its future will be completed."""
+        """Ensure that the work's future will be completed."""
         number = torch._C._current_graph_task_id()
         grace = number != -1 and not self._ending
         if grace and number not in self._passes:
-            self._passes = {number}  # passes that have ended by an error leave nothing else behind
+            self._passes = {number}  # passes that failed leave no other state
             Variable._execution_engine.queue_callback(self._end_pass)
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
             if self._pending and self._pending[0][1].generation != work.generation:
-                self._pending.clear()  # of a world that is over: what became of them is nobody's concern
+                self._pending.clear()  # of an earlier world, whose outcome no longer matters
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)
@@ -278,7 +290,10 @@ class Futures:
                 self._changed.notify()
 
     def _end_pass(self) -> None:
-        """At the end of a backward pass, in the thread that trains. What it raises, ``backward()`` raises."""
+        """Wait for pending works at the end of a backward pass, in the training thread.
+
+        ``backward()`` raises their errors.
+        """
         self._passes = set()
         self._ending = True
         try:
@@ -291,7 +306,7 @@ class Futures:
         with self._changed:
             while self._pending and self._pending[0][1].over:
                 _, work = self._pending.popleft()
-                # One that failed while nobody looked is raised where the pass ends.
+                # A work that failed earlier is raised at the end of the pass.
                 if work.exception() is not None:
                     return work
             return self._pending[0][1] if self._pending else None
@@ -303,7 +318,7 @@ class Futures:
             except CollectiveFailed as error:
                 self._owner.broke(error, work.generation)
             except TensorMismatch:
-                pass  # its future has it
+                pass  # the future holds it
             except threads.Ending:
                 return
             del work
@@ -324,7 +339,7 @@ class Futures:
 
 
 def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futures) -> ElasticWork:
-    """One work for several that are under way."""
+    """Combine several works in flight into one."""
     begun = Begun()
     begun.works = [_Inner(work) for work in works]
     results = [tensor for work in works for tensor in work.result()]
@@ -332,7 +347,7 @@ def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futur
 
 
 class _Inner:
-    """A work of the process group, as one of a group."""
+    """Adapter of a process group's work to the interface of a group's."""
 
     def __init__(self, work: ElasticWork) -> None:
         self._work = work

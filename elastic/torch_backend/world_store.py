@@ -1,8 +1,8 @@
-"""The store that a process group of ours has for torch.distributed: one of torch's, of the present world. Acts.
+"""Store of this package's process groups for torch.distributed: one of torch's stores per world. Acts.
 
-torch keeps little in it: barriers over the store, and what scripts put there. Rank 0 serves it, on a port of its own;
-the others learn where when all ranks meet. In an elastic job that is when all have first used it in a world: in the
-next one it is another store, and empty. A worker that is in no world yet has one to itself.
+torch uses it for barriers over the store, and scripts for their own keys. Rank 0 serves it on its own port, which the
+other ranks learn in a collective exchange. In an elastic job this happens when all ranks have first used the store in a
+world; the next world has another, empty store. A worker that has not joined a world has a private store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEY = "torch.distributed store"
 
 
 class WorldStore(_TorchStore):  # type: ignore[misc]
-    """Every method is that of the present world's store."""
+    """Store that forwards every method to the present world's store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,12 @@ class WorldStore(_TorchStore):  # type: ignore[misc]
         self._present().multi_set(keys, values)
 
     def meet(self) -> None:
-        """Learns where it is, with all ranks. Raises CollectiveFailed, or PeerLost."""
+        """Connect to the store together with all ranks. Collective.
+
+        Raises:
+            CollectiveFailed: a rank was lost, in a job of fixed size.
+            PeerLost: a rank was lost.
+        """
         self._present()
 
     def _present(self) -> Any:

@@ -1,4 +1,4 @@
-"""Has backward call whoever follows the gradients of an optimizer's parameters, also when it ends. Decides nothing."""
+"""Hooks that backward calls for each gradient of an optimizer's parameters, and at its end. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.utils.hooks import RemovableHandle
 
 
 class OptimizerParameters:
-    """The parameters of one optimizer, and what they are called."""
+    """The parameters of one optimizer and their names."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-        # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
+        # A weak reference, so that a dropped optimizer releases its hooks without waiting for the garbage collector.
         self._optimizer = weakref.ref(optimizer)
         self._names = names
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """None once it is gone."""
+        """The optimizer, or None once it was garbage-collected."""
         return self._optimizer()
 
     def all(self) -> list[torch.Tensor]:
-        """Those that it has now, in its order."""
+        """Return the present parameters in the optimizer's order."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
@@ -36,28 +36,29 @@ class OptimizerParameters:
 
 
 class GradientListener(Protocol):
-    """Who is told."""
+    """Receiver of gradients."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """``parameter.grad`` has received one backward pass."""
+        """Called after a backward pass has added a gradient to ``parameter.grad``."""
 
 
 class Waiter(Protocol):
-    """Who is told when a backward pass ends that gave it a gradient, in the thread that ends it.
+    """Receiver of the end of a backward pass that gave it a gradient, called in the thread that ends the pass.
 
-    What either method raises, backward() raises.
+    backward() raises the exceptions of either method.
     """
 
-    number: int  # equal on all ranks; they are told in this order
+    number: int  # equal on all ranks; determines the order of the calls
 
     def backward_ended(self, inner: bool) -> None:
-        """The first call: it may meet other ranks, but waits for no gradients of theirs.
+        """First call. It may communicate with other ranks, but must not wait for their gradients.
 
-        ``inner``: it was within another backward pass, as with a checkpoint that is re-entrant.
+        Args:
+            inner: whether the pass ran within another backward pass, as with re-entrant checkpointing.
         """
 
     def wait_after_backward(self) -> None:
-        """Called when all waiters of the pass have had the first call."""
+        """Second call, after all waiters of the pass have received the first."""
 
 
 class _Pass:
@@ -69,20 +70,20 @@ class _Pass:
     def ended(self) -> None:
         waiters = sorted(self.waiters, key=lambda waiter: waiter.number)
         inner = torch._C._current_autograd_node() is not None
-        # All start what they have before any waits: another rank may wait for them in another order.
+        # All waiters start their work before any of them waits, since other ranks may wait in another order.
         for waiter in waiters:
             waiter.backward_ended(inner)
         for waiter in waiters:
             waiter.wait_after_backward()
 
 
-# By the engine's number for it. The engine alone keeps them, and drops those that end by an error.
+# By the engine's ID of the pass. Only the engine references them; it drops passes that fail.
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # each device has its own backward thread
 
 
 def tell_end(waiter: Waiter) -> None:
-    """Tell it once when the present backward pass has ended. For hooks."""
+    """Register the waiter for the end of the present backward pass, once. For use in hooks."""
     number = torch._C._current_graph_task_id()
     with _lock:
         current = _passes.get(number)
@@ -93,7 +94,7 @@ def tell_end(waiter: Waiter) -> None:
 
 
 class GradientHooks:
-    """Of one follower, which is held weakly: with it, its hooks are gone, without waiting for the collector."""
+    """Hooks of one listener. It is referenced weakly, so that its hooks are removed with it at once."""
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))
@@ -101,7 +102,7 @@ class GradientHooks:
         weakref.finalize(follower, _remove, self._hooks).atexit = False
 
     def install(self, parameters: Iterable[torch.Tensor]) -> None:
-        """On all that require a gradient, and on no others. Safe to repeat."""
+        """Install hooks on exactly the parameters that require a gradient. Idempotent."""
         wanted = {id(parameter): parameter for parameter in parameters}
         for key, parameter in wanted.items():
             if parameter.requires_grad and key not in self._hooks:

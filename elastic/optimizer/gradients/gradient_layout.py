@@ -1,8 +1,8 @@
-"""Says what decides how an optimizer's gradients travel, line by line, before anybody reduces anything.
+"""Description of how an optimizer's gradients are reduced, line by line. Needs no communication.
 
-The lines are part of a state's layout, which the driver compares before it lets a newcomer in: one that would reduce
-other things than the world ends there, told what differs, and nobody is disturbed. ``requires_grad`` is in none of
-them: it may change while a job runs, and travels with the state. Talks to nobody.
+The lines are part of a state's layout, which the driver compares before a worker joins. A worker that would reduce
+differently is rejected with the difference, without disturbing the world. ``requires_grad`` is not included, since it
+may change while a job runs and is part of the state.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from elastic.optimizer.gradients import gradient_reducer
 
 @dataclass(frozen=True)
 class Made:
-    """What `elastic.optimizer.distributed_optimizer.DistributedOptimizer` was given. ``passes`` may have been changed
-    since, on all ranks."""
+    """Arguments of `elastic.optimizer.distributed_optimizer.DistributedOptimizer`.
+
+    ``passes`` may have been changed since, on all ranks.
+    """
 
     options: Options
     passes: int
     sparse_as_dense: bool
-    whole_world: bool  # else a process set, and which one may depend on the rank
-    fusion_bytes: int | None  # None: by default
+    whole_world: bool  # False: a process set, which may differ between ranks
+    fusion_bytes: int | None  # None: the default
     shards: Shards | None = None
     zero: int = 0
 
@@ -36,7 +38,9 @@ class Made:
 def lines(
     name: str, made: Made, parameters: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]
 ) -> list[str]:
-    """``optimizer.compression fp16``, ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
+    """Return lines such as ``optimizer.compression fp16`` or ``optimizer.parameter.3 layer.bias float32 [20] strides
+    [1]``.
+    """
     if not made.whole_world:
         return [f"{name}.process_set some of the ranks"]
     named = [(names.get(parameter, "without a name"), parameter) for parameter in parameters]
@@ -52,10 +56,10 @@ def lines(
 
 
 def outside_state(handled: Collection[object]) -> str:
-    """The lines of this process's optimizers that are not in ``handled``, in an order that names no process."""
+    """Return the lines of this process's optimizers that are not in ``handled``, in an order equal on all processes."""
     if not _outside(handled):
         return ""
-    gc.collect()  # one that is gone must not count on a process whose collector has yet to run
+    gc.collect()  # an unreachable optimizer must not count just because the garbage collector has not run
     texts = sorted(each.gradient_layout("") for each in _outside(handled))
     alone = len(texts) == 1
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Brings the mark of a step (see `elastic.optimizer.plan_agreement`) from where it was reduced to the host."""
+"""Copy of a step's flag (see `elastic.optimizer.plan_agreement`) from the reduced bucket to the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from elastic.state.snapshots.pinned import Transit
 
 
 class MarkOnHost:
-    """Of one element of a bucket. From a GPU it is copied while later buckets are waited for: then it costs no wait."""
+    """One element of a bucket.
+
+    On a GPU, it is copied while later buckets are awaited, which costs no additional wait.
+    """
 
     def __init__(self, mark: torch.Tensor) -> None:
         self._mark = self._seen = mark
@@ -19,13 +22,17 @@ class MarkOnHost:
             self._seen = torch.empty_like(mark, device="cpu", pin_memory=True)
 
     def fetch(self) -> None:
-        """The reduction is over, and went well."""
+        """Start the copy after a successful reduction."""
         if self._copy is not None:
             self._seen.copy_(self._mark, non_blocking=True)
             self._copy.follow(self._mark.device, self._mark.nbytes)
 
     def read(self, op: Op) -> StepFlag:
-        """After `fetch`. Raises DeviceLost where the copy does not end."""
+        """Return the flag; requires `fetch`.
+
+        Raises:
+            DeviceLost: the copy did not complete.
+        """
         if self._copy is not None:
             self._copy.wait()
         return read_mark(op, float(self._seen))

@@ -1,7 +1,7 @@
-"""Which of an optimizer's gradients travels in which bucket: what was decided, as tensors. Decides nothing.
+"""Buckets and slots of an optimizer's gradients. Makes no decisions.
 
-`elastic.optimizer.bucket_plan` decides, from sizes; the ranks agree on what it starts from (see
-`elastic.optimizer.plan_agreement`). Here it becomes buffers, and a place for every parameter.
+`elastic.optimizer.bucket_plan` decides from sizes, and the ranks agree on its input (see
+`elastic.optimizer.plan_agreement`). This module turns the result into buffers and gives each parameter its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.optimizer.gradient_options import Options
 
 
 class Slot:
-    """One trainable parameter's place in the plan and in the present step."""
+    """Place of one trainable parameter in the plan, and its progress in the present step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
@@ -32,15 +32,17 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.passes_left = 0
-        self.filled = False  # its gradient is in the bucket
-        self.bucket: GradientBucket | None = None  # None: sparse, or nothing is arranged yet
-        self.position = 0  # in the bucket
+        self.filled = False  # whether its gradient is in the bucket
+        self.bucket: GradientBucket | None = (
+            None  # None: sparse, or the buckets are not yet arranged
+        )
+        self.position = 0  # index in the bucket
 
 
 class GradientPlan:
-    """These named parameters, which never change; slots of those that are trained, and buckets once they are arranged.
+    """Plan for a fixed list of named parameters: slots of the trained ones and, once arranged, buckets.
 
-    Trained are at first those that require a gradient here, then those that do on any rank.
+    Initially the trained parameters are those that require a gradient on this rank, later those that do on any rank.
     """
 
     def __init__(
@@ -51,24 +53,26 @@ class GradientPlan:
     ) -> None:
         self._options = options
         self._fusion_bytes = fusion_bytes
-        self._full_at = (0, 0)  # bytes at which the first bucket, and any other, is closed
+        self._full_at = (0, 0)  # sizes in bytes at which the first bucket, and any other, is closed
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
         self.sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
-        self.order: tuple[int, ...] | None = None  # the slots as they become ready, agreed on
-        self.buckets: list[GradientBucket] = []  # empty: nothing is arranged yet
-        self.rows: list[str] = []  # what each bucket is called in the timeline
+        self.order: tuple[int, ...] | None = (
+            None  # slots in the agreed order in which they become ready
+        )
+        self.buckets: list[GradientBucket] = []  # empty until arranged
+        self.rows: list[str] = []  # name of each bucket in the timeline
 
     @property
     def device(self) -> torch.device:
         return self.named[0][1].device
 
     def lines(self) -> list[str]:
-        """All that has to be the same on every rank before anything is arranged, a name and a value each."""
+        """Return the settings that must be equal on all ranks before buckets are arranged, one per line."""
         return self._options.lines(self.named, self._fusion_bytes)
 
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """What this rank would have all use: what was agreed before, else what it has seen in this step."""
+        """Return the order that this rank proposes: the one agreed before, else the one observed in this step."""
         count = len(self.slots)
         numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
         return (
@@ -78,7 +82,7 @@ class GradientPlan:
         )
 
     def train(self, trained: tuple[int, ...]) -> None:
-        """Slots for these parameters, 1 for each. What is arranged for others is forgotten."""
+        """Set the trained parameters (1 for each) and discard the arrangement if they differ."""
         if trained != self.trained:
             self._train(trained)
             self.sparse, self.order, self.buckets, self.rows = {}, None, [], []
@@ -92,21 +96,21 @@ class GradientPlan:
     def arrange(
         self, sparse: dict[int, int], order: tuple[int, ...], full_at: tuple[int, int]
     ) -> None:
-        """Buckets for this, equal on all ranks; those that are there already are kept."""
+        """Create buckets for these arguments, which are equal on all ranks. Unchanged buckets are kept."""
         wanted = sparse, order, full_at
         if not self.buckets or wanted != (self.sparse, self.order, self._full_at):
             self.sparse, self.order, self._full_at = wanted
             self._build()
 
     def renew(self) -> None:
-        """The same buckets in other memory, because somebody may still write into this one."""
+        """Allocate the same buckets in new memory, because collectives in flight may still write to the present one."""
         scales = [bucket.scales for bucket in self.buckets]
         self._build()
         for bucket, scale in zip(self.buckets, scales, strict=True):
             bucket.scales = scale
 
     def layout(self, digest: int, size: int) -> plan_agreement.StepPlan:
-        """What a rank that has joined needs to follow ``size`` ranks that step with these buckets."""
+        """Return what a joined rank needs to take part in the steps of ``size`` ranks with these buckets."""
         assert self.order is not None
         sparse = []
         for number, dims in sorted(self.sparse.items()):
@@ -128,7 +132,7 @@ class GradientPlan:
         )
 
     def begin_step(self, passes: int) -> None:
-        """Nothing has come yet: ``passes`` gradients of every parameter will."""
+        """Reset the slots and buckets for a step with ``passes`` gradients of every parameter."""
         for slot in self.slots:
             slot.passes_left = passes
             slot.filled = False
@@ -153,7 +157,10 @@ class GradientPlan:
             self._add(self._bucket(each, [slot.parameter for slot in slots]), slots)
 
     def _planned(self, dense: Sequence[Slot]) -> list[bucket_plan.Bucket]:
-        """Of indices into ``dense``. What a user's own compression makes travels by itself."""
+        """Return buckets of indices into ``dense``.
+
+        With a user-defined compression, each gradient has its own bucket.
+        """
         items = [
             bucket_plan.Gradient(
                 f"{slot.parameter.dtype} {slot.parameter.device}",
@@ -196,7 +203,11 @@ class GradientPlan:
     # ---- gradients that are sparse ---------------------------------------------------------------------------------
 
     def reduce_sparse(self, group_of: Callable[[torch.device], Collectives], divisor: int) -> None:
-        """Make those the sum over all ranks, divided by ``divisor``. Raises CollectiveFailed."""
+        """Replace sparse gradients by their sum over all ranks, divided by ``divisor``.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
         by_device: dict[torch.device, list[int]] = {}
         for number in sorted(self.sparse):
             by_device.setdefault(self.slots[number].parameter.device, []).append(number)
@@ -214,7 +225,7 @@ class GradientPlan:
 
 
 def _row(number: int, slots: Sequence[Slot]) -> str:
-    """``gradients 0: layer.weight``, ``gradients 1: layer.weight .. layer.bias (4)``."""
+    """For example ``gradients 0: layer.weight`` or ``gradients 1: layer.weight .. layer.bias (4)``."""
     names = [slot.name for slot in slots]
     members = (
         names[0]

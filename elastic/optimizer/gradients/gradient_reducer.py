@@ -1,19 +1,20 @@
-"""Decides when gradients are averaged: counts backward passes, launches full buckets in plan order, waits for them.
+"""Scheduling of gradient reductions: counts backward passes, launches full buckets in plan order, and waits for them.
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
-been launched. Before a plan is first used in a generation the ranks compare it once, in one or two small messages, and
-launch nothing earlier. Each reducer has a group of its own, so two optimizers may launch in any order; and ranks
-that have joined can follow each of them: see `elastic.optimizer.plan_agreement`.
+been launched. Before a plan is first used in a generation, the ranks compare it once, in one or two small messages, and
+launch nothing earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined ranks can
+follow each of them: see `elastic.optimizer.plan_agreement`.
 
-The reduction is over when the last backward pass of a step returns, so what the script does to gradients then is done
-to the reduced ones. Which pass is the last? The one after which no gradient is missing. Where some are, parameters may
-be unused, or another loss may follow: the last is then the one that was the last in other steps, by its number.
-If no pass turns out to be the last, as in the first such step, or where ranks run the passes of two optimizers in
+The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
+applies to the reduced ones. A pass is the last if no gradient is missing after it. If some are missing, parameters may
+be unused, or another loss may follow; then the pass is the last if its number is that of the last pass in other steps.
+If no pass is recognized as the last, as in the first such step, or if ranks run the passes of two optimizers in
 different orders, `GradientReducer.finish` completes the step.
 
-Gradient hooks run inside backward, half way: they never raise an interruption. A hook that cannot launch marks the
-generation broken and returns; `finish` raises. What is waited for at the end of a pass raises from backward() itself.
+Gradient hooks run in the middle of backward and therefore never raise an interruption. A hook that cannot launch marks
+the generation as broken and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
+backward() itself.
 """
 
 from __future__ import annotations
@@ -53,15 +54,18 @@ FIRST_BYTES = bucket_plan.FIRST_BYTES
 FULL_BYTES = bucket_plan.FULL_BYTES
 
 
-# Those of this process, wherever they are in their steps.
+# All reducers of this process.
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _numbers = itertools.count()
-# By the shapes of their parameters: those with equal ones can't be told apart by their plans.
+# By the shapes of their parameters. Plans do not distinguish reducers with equal shapes.
 _made: collections.Counter[int] = collections.Counter()
 
 
 class GradientReducer:
-    """Reduces the gradients of one optimizer. All methods but the hooks belong to the training thread."""
+    """Reducer of the gradients of one optimizer.
+
+    All methods except the hooks must be called from the training thread.
+    """
 
     def __init__(
         self,
@@ -92,40 +96,44 @@ class GradientReducer:
 
         # The plan.
         self._signature: list[tuple[Any, ...]] | None = None
-        self._own: tuple[int, ...] = ()  # 1 for each parameter that requires a gradient here
-        self._told: tuple[int, ...] = ()  # the same, as the others know it
+        self._own: tuple[
+            int, ...
+        ] = ()  # 1 for each parameter that requires a gradient on this rank
+        self._told: tuple[int, ...] = ()  # the same, as known to the other ranks
         self._changing = False  # whether the two differ
-        self._next: GradientPlan | None = None  # what the agreed one is given up for, in this step
+        self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
         self._plan = GradientPlan(self._options, [])
         self._agreed: int | None = None  # the generation whose members have compared this plan
-        self._number: plan_agreement.Agreed | None = None  # which one it is there
-        self._version = -1  # of that number's plan
+        self._number: plan_agreement.Agreed | None = None  # its number in that generation
+        self._version = -1  # version of the plan with that number
 
         # The present step.
         self._generation: int | None = None
-        self._size = 1  # of those that it averages over
+        self._size = 1  # number of ranks that it averages over
         self._members: tuple[int, ...] | None = None  # None: the whole world
         self._begun = False
-        # In their order, as long as the plan is not agreed, or is about to be another.
+        # Parameters in the order of their gradients; only until the plan is agreed or if it is about to change.
         self._ready: list[torch.Tensor] = []
         self._launched = 0  # buckets
         self._complete = 0  # slots that have all their gradients
-        self._partial = 0  # slots that have some of their gradients
-        self._ended = 0  # backward passes that brought any
-        self._usual = 0  # such passes in other steps; 0: not known
-        # Of autograd's engine; it brings gradients of a step that began as agreed.
+        self._partial = 0  # slots that have some but not all of their gradients
+        self._ended = 0  # backward passes that produced gradients
+        self._usual = 0  # number of such passes in other steps; 0: unknown
+        # ID of autograd's graph task that produces gradients of a step with an agreed plan.
         self._known_pass = -1
         self._late = False  # no pass is the last of this step: all ranks reduce in finish()
-        self._never: int | None = None  # the generation in which none is the last of any step
-        self._early = False  # the last pass is over, and nothing is missing or to come
+        self._never: int | None = None  # generation in which no pass is the last of any step
+        self._early = False  # the last pass has ended and no gradient is missing
         self._reduced = False
-        self._absent: list[torch.Tensor] = []  # had no gradient in this step
-        self._stale: list[Work] = []  # of an abandoned step; they may still write into the buffers
+        self._absent: list[torch.Tensor] = []  # parameters without a gradient in this step
+        self._stale: list[
+            Work
+        ] = []  # works of an abandoned step, which may still write to the buffers
         reducers.add(self)
 
     @property
     def pending(self) -> bool:
-        """Whether backward has run since the last `finish`, in the present world of more than one."""
+        """Whether backward has run since the last `finish`, in the present world and with more than one rank."""
         try:
             return self._begun and self._generation == lifecycle.current().generation
         except NotInitialized:
@@ -137,20 +145,20 @@ class GradientReducer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """None once it is gone."""
+        """The optimizer, or None once it was garbage-collected."""
         return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes per step, from now on. What has been counted in this step is forgotten."""
+        """Set the number of backward passes per step. Discards the counts of the present step."""
         self._passes = passes
         self.discard()
 
     def install_hooks(self) -> None:
-        """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
+        """Install gradient hooks on all parameters that require a gradient. Idempotent."""
         self._hooks.install(self._parameters.all())
 
     def discard(self) -> None:
-        """Abandon the present step: counters, works under way, and the gradients that these may have garbled."""
+        """Abandon the present step: its counters, works in flight, and gradients that these may have corrupted."""
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
                 slot.bucket.discard(slot.position)
@@ -158,14 +166,20 @@ class GradientReducer:
             self._stale += bucket.drop()
         self._clear()
 
-    # A compiled function that calls it goes on behind it: nothing here is worth tracing.
+    # A compiled caller continues to be compiled after this call; nothing in it is worth tracing.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def finish(self) -> None:
-        """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, Invalid, NotInitialized.
+        """Set every parameter's ``grad`` to the reduced gradient. Collective.
 
-        Parameters without a gradient contribute zeros and get one. Does nothing if that was done when the last backward
-        pass ended, nor on a rank outside the process set. Invalid if the script has changed a gradient that was taken
-        in before: raised at the end, so that no other rank is left waiting.
+        Parameters without a gradient contribute zeros and receive one. Nothing is done if the last backward pass
+        already did it, or if this rank is not in the process set.
+
+        Raises:
+            PeerLost: a rank was lost.
+            StateMismatch: ranks reduce different gradients.
+            Invalid: the script changed a gradient that was already being reduced. Raised at the end, so that no other
+                rank is left waiting.
+            NotInitialized: ``init()`` was not called.
         """
         changed: Slot | None = None
         world = lifecycle.current()
@@ -188,7 +202,7 @@ class GradientReducer:
                     changed = self._wait(world)
                     self._heed_change(world)
             elif world.elastic and included:
-                # As in a larger world, so that an optimizer does the same whatever the size is.
+                # Same as in a larger world, so that the optimizer's step does not depend on the size.
                 for parameter in self._parameters.all():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
@@ -200,7 +214,7 @@ class GradientReducer:
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """``parameter.grad`` has received one backward pass."""
+        """Handle a gradient that one backward pass has added to ``parameter.grad``."""
         with self._lock:
             slot = self._plan.slot_of.get(id(parameter))
             if (
@@ -210,7 +224,7 @@ class GradientReducer:
                 and self._known_pass == torch._C._current_graph_task_id()
                 and ((gradient := parameter.grad) is None or not gradient.requires_grad)
             ):
-                # As nearly always. Models have thousands of parameters, and for each nothing else is asked.
+                # Fast path for nearly all calls: models have thousands of parameters.
                 slot.passes_left = 0
                 self._complete += 1
                 self._fill(slot, watch=True)
@@ -220,7 +234,11 @@ class GradientReducer:
                 self._receive(parameter)
 
     def _receive(self, parameter: torch.Tensor) -> None:
-        """Begins a step, or learns that it has begun; raises AssertionError where the script has made a mistake."""
+        """Begin a step, or count the gradient in the present one.
+
+        Raises:
+            AssertionError: the script uses gradients incorrectly.
+        """
         try:
             world = lifecycle.current()
         except NotInitialized:
@@ -232,14 +250,14 @@ class GradientReducer:
         if not self._begun:
             try:
                 self._locate(world)
-            except Invalid:  # the process set was removed: finish() says so
+            except Invalid:  # the process set was removed; finish() reports it
                 return
             if self._size == 1:
                 return
             self._begin(world.generation)
         slot = None if self._next else self._plan.slot_of.get(id(parameter))
         if slot is None:
-            self._ready.append(parameter)  # the next plan may have it
+            self._ready.append(parameter)  # the next plan may contain it
             if self._next is not None:
                 tell_end(self)
             return
@@ -272,19 +290,26 @@ class GradientReducer:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def backward_ended(self, inner: bool) -> None:
-        """Launch all that is left if this was the step's last pass. Raises PeerLost, StateMismatch."""
+        """Launch the remaining buckets if this was the step's last pass.
+
+        Raises:
+            PeerLost: a rank was lost.
+            StateMismatch: ranks reduce different gradients.
+        """
         world = lifecycle.current()
         if not self._begun or self._reduced or self._generation != world.generation or world.broken:
-            return  # finish() says why, where that has to be said
+            return  # finish() reports the reason if needed
         if self._next is not None:
             self._ended += not inner
-            if not inner and 0 < self._usual <= self._ended:  # else finish() tells the others
+            if (
+                not inner and 0 < self._usual <= self._ended
+            ):  # otherwise finish() notifies the other ranks
                 with world.guard(GRADIENTS), torch.no_grad():
                     self._agree_anew(world)
                     self._early = True
                     self._launch_rest(world)
             return
-        # Those that only other ranks train get no gradient here.
+        # Parameters trained only on other ranks receive no gradient here.
         slots = self._plan.slots
         complete = self._complete == len(slots) or self._complete == sum(
             slot.parameter.requires_grad for slot in slots
@@ -299,7 +324,7 @@ class GradientReducer:
             if self._agreed == world.generation:
                 self._early = last
             else:
-                # Also with gradients missing: ranks that have all of theirs wait here.
+                # Also if gradients are missing, since ranks that have all of theirs wait here.
                 moment = plan_agreement.Moment.LAST_PASS if last else plan_agreement.Moment.PASS
                 self._early = self._agree(world, moment)
                 self._late = not self._early
@@ -307,11 +332,16 @@ class GradientReducer:
                 self._launch_rest(world)
                 if not complete:
                     for slot in self._plan.slots:
-                        slot.passes_left = 0  # it is too late for one
+                        slot.passes_left = 0  # too late for another gradient in this step
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def wait_after_backward(self) -> None:
-        """Make the gradients the reduced ones if this was the step's last pass. Raises PeerLost, Invalid."""
+        """Wait for the reduced gradients if this was the step's last pass.
+
+        Raises:
+            PeerLost: a rank was lost.
+            Invalid: the script changed a gradient that was already being reduced.
+        """
         world = lifecycle.current()
         if not self._early or self._reduced or self._generation != world.generation:
             return
@@ -324,11 +354,15 @@ class GradientReducer:
             raise Invalid(_too_early(changed))
 
     def follows(self, parameter: torch.Tensor) -> bool:
-        """Whether this optimizer, too, takes the gradients of a parameter."""
+        """Whether this optimizer also trains the parameter."""
         return any(each is parameter for each in self._parameters.all())
 
     def _locate(self, world: Context) -> bool:
-        """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
+        """Determine the ranks to average over in this step. Return whether this rank is one of them.
+
+        Raises:
+            Invalid: the process set was removed.
+        """
         if self._process_set is global_process_set:
             self._size = world.place.size
             return True
@@ -340,14 +374,14 @@ class GradientReducer:
         return True
 
     def members(self, world: Context) -> tuple[int, ...] | None:
-        """The ranks that average, None for all; an empty tuple if this rank is not among them."""
+        """Return the ranks to average over: None for all, empty if this rank is not one of them."""
         try:
             return self._members if self._locate(world) else ()
         except Invalid:
             return ()
 
     def _begin(self, generation: int) -> None:
-        """The first gradient, or finish(), of a step."""
+        """Begin a step, at its first gradient or in finish()."""
         parameters = self._parameters.all()
         signature = [_trait(parameter) for parameter in parameters]
         own = tuple(int(parameter.requires_grad) for parameter in parameters)
@@ -357,7 +391,7 @@ class GradientReducer:
             self._changing = own != self._told
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
-                self._usual = 0  # others may come with passes of their own
+                self._usual = 0  # the new parameters may have passes of their own
             self._signature = signature
             named = [
                 (self._parameters.name(each, f"parameter {number}"), each)
@@ -366,7 +400,7 @@ class GradientReducer:
             plan = GradientPlan(self._options, named, lifecycle.current().env.fusion_bytes)
             plan.begin_step(self._passes)
             if self._agreed == generation and self._size > 1:
-                self._next = plan  # the others have to be told, with the plan that they have
+                self._next = plan  # the other ranks are notified through their present plan
             else:
                 self._plan = plan
                 self._agreed = None
@@ -389,7 +423,7 @@ class GradientReducer:
     def _launch_full(self) -> None:
         world, built = lifecycle.current(), self._plan.buckets
         if world.broken:
-            return  # finish() says so
+            return  # finish() reports it
         try:
             while self._launched < len(built) and not built[self._launched].missing:
                 self._launch_next(world)
@@ -424,7 +458,7 @@ class GradientReducer:
             self._launch_next(world)
 
     def _wait(self, world: Context) -> Slot | None:
-        """Returns one whose gradient the script has changed meanwhile, if there is any."""
+        """Wait for all buckets. Return a slot whose gradient the script has changed meanwhile, or None."""
         plan = self._plan
         changed: tuple[GradientBucket, int] | None = None
         malloc_tuning.of_process().filled()
@@ -454,22 +488,24 @@ class GradientReducer:
         self._complete = self._partial = self._ended = 0
         self._begun = self._late = self._early = self._reduced = False
         self._ready.clear()
-        if self._next is not None:  # abandoned: the next step begins with what has changed
+        if self._next is not None:  # abandoned: the next step begins with the changed parameters
             self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
     def _agree(self, world: Context, moment: plan_agreement.Moment, anew: bool = False) -> bool:
-        """Compare the plan with the other members'; learn their order, and which gradients are sparse on any of them.
+        """Compare the plan with the other members', and adopt their order and their set of sparse gradients.
 
-        Changes nothing in a world of one, which is also what a newcomer has before it joined, nor if ranks compare
-        different plans at the end of a backward pass: they do so again in step(). Returns whether this is the end of
-        the step's last pass on all ranks.
+        Changes nothing in a world of one rank, which is also the world of a worker that has not joined yet. Changes
+        nothing either if ranks compare different plans at the end of a backward pass; they compare again in step().
+
+        Returns:
+            Whether this is the end of the step's last pass on all ranks.
         """
         try:
             return self._compare(world, moment, anew)
         except Exception:
-            self._clear()  # nothing is under way
+            self._clear()  # no work is in flight
             raise
 
     def _compare(self, world: Context, moment: plan_agreement.Moment, anew: bool) -> bool:
@@ -501,7 +537,7 @@ class GradientReducer:
             wire = getattr(torch, bucket.wire().dtype)
             bucket.scales = self._options.scales(self._size, inside, wire)
         self._agreed = world.generation
-        self._usual = 0  # the same on all ranks
+        self._usual = 0  # equal on all ranks
         return last
 
     def _negotiate(
@@ -512,9 +548,9 @@ class GradientReducer:
         moment: plan_agreement.Moment,
         anew: bool,
     ) -> tuple[plan_agreement.Agreed | None, bool]:
-        """Compare with all others, also with those that have joined. See `_agree`, for None as well."""
+        """Compare the plan with all other ranks, including joined ones. See `_agree`, also for a result of None."""
         plan = self._plan
-        dims: dict[int, int] = {  # by id, because the numbers may change
+        dims: dict[int, int] = {  # keyed by id, because the numbers may change
             id(plan.slots[number].parameter): count for number, count in plan.sparse.items()
         }
         for slot in plan.slots:
@@ -536,7 +572,8 @@ class GradientReducer:
         )
         verdict = joined_rank.compare(group, device, proposal)
         while verdict.again:
-            # Ranks run the backward passes of optimizers in different orders. In step() the order is one.
+            # Ranks run the backward passes of the optimizers in different orders. The order of step() calls is the
+            # same.
             self._never = world.generation
             if moment is not plan_agreement.Moment.STEP:
                 return None, False
@@ -575,9 +612,13 @@ class GradientReducer:
         return known.record(number, layout, self), verdict.last
 
     def _agree_anew(self, world: Context) -> None:
-        """Parameters are other ones than in the plan: this rank takes its last step with zeros, and has a new plan.
+        """Agree on a new plan after the parameters have changed.
 
-        Raises StateMismatch, PeerLost.
+        This rank takes its last step of the old plan with zeros.
+
+        Raises:
+            StateMismatch: ranks have different parameters.
+            PeerLost: a rank was lost.
         """
         assert self._next is not None
         anew = self._agreed == world.generation
@@ -589,10 +630,14 @@ class GradientReducer:
         self._usual = usual
 
     def _heed_change(self, world: Context) -> None:
-        """On some rank, as the mark may say, other parameters require a gradient than before; the step has been taken
-        without those. Agrees on all that are trained on any rank, and reduces the gradients of those that are new.
+        """Agree on a new plan if the step's flag says that other parameters require a gradient on some rank.
 
-        Raises StateMismatch, PeerLost.
+        The step was taken without those parameters. The new plan contains all parameters that are trained on any rank,
+        and the gradients of the new ones are reduced here.
+
+        Raises:
+            StateMismatch: ranks have different parameters.
+            PeerLost: a rank was lost.
         """
         if self._plan.buckets[0].heard(self._options.wire_op) is not StepFlag.CHANGE:
             return
@@ -605,11 +650,11 @@ class GradientReducer:
         self._agreed, self._ready = None, ready
         self._agree(world, plan_agreement.Moment.STEP)
         self._ready.clear()
-        # The same passes bring the gradients of the steps to come.
+        # The passes that produce gradients stay the same in later steps.
         self._usual, self._ended = usual, ended
         for parameter in absent:
             if id(parameter) not in self._plan.slot_of:
-                parameter.grad = None  # frozen on every rank now: the optimizer leaves it alone
+                parameter.grad = None  # frozen on every rank now, so the optimizer must skip it
         if self._plan.slot_of.keys() <= reduced.keys():
             return
         kept = [
@@ -631,12 +676,12 @@ class GradientReducer:
         self._known_pass = -1
 
     def _twins(self) -> tuple[int, int]:
-        """How many this process made before for parameters of equal shapes, and how many of all these are left."""
+        """Return how many reducers with equal parameter shapes were created before this one, and how many exist."""
         return self._twin, sum(other._kind == self._kind for other in list(reducers))
 
 
 def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
-    """At the first elements of each bucket on the CPU: what it costs does not grow with them."""
+    """Check the first elements of each CPU bucket, at a cost that does not depend on bucket sizes."""
     samples = [
         each.sample
         for each in plan.buckets
@@ -648,9 +693,10 @@ def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
-    """When the first bucket, and when any other, is full: HOROVOD_FUSION_THRESHOLD, or what suits the device.
+    """Return the sizes in bytes at which the first bucket, and any other, is full.
 
-    The same on all ranks of a world, also where hosts have different numbers of them.
+    These are HOROVOD_FUSION_THRESHOLD or a default, and equal on all ranks of a world, even if hosts have different
+    numbers of ranks.
     """
     full = world.env.fusion_bytes
     if full is None and device.type == "cuda":
@@ -688,5 +734,5 @@ def _too_early(slot: Slot) -> str:
 
 
 def _trait(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Of a parameter whose gradient finds its place in the plan that was made for it."""
+    """Return the properties of a parameter that its place in a plan depends on."""
     return (id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride())

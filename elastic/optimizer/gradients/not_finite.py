@@ -1,12 +1,11 @@
-"""What the parameters were when reduced gradients first became infinite or NaN: the last moment at which one can tell
-whose were damaged.
+"""Digests of the parameters at the step whose reduced gradients first became infinite or NaN.
 
-A step later all replicas are spoilt alike, by the same gradients. But before the optimizer steps the parameters are
-still what they were, and those of a rank whose memory has changed a bit differ from all others. Where it was a batch,
-or a model that diverges, they are equal everywhere, and nobody is blamed.
+One step later, the same gradients have corrupted all replicas alike. Before the optimizer steps, the parameters of a
+rank with faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model, the
+parameters are equal everywhere and no worker is blamed.
 
-What a rank has seen belongs to its state, as a commit does: it outlasts the world, and a way back to an older commit
-forgets it.
+The observations of a rank belong to its state, like a commit: they outlast the world, and restoring an older commit
+discards them.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ import torch
 
 from elastic.state.snapshots.digest import digest
 
-SAMPLE = 4096  # elements of a bucket that are looked at: what is not finite spreads to nearly all gradients
+SAMPLE = 4096  # elements of a bucket to check; a non-finite value spreads to nearly all gradients
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether all its elements are; one of integers always is."""
+    """Whether all elements are finite. Always True for integers."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no float8
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8
     return all(map(math.isfinite, torch.aminmax(numbers)))
 
 
 class FirstNotFinite:
-    """Of one worker. Every rank that takes part sees the same reduced gradients, so all note the same step."""
+    """Observations of one worker. All ranks see the same reduced gradients and therefore record the same step."""
 
     def __init__(self) -> None:
-        self._found: dict[str, int] = {}  # digests of parameters, by what they are of
-        self._committed: dict[str, int] = {}  # the same, as of the newest commit
-        self._odd: set[str] = set()  # those whose last gradients were not finite
-        self._missed = False  # a step of the others, so only of these it is known when they began:
+        self._found: dict[str, int] = {}  # digests of parameters, by reducer
+        self._committed: dict[str, int] = {}  # `_found` at the newest commit
+        self._odd: set[str] = set()  # reducers whose last gradients were not finite
+        self._missed = False  # other ranks stepped without this one; then the first occurrence is known only for:
         self._fine: set[str] = set()
 
     def look(
@@ -45,9 +44,14 @@ class FirstNotFinite:
         samples: Iterable[torch.Tensor],
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """After gradients were reduced, before the optimizer steps. ``samples``: parts of these gradients.
+        """Check gradients after their reduction and before the optimizer's step.
 
-        What was found first stays until they are finite again.
+        The first observation is kept until the gradients are finite again.
+
+        Args:
+            of: identifies the reducer.
+            samples: parts of the reduced gradients.
+            parameters: by name, to compute a digest of.
         """
         if all(map(finite, samples)):
             self._fine.add(of)
@@ -59,25 +63,27 @@ class FirstNotFinite:
             self._found[of] = digest((name, each.detach()) for name, each in parameters)
 
     def began(self) -> None:
-        """All ranks have the same new state, whatever they had before."""
+        """Reset, since all ranks have received the same new state."""
         self._missed = False
         for each in (self._found, self._committed, self._odd, self._fine):
             each.clear()
 
     def missed(self) -> None:
-        """The others have stepped without this rank. What it would note may be of another step than what they know, so
-        it notes nothing until gradients are finite again.
+        """Record that other ranks have stepped without this one.
+
+        An observation could now be of another step than theirs, so nothing is recorded until gradients are finite
+        again.
         """
         self._missed = True
         for each in (self._found, self._committed, self._fine):
             each.clear()
 
     def saved(self) -> None:
-        """A commit was made."""
+        """Record that a commit was made."""
         self._committed = dict(self._found)
 
     def stepped_back(self) -> None:
-        """To the newest commit."""
+        """Restore the observations of the newest commit."""
         self._found = dict(self._committed)
 
     def lasts(self) -> bool:
@@ -85,8 +91,10 @@ class FirstNotFinite:
         return bool(self._odd)
 
     def digest(self) -> int | None:
-        """Of what was found, equal on ranks whose parameters were; None: nothing was, or of several optimizers, of
-        which another rank may have found fewer: a newcomer has not seen what an older plan found.
+        """Return the digest, which is equal on ranks whose parameters were equal.
+
+        None if nothing was observed, or for several optimizers: another rank may have observed fewer of them, since a
+        joined rank has not seen the observations of an older plan.
         """
         found = [*self._found.values()]
         return found[0] if len(found) == 1 else None
