@@ -1,4 +1,4 @@
-"""init, shutdown and the queries, with Horovod's signatures."""
+"""init, shutdown and queries of the world, with Horovod's signatures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job that this process was started for; without ``elasticrun``, create a world of size 1. Idempotent.
 
     Args:
-        comm: a list of all ranks, which has no effect; a part of them can't be a job of its own here.
+        comm: a list of all ranks, which has no effect. A subset of the ranks is not supported.
         process_sets: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic", which enables
             `add_process_set` and `remove_process_set`.
 
@@ -23,8 +23,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         DriverLost, JobFailed: if there is no job to join.
         Invalid: (a ValueError) for unsupported arguments.
 
-    A worker that joins a training world returns at once, with a provisional size and a rank other than 0; it is ready
-    once it enters ``elastic.run``.
+    If a world is already training, a joining worker returns at once, with a provisional size and a rank other than 0.
+    Both become final when it enters ``elastic.run``.
 
     Example::
 
@@ -47,7 +47,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _checked_comm(comm: Any) -> list[int]:
-    """The ranks that ``init(comm=...)`` was given; empty: all."""
+    """Validate ``init(comm=...)`` and return its ranks; empty if it was None."""
     if comm is None:
         return []
     if isinstance(comm, str) or not isinstance(comm, Iterable):
@@ -66,7 +66,10 @@ def _checked_comm(comm: Any) -> list[int]:
 
 
 def _check_members(members: list[int]) -> None:
-    """Raise Invalid unless they are all ranks. A new worker does not know yet how many there are."""
+    """Raise Invalid unless ``members`` are all ranks.
+
+    A joining worker cannot check this, since the size is provisional.
+    """
     rt = lifecycle.current()
     if not members or (rt.provisional and not rt.alone):
         return
@@ -87,12 +90,12 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Mark work during which the others wait for this worker, such as an evaluation or a checkpoint on one rank.
+    """Mark work during which the other workers wait for this one, such as an evaluation or a checkpoint on one rank.
 
-    In this context the worker is not treated as stuck, however long it takes; the log names it and the phase from time
-    to time. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the others
-    wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect outside the
-    training thread or without a driver.
+    In this context the worker is not treated as stuck, however long it takes. The log reports the worker and the phase
+    from time to time. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the
+    other workers wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect
+    outside the training thread or without a driver.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")
@@ -105,44 +108,46 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` was called, and ``shutdown()`` was not since; in a forked child, by its worker at the fork."""
+    """Whether this process (a forked child: its worker) has called ``init()`` and not ``shutdown()`` since."""
     return lifecycle.position() is not None
 
 
 def rank() -> int:
-    """This worker's index in the world. Raises NotInitialized (a ValueError) before ``init()``, as all queries do. In a
-    forked child, such as a worker of a DataLoader, queries return the values at the fork.
+    """Return this worker's index in the world.
+
+    In a forked child, such as a worker of a DataLoader, this and all other queries return the values at the fork.
+    Before ``init()``, they raise NotInitialized (a ValueError).
     """
     return lifecycle.place().rank
 
 
 def size() -> int:
-    """Number of workers in the world."""
+    """Return the number of workers in the world."""
     return lifecycle.place().size
 
 
 def local_rank() -> int:
-    """The slot of this worker on its host. It does not change with the world, so it selects the GPU."""
+    """Return this worker's slot on its host. It does not change with the world, so it can select the GPU."""
     return lifecycle.place().local_rank
 
 
 def local_size() -> int:
-    """Number of workers of the world on this host."""
+    """Return the number of workers of the world on this host."""
     return lifecycle.place().local_size
 
 
 def cross_rank() -> int:
-    """Index of this host among the hosts that have a worker with this local rank."""
+    """Return the index of this host among the hosts that have a worker with this local rank."""
     return lifecycle.place().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a worker with this local rank."""
+    """Return the number of hosts that have a worker with this local rank."""
     return lifecycle.place().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many workers as this one: size == local_size * cross_size."""
+    """Return whether every host has as many workers as this one: size == local_size * cross_size."""
     place = lifecycle.place()
     return place.size == place.local_size * place.cross_size
 

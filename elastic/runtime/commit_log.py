@@ -1,7 +1,7 @@
-"""What a commit goes through: may it be made, what number it has, is the world to change, the way back to it. Acts.
+"""Sequence of a commit: permission, number, pending change of the world, and rollback. Acts.
 
-A state keeps the values. Which commit they are, and whether others may go on from them, is kept here. In a step that
-nobody interrupts, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
+The state holds the values. This module tracks which commit they are and whether other workers can continue from it. In
+an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Verdict
 from elastic.runtime.session import Session
 
-HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
+HOLD_S = (
+    60.0  # seconds to wait for the driver at a check; the driver withdraws a change much earlier
+)
 
 
 class Kept(Protocol):
-    """What is asked of a state here."""
+    """Operations on a state that are used here."""
 
     def save(self) -> None: ...
 
@@ -36,7 +38,7 @@ class Kept(Protocol):
 
 
 class Durable(Protocol):
-    """Writes commits to a storage; see `elastic.checkpoints.writer`."""
+    """Writer of commits to storage; see `elastic.checkpoints.writer`."""
 
     run: int
 
@@ -63,22 +65,22 @@ class Durable(Protocol):
 
 
 class CommitLog:
-    """One worker's. Methods are for the training thread."""
+    """Commits of one worker. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
-        self.made = 0  # commits, in all worlds
-        self.durable: Durable | None = None  # inside elastic.run, where checkpoints are written
+        self.made = 0  # number of commits in all worlds
+        self.durable: Durable | None = None  # set inside elastic.run if checkpoints are enabled
 
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raises what user code was told before in this world, and has caught: its step was cut short."""
+        """Raise again an error of this world that user code has received and caught, since its step was interrupted."""
         self._session.raise_if_told()
 
     def committed(self) -> None:
-        """A state was saved."""
+        """Record that a state was saved."""
         self.made += 1
         with self._session.lock:
             self._session.recovery.committed()
@@ -86,7 +88,7 @@ class CommitLog:
             self.durable.saved()
 
     def make_durable(self, state: Any) -> None:
-        """The commit that was just made may be one that goes to the storage."""
+        """Write the newest commit to storage if a checkpoint is due."""
         if self.durable is None:
             return
         recovery = self._session.recovery
@@ -95,7 +97,7 @@ class CommitLog:
             self.durable.committed(state, commit, recovery.place)
 
     def finish(self, state: Any) -> None:
-        """No commit follows: the last one is made durable, unless the world breaks meanwhile."""
+        """Make the last commit durable after the training, unless the world breaks meanwhile."""
         recovery, session = self._session.recovery, self._session
         commit = recovery.agreed()
         if self.durable is not None and commit is not None:
@@ -111,8 +113,11 @@ class CommitLog:
         tensors: Mapping[str, int] | None = None,
         gradients: Mapping[str, int] | None = None,
     ) -> None:
-        """Of the newest commit. ``samples``: ids that this rank has trained on since its last one, in tests. The others
-        as in `elastic.protocol.messages.Digested`.
+        """Report the digest of the newest commit to the driver.
+
+        Args:
+            samples: IDs of the samples that this rank has trained on since its last commit; used in tests.
+            digest, buffers, epoch, step, tensors, gradients: see `elastic.protocol.messages.Digested`.
         """
         recovery = self._session.recovery
         commit = recovery.newest
@@ -124,7 +129,13 @@ class CommitLog:
             )
 
     def check(self) -> None:
-        """One numbered check. Raises WorldChanging, PeerLost or LeaveRequested; usually returns at once."""
+        """Pass one numbered check, usually without waiting.
+
+        Raises:
+            WorldChanging: all workers stop here for a planned change.
+            PeerLost: the world broke.
+            LeaveRequested: this worker leaves.
+        """
         session = self._session
         if session.alone or not session.recovery.running:
             return
@@ -147,7 +158,7 @@ class CommitLog:
                 session.raise_over()
 
     def _hold(self) -> Verdict:
-        """Until the driver has said where to stop, or that all go on."""
+        """Wait for the driver to announce the check to stop at, or to cancel the change."""
         session, deadline = self._session, time.monotonic() + HOLD_S
         with session.changed:
             while (verdict := session.recovery.verdict()) is Verdict.HOLD:
@@ -158,7 +169,7 @@ class CommitLog:
     # ---- between two worlds --------------------------------------------------------------------------------------
 
     def keep(self, state: Kept) -> None:
-        """All have stopped at one check: the state as it is is the commit of that check."""
+        """Save the state as the commit of the check at which all workers have stopped."""
         state.save()
         self.committed()
         state.report_commit()
@@ -167,9 +178,13 @@ class CommitLog:
         self._session.phases.restored(now)
 
     def keep_own(self, state: Kept) -> bool:
-        """User code asks for a new world with the state as it is: saves it, unless the world broke before, and with it
-        perhaps a step. Returns whether there is such a commit, which is for `committed_alone` to count; if not, the one
-        before counts.
+        """Save the state as it is, because user code requests a new world.
+
+        Nothing is saved if the world has broken, since a step may be incomplete.
+
+        Returns:
+            Whether there is such a commit, to be counted by `committed_alone`. If not, the previous commit remains the
+                newest.
         """
         if self._session.broken or state.is_sharded():
             return False
@@ -177,7 +192,7 @@ class CommitLog:
         return state.valid()
 
     def committed_alone(self) -> None:
-        """What `keep_own` has saved counts, now that the world is given up; see `Recovery`."""
+        """Count the commit of `keep_own` once the world is given up; see `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
         if self.durable is not None:
@@ -185,7 +200,7 @@ class CommitLog:
         self._session.account.committed(time.monotonic())
 
     def step_back(self, state: Kept) -> None:
-        """To the newest commit. One that is torn is forgotten: nobody could go on from it."""
+        """Restore the newest commit. An incomplete commit is discarded, since no worker could continue from it."""
         if not state.valid():
             with self._session.lock:
                 self._session.recovery.discard_commit()
@@ -197,8 +212,11 @@ class CommitLog:
         self._session.phases.restored(time.monotonic())
 
     def adopt(self, copied_bytes: int, *, from_checkpoint: bool = False) -> None:
-        """State is equal everywhere: from here a loss rolls back to this point, not further. ``from_checkpoint``: see
-        `elastic.protocol.messages.Resumed`.
+        """Begin a world in which all states are equal; a later loss rolls back to this point at most.
+
+        Args:
+            copied_bytes: bytes received for it.
+            from_checkpoint: see `elastic.protocol.messages.Resumed`.
         """
         with self._session.lock:
             generation = self._session.recovery.adopt().generation

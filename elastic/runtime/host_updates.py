@@ -1,9 +1,9 @@
-"""Who is told when the hosts of the job are about to change: objects with ``on_hosts_updated(timestamp, update_res)``.
+"""Notification of objects with ``on_hosts_updated(timestamp, update_res)`` about changes of the job's hosts.
 
-Every State under ``elastic.run`` is among them, and scripts may register their own. They are told when the list of
-hosts changes, and again when the driver prepares a planned change, before anybody stops for it. Decides nothing: a
-change is agreed by the driver, and a State that is not told stops at the same place. A lost worker is no such news:
-that is a PeerLost.
+Every State under ``elastic.run`` is notified, and scripts may register their own objects. They are notified when the
+list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. Makes no
+decisions: the driver coordinates a change, and a State that is not notified stops at the same place. A lost worker is
+reported by PeerLost, not here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any, Protocol
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What became of the hosts. What is told here is always ``mixed``: the worker learns that they change, not how."""
+    """Kind of change.
+
+    Notifications are always ``mixed``, since the worker is informed that hosts change but not how.
+    """
 
     no_update = 0
     removed = 1
@@ -35,21 +38,21 @@ _listeners: list[HostUpdateListener] = []
 
 
 def register(listener: HostUpdateListener) -> None:
-    """Told from now on; once per change, however often it is registered. From any thread."""
+    """Register a listener. Idempotent and thread-safe."""
     with _lock:
         if not any(each is listener for each in _listeners):
             _listeners.append(listener)
 
 
 def remove(listener: HostUpdateListener) -> None:
-    """Not told any more. One that was never registered is no error."""
+    """Unregister a listener, if it is registered."""
     with _lock:
         _listeners[:] = [each for each in _listeners if each is not listener]
 
 
 @contextlib.contextmanager
 def told(listener: HostUpdateListener) -> Iterator[None]:
-    """Registered as long as this lasts; if it was before, it stays so."""
+    """Register a listener for the duration of the block. A listener that was registered before remains registered."""
     with _lock:
         before = any(each is listener for each in _listeners)
     register(listener)
@@ -61,8 +64,13 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 
 
 def tell(timestamp: float, result: HostUpdateResult) -> None:
-    """``timestamp``: seconds since 1970. Called in the thread that listens to the driver: a listener should return at
-    once. What it raises is shown, and the others are told nevertheless.
+    """Notify all listeners, in the thread that reads the driver's messages; listeners should return at once.
+
+    An exception of a listener is printed and does not affect other listeners.
+
+    Args:
+        timestamp: seconds since 1970.
+        result: kind of change.
     """
     with _lock:
         listeners = list(_listeners)

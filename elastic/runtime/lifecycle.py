@@ -1,4 +1,4 @@
-"""The one runtime of this process: init, shutdown, and where to find it. What it does is in `worker`."""
+"""The runtime of this process: init, shutdown and access to it. `worker` implements it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from elastic.rendezvous.launcher_env import Started
 from elastic.runtime.link import Link
 from elastic.runtime.worker import Runtime
 
-_runtime: Runtime | None = None  # lives as long as the process, once init() was called
+_runtime: Runtime | None = None  # created by the first init(), kept until the process exits
 _initialized = False
-# In a forked child: where its worker stood at the fork, and in which generation. None anywhere else.
+# In a forked child: place and generation of its worker at the fork. None in other processes.
 _inherited: tuple[Place, int] | None = None
-_child_of_many = False  # ... and whether that worker shared a job with others
+_child_of_many = False  # whether that worker's job had other workers
 
 
 def active() -> Runtime | None:
-    """The runtime, or None before ``init()`` and after ``shutdown()``."""
+    """Return the runtime, or None before ``init()`` and after ``shutdown()``."""
     return _runtime if _initialized else None
 
 
 def torchs_own() -> bool:
-    """Whether a worker's script has made a process group, and torch did not give it ours."""
+    """Whether the script of a worker has created a process group that does not use this package."""
     distributed: Any = sys.modules.get("torch.distributed")
     made = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return made and active() is None and environment.read().driver is not None
 
 
 def current() -> Runtime:
-    """The runtime. Raises NotInitialized."""
+    """Return the runtime.
+
+    Raises:
+        NotInitialized: before ``init()`` and after ``shutdown()``.
+    """
     if _runtime is None or not _initialized:
         if _inherited is not None:
             raise NotInitialized(
@@ -54,9 +58,7 @@ def current() -> Runtime:
 
 
 def position() -> tuple[Place, int] | None:
-    """Place and generation of this worker; in a forked child, those that its worker had at the fork. None before
-    ``init()``.
-    """
+    """Return place and generation of this worker; in a forked child, those at the fork. None before ``init()``."""
     rt = active()
     return _inherited if rt is None else (rt.place, rt.generation)
 
@@ -67,24 +69,32 @@ def _present_place() -> Place | None:
 
 
 def place() -> Place:
-    """The same place. Raises NotInitialized."""
+    """Return the place of `position`.
+
+    Raises:
+        NotInitialized: before ``init()``.
+    """
     found = position()
     return current().place if found is None else found[0]
 
 
 def in_forked_child() -> bool:
-    """Whether ``init()`` has nothing to do here: this process is a child of a worker that has called it."""
+    """Whether this is a forked child of a worker that has called ``init()``, so that ``init()`` does nothing."""
     return _inherited is not None and _child_of_many
 
 
 def init() -> None:
-    """Joins the job that this process was started for; without ``elasticrun``, a world of one.
-    Idempotent. In a forked child of a worker it does nothing: the queries answer there already.
+    """Join the job that this process was started for; without ``elasticrun``, create a world of size 1. Idempotent.
 
-    A static worker, and an elastic one of the first start, return when the first world is formed. A newcomer to a
-    training world returns at once, with a provisional size and a rank other than 0.
-    Under another launcher, it returns when all ranks have called it; see docs/launchers.md.
-    Raises DriverLost, Invalid, JobFailed, and CollectiveFailed where ranks do not find each other.
+    In a job of fixed size, and at the first start of an elastic one, this returns when the first world is formed. A
+    worker that joins a training world returns at once, with a provisional size and a rank other than 0. Under another
+    launcher, it returns when all ranks have called it; see docs/launchers.md. In a forked child of a worker it does
+    nothing, since the queries already work there.
+
+    Raises:
+        DriverLost, JobFailed: there is no job to join.
+        Invalid: an argument or environment variable is invalid.
+        CollectiveFailed: ranks did not find each other.
     """
     global _runtime, _initialized
     if _initialized or in_forked_child():
@@ -107,7 +117,7 @@ def init() -> None:
     assert _runtime is not None
     if not _runtime.alone:
         _runtime.first_world()
-    # Without a way to come into another world, all that follows is training.
+    # If this worker cannot enter another world, all the time that follows counts as training.
     if _runtime.elastic:
         following_samplers.install(_present_place)
     part: Part = "joining" if _runtime.elastic else "training"
@@ -120,7 +130,7 @@ def _link(env: Environment, driver: Address) -> Link:
 
 
 def _met(env: Environment, started: Started) -> Runtime:
-    """In a world of a fixed size, with whoever else was started by another launcher than elasticrun."""
+    """Create the runtime in a world of fixed size, with all ranks started by a launcher other than elasticrun."""
     met = find_rank0.meet(started, env)
     try:
         runtime = Runtime(met.env, None)
@@ -133,8 +143,13 @@ def _met(env: Environment, started: Started) -> Runtime:
 def init_static(
     rank: int, size: int, store: Address, environ: Mapping[str, str] | None = None
 ) -> None:
-    """A world of a fixed size without a driver: rank 0 serves ``store``. For benchmarks and
-    tests. ``environ``: what it is to find in its environment, by default nothing.
+    """Create a world of fixed size without a driver. Used by benchmarks and tests.
+
+    Args:
+        rank: of this process.
+        size: of the world.
+        store: address at which rank 0 serves the store.
+        environ: environment variables to use; none by default.
     """
     global _initialized
     env = environment.read(environ or {})
@@ -147,8 +162,9 @@ def init_static(
 
 
 def init_through(started: Started) -> None:
-    """As `init`, where the ranks have found each other already, as ``started`` says: with torch.distributed's own
-    rendezvous. Under elasticrun its word holds. Idempotent.
+    """Like `init`, for ranks that have already found each other through torch.distributed's rendezvous. Idempotent.
+
+    Under elasticrun, the driver's settings take precedence over ``started``.
     """
     if _runtime is None and not in_forked_child():
         env = environment.read(launched=started)
@@ -159,9 +175,13 @@ def init_through(started: Started) -> None:
 
 
 def send_result(blob: bytes) -> None:
-    """Hands the value of a launched function to the driver. Raises DriverLost."""
+    """Send the return value of a launched function to the driver.
+
+    Raises:
+        DriverLost: the driver is unreachable.
+    """
     runtime = _runtime
-    if runtime is None:  # the function never called init()
+    if runtime is None:  # the function did not call init()
         env = environment.read()
         if env.driver is None:
             return
@@ -172,7 +192,7 @@ def send_result(blob: bytes) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the world; ``init()`` may follow, on every worker. Idempotent."""
+    """Leave the world. ``init()`` may follow, on every worker. Idempotent."""
     global _initialized, _inherited
     failpoint("shutdown")
     _inherited = None
@@ -182,7 +202,7 @@ def shutdown() -> None:
 
 
 def adopt(runtime: Runtime) -> None:
-    """From here on it is the one of this process, until its end."""
+    """Make this the runtime of the process until it exits."""
     global _runtime
     runtime.tracing.begin(runtime.place)
     first = _runtime is None

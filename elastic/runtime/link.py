@@ -1,8 +1,7 @@
-"""The worker's one connection to the driver, read by one thread. Moves messages; decides nothing.
+"""The worker's connection to the driver, read by one thread. Transports messages; makes no decisions.
 
-With TLS the socket stays a plain one, and what passes through it is turned by a `tls.Endpoint`, which makes no system
-call: so poll() says all there is to know, a thread that waits to send holds nobody up who reads, and a forked child has
-nothing to say goodbye with.
+With TLS, the socket itself remains plain and a `tls.Endpoint` transforms the data without system calls. Thus poll()
+reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS shutdown.
 """
 
 from __future__ import annotations
@@ -28,13 +27,16 @@ from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 if TYPE_CHECKING:
     from elastic.protocol.tls import Endpoint
 
-CONNECT_S = 20.0  # to reach the driver and prove who we are
-SEND_S = 10.0  # a driver that reads nothing for so long is lost
+CONNECT_S = 20.0  # seconds to reach the driver and authenticate
+SEND_S = 10.0  # seconds until a driver that reads nothing counts as lost
 
 
 class Link:
-    """Connects at construction; `start` begins to deliver. Raises DriverLost if the driver can't be reached, and
-    Invalid where a file of ``tls`` is no good: the paths of certificate, key and authority.
+    """Connection to the driver. It is established by the constructor; `start` begins to deliver messages.
+
+    Raises:
+        DriverLost: the driver cannot be reached.
+        Invalid: a file of ``tls`` (paths of certificate, key and authority) is invalid.
     """
 
     def __init__(
@@ -46,9 +48,9 @@ class Link:
         tls: tuple[str, str, str] | None = None,
     ) -> None:
         self._worker = worker
-        self._sending = threading.Lock()  # frames, in the order of their numbers
+        self._sending = threading.Lock()  # keeps frames in the order of their numbers
         self._tls: Endpoint | None = None
-        self._turning = threading.Lock()  # of ``_tls``; nothing blocks under it
+        self._turning = threading.Lock()  # guards ``_tls``; never held while blocking
         self._closed = False
         if tls is not None:
             from elastic.protocol.tls import Endpoint, context
@@ -69,7 +71,7 @@ class Link:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = Wire(messages.from_driver)
         self._authenticate(secret)
-        # The thread sleeps in poll() on the connection and on this pipe, which `poke` writes to.
+        # The thread waits in poll() for the connection and for this pipe, to which `poke` writes.
         self._poke_read, self._poke_write = os.pipe()
         os.set_blocking(self._poke_read, False)
         os.set_blocking(self._poke_write, False)
@@ -86,7 +88,7 @@ class Link:
             caller.accepted(self._next(deadline), self._wire)
         except (OSError, ProtocolError) as error:
             with contextlib.suppress(OSError):
-                self._flush()  # an alert says why
+                self._flush()  # the alert gives the reason
             self._socket.close()
             raise DriverLost(f"the driver rejected this worker: {error}") from error
 
@@ -108,14 +110,14 @@ class Link:
         return cast(Message, message)
 
     def _clear(self, data: bytes) -> bytes:
-        """What has arrived, in the clear."""
+        """Return the received data, decrypted."""
         if self._tls is None:
             return data
         with self._turning:
             return self._tls.feed(data)
 
     def _flush(self) -> None:
-        """What TLS itself has to say: its handshake, or an answer in between. Who sends does it too."""
+        """Send TLS's own records, such as the handshake. A concurrent sender sends them too."""
         if self._tls is not None and self._sending.acquire(blocking=False):
             try:
                 with self._turning:
@@ -131,8 +133,12 @@ class Link:
         poked: Callable[[], float],
         lost: Callable[[str], None],
     ) -> None:
-        """Delivers every message, poke and the loss of the connection from one daemon thread. ``poked`` returns after
-        how many seconds it is to be called again if nothing happens before.
+        """Start the daemon thread that delivers messages, pokes and the loss of the connection.
+
+        Args:
+            receive: called for every message.
+            poked: called after each poke; returns the seconds until its next call.
+            lost: called with the reason when the connection is lost.
         """
         self._socket.settimeout(SEND_S)
         self._thread = threading.Thread(
@@ -146,7 +152,7 @@ class Link:
         poked: Callable[[], float],
         lost: Callable[[str], None],
     ) -> None:
-        with contextlib.suppress(ProtocolError):  # and if it is none, the next read says so
+        with contextlib.suppress(ProtocolError):  # an invalid message is reported by the next read
             for message in self._wire.receive(b""):
                 receive(message)
         poll = select.poll()
@@ -175,7 +181,11 @@ class Link:
             lost(reason)
 
     def send(self, message: Message) -> None:
-        """From any thread but a signal handler. Raises DriverLost if the driver takes nothing for SEND_S seconds."""
+        """Send a message. Callable from any thread, but not from a signal handler.
+
+        Raises:
+            DriverLost: the connection is lost, or the driver has read nothing for `SEND_S` seconds.
+        """
         body = messages.encoded(message)
         with self._sending:
             try:
@@ -189,7 +199,7 @@ class Link:
                 raise DriverLost(f"lost the connection to the driver: {error}") from error
 
     def poke(self) -> None:
-        """Wakes the thread. Safe in a signal handler."""
+        """Wake the thread. Safe in a signal handler."""
         with contextlib.suppress(OSError):
             os.write(self._poke_write, b"!")
 
@@ -201,7 +211,7 @@ class Link:
         self._socket.close()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child: close the descriptors without ending the parent's connection."""
+        """Close the descriptors in a forked child without ending the parent's connection."""
         self._closed = True
         self._socket.close()
         for fd in (self._poke_read, self._poke_write):

@@ -1,4 +1,4 @@
-"""What the link thread does: the driver's messages, a look around at least once a second, SIGTERM. Acts."""
+"""Work of the link thread: the driver's messages, periodic checks at least once a second, and SIGTERM. Acts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 from elastic.runtime.worlds import DriverWorlds
 
-SPENT_S = 30.0  # between two words about how this worker's time went, while nothing changes
-STAY_S = 2.0  # after SIGTERM in a job of a fixed size, for the driver to want a last checkpoint
-FIRST_SPENT_S = 5.0  # ... of rank 0, which also says for all how far they are
+SPENT_S = 30.0  # seconds between two reports of this worker's time account while nothing changes
+STAY_S = 2.0  # seconds after SIGTERM, in a job of fixed size, for the driver to request a last checkpoint
+FIRST_SPENT_S = 5.0  # the same for rank 0, which also reports progress
 
 
 class LinkThread:
-    """One worker's. `receive` and `poked` are for the link's thread."""
+    """Link thread of one worker. `receive` and `poked` are called in that thread."""
 
     def __init__(
         self,
@@ -52,15 +52,19 @@ class LinkThread:
             session.when_lost(reporting.driver_lost)
         self.checkpoints: Callable[[Message], bool] = lambda message: False
         self._leave_asked = False
-        self._end_at = math.inf  # in a job of a fixed size, after SIGTERM
+        self._end_at = math.inf  # deadline after SIGTERM in a job of fixed size
         self._spent_told_at = time.monotonic()
-        self._training_told = (0, False)  # its generation, and whether it was a second one
-        self._told_of = (0, 0)  # the planned change that listeners know of
+        self._training_told = (0, False)  # generation, and whether it was a second training
+        self._told_of = (0, 0)  # planned change of which listeners were notified
 
     # ---- starting ------------------------------------------------------------------------------------------------
 
     def connect(self, link: Link) -> None:
-        """Introduces this process to the driver and waits for its answer. Raises DriverLost."""
+        """Introduce this process to the driver and wait for the answer.
+
+        Raises:
+            DriverLost: the driver did not answer.
+        """
         session = self._session
         stack_dump.answer()
         excepthook.arrange()
@@ -77,8 +81,10 @@ class LinkThread:
             self.listen_for_sigterm()
 
     def listen_for_sigterm(self) -> None:
-        """SIGTERM asks this worker to leave at its next commit, unless the script has a handler of its own. In a job of
-        a fixed size it ends this worker, unless the driver wants a last checkpoint within `STAY_S`.
+        """Install the handler of SIGTERM, unless the script has one.
+
+        In an elastic job, SIGTERM makes this worker leave at its next commit. In a job of fixed size, it ends this
+        worker unless the driver requests a last checkpoint within `STAY_S`.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -87,14 +93,14 @@ class LinkThread:
         signal.signal(signal.SIGTERM, self._sigterm)
 
     def _sigterm(self, *_: Any) -> None:
-        # Only a flag and a byte: a handler may run while this very thread holds any lock.
+        # Only a flag and a byte, since the handler may run while this thread holds any lock.
         self._leave_asked = True
         self._session.poke()
 
     # ---- in the thread -------------------------------------------------------------------------------------------
 
     def poked(self) -> float:
-        """At every poke, and at least once a second: after how many seconds to look again."""
+        """Check timers, at every poke and at least once a second. Return the seconds until the next check."""
         session, now = self._session, time.monotonic()
         session.pulse.beat(now)
         if self._leave_asked:
@@ -124,7 +130,7 @@ class LinkThread:
         return self._progress.next_look_s(now)
 
     def time_spent(self) -> messages.TimeSpent:
-        """Up to now."""
+        """Return the time account up to now."""
         account = self._session.account
         part, times = account.part, account.times(time.monotonic())
         recovery = self._session.recovery
@@ -134,7 +140,7 @@ class LinkThread:
         return messages.TimeSpent(recovery.generation, times, part, commit, *far)
 
     def receive(self, message: Message) -> None:
-        """Whatever the driver says."""
+        """Handle a message of the driver."""
         if self._tracing.receive(message):
             return
         if self._reporting is not None and self._reporting.receive(message):
@@ -151,12 +157,14 @@ class LinkThread:
             case messages.Broken():
                 session.phases.mark("broken", time.monotonic())
             case messages.World():
-                if session.recovery.stands_by:  # for hours, maybe: nobody has waited for that
+                if (
+                    session.recovery.stands_by
+                ):  # not reported as waiting, since it may have stood by for hours
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":
                     session.account.begin("joining", time.monotonic())
-            case messages.Finish():  # after which it holds no commit
+            case messages.Finish():  # the worker holds no commit afterwards
                 session.send(self.time_spent())
             case messages.Locate():
                 main = threading.main_thread().ident or 0
@@ -178,13 +186,13 @@ class LinkThread:
                 self._tell_of_change(message)
 
     def _tell_of_change(self, message: messages.Prepare) -> None:
-        """Once for each change: the driver may ask again."""
+        """Notify listeners once for each change, since the driver may repeat the message."""
         if (message.generation, message.change) > self._told_of:
             self._told_of = message.generation, message.change
             host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)
 
 
 def _die_of_sigterm() -> None:
-    """As without a handler, from any thread: Python sets one in the main thread only."""
+    """Exit as if SIGTERM had no handler. Callable from any thread; Python sets handlers only in the main thread."""
     ctypes.CDLL(None).signal(signal.SIGTERM, None)
     os.kill(os.getpid(), signal.SIGTERM)

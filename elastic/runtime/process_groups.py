@@ -1,7 +1,7 @@
-"""The groups of collectives and the store of the present world: made at their first use, cut when it breaks. Acts.
+"""Groups and store of the present world: created at first use, aborted when the world breaks. Acts.
 
-The link thread may cut at any time and takes no lock, so that nothing that the forming of a group holds can delay it.
-Which ranks a group has is not decided here.
+The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
+group are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from elastic.protocol.messages import GRADIENTS, Address, Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, listen
 
-if TYPE_CHECKING:  # it needs a torch that was built with NCCL
+if TYPE_CHECKING:  # requires a torch built with NCCL
     from elastic.collectives.nccl import NcclCollectives
 
-DEVICE_S = 10.0  # for a GPU to end what was aborted on it, which takes milliseconds
-MOST_UNCONNECTED = 2  # communicators that NCCL still tries to connect: each has a GB of the GPU
-CLOSE_S = 2.0  # at exit, for the groups to end
-_LISTEN_S = 1e6  # for whoever wants a group, or for the end of the world; a socket takes no more than 24 days
-_ASK_S = 1.0  # for rank 0 to say who waits; where its process has ended nobody answers
-_FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
-# What all ranks need in their first step, if they have needed it before.
+DEVICE_S = 10.0  # seconds for a GPU to end aborted work, which takes milliseconds
+MOST_UNCONNECTED = (
+    2  # communicators that NCCL still tries to connect; each takes a GB of GPU memory
+)
+CLOSE_S = 2.0  # seconds for the groups to end at exit
+_LISTEN_S = (
+    1e6  # seconds to wait for a request or the end of the world; sockets accept at most 24 days
+)
+_ASK_S = 1.0  # seconds for rank 0 to list waiting ranks; a dead process does not answer
+_FORM_S = 0.5  # seconds at exit for groups in creation, before they are aborted
+# Purposes that all ranks need in their first step, if they were needed before.
 NAMED = "named"
 _AHEAD = frozenset({NAMED, GRADIENTS})
 
@@ -45,7 +49,7 @@ GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
 
 class DeferredCloser:
-    """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step should pay."""
+    """Thread that closes old groups, which takes tens of milliseconds that no step should pay."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,15 +63,15 @@ class DeferredCloser:
     def _work(self) -> None:
         while (close := self._queue.get()) is not None:
             close()
-            del close  # the last reference may free sockets and threads
+            del close  # dropping the last reference may free sockets and threads
 
     def finish(self) -> None:
-        """Its thread ends once all are closed; see `threads.finish`."""
+        """End the thread once all groups are closed; see `threads.finish`."""
         self._queue.put(None)
 
 
 class Groups:
-    """Those of one world at a time. ``over`` says whether the present world has ended."""
+    """Groups of one world at a time. ``over`` returns whether the present world has ended."""
 
     def __init__(self, env: Environment, over: Callable[[], bool]) -> None:
         self._env = env
@@ -77,21 +81,23 @@ class Groups:
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[Connecting] = set()
         self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
-        self._buried: list[NcclCollectives] = []  # of the world before
-        self._unconnected: list[NcclCollectives] = []  # of all worlds before; torch waits for them
+        self._buried: list[NcclCollectives] = []  # of the previous world
+        self._unconnected: list[
+            NcclCollectives
+        ] = []  # of all previous worlds; torch waits for them
         self._store: Store | None = None
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
         self._place: Place | None = None
-        self._used: set[str] = set()  # of _AHEAD, in worlds before
-        # What is cut when the world breaks, with its generation. Appended to before anything blocks.
+        self._used: set[str] = set()  # purposes of _AHEAD used in previous worlds
+        # Objects to abort when the world breaks, with their generation. Appended before any blocking call.
         self._cuttable: list[tuple[int, Abortable]] = []
         self._closer = DeferredCloser()
 
     # ---- the store -------------------------------------------------------------------------------
 
     def listen(self, address: Address | None = None) -> Address:
-        """Where this worker would serve the next generation's store; already bound."""
+        """Return the address at which this worker would serve the next generation's store; it is already bound."""
         if self._listener is None:
             if address is None:
                 self._listener = listen(self._env.bind_host)
@@ -100,9 +106,13 @@ class Groups:
         return self._listener.address
 
     def open(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Rank 0 serves the store from now on: others may come as soon as they have heard of the world.
+        """Open the store of a new world.
 
-        ``broken``: what the engine calls when it notices first that this world is over.
+        Rank 0 serves it at once, since other ranks may connect as soon as they know the world.
+
+        Args:
+            world: the new world.
+            broken: called by the engine if it is the first to detect the end of this world.
         """
         listener = None
         if world.place.rank == 0:
@@ -125,8 +135,10 @@ class Groups:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Over a network, what worlds before came to use is connected at once, all at the same time: where the way is
-        long, each of them takes many round trips. Nobody waits for it here, and a rank that lacks it comes in its time.
+        """Connect the groups that previous worlds used, all at once, if the world spans a network.
+
+        Over long distances, each connection takes many round trips. This does not wait, and a rank that does not need a
+        group yet joins later.
         """
         generation, place = world.generation, world.place
         for purpose in self._used:
@@ -142,10 +154,10 @@ class Groups:
         try:
             group = self.form(key, generation, place)
         except CollectiveFailed:
-            return  # whoever needs it tries again, and is told
+            return  # a caller that needs it tries again and receives the error
         with self._forming:
             retired = self._made is not made
-        if retired and made.pop(key, None) is not None:  # too late for `retire` to see it
+        if retired and made.pop(key, None) is not None:  # created too late for `retire` to see it
             group.abort()
             group.close()
 
@@ -159,20 +171,25 @@ class Groups:
         return self._made.get(key)
 
     def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
-        """Collective among the ranks of the key. Raises CollectiveFailed."""
+        """Create the group, collectively among the ranks of the key.
+
+        Raises:
+            CollectiveFailed: a rank is lost or did not arrive in time.
+        """
         with self._forming:
             made = self._made
             forming = self._forming_each.setdefault(key, threading.Lock())
-        # One lock for all would make ranks wait for each other in a circle: the engine's thread and the training
-        # thread form theirs at the same time, in any order.
+        # A single lock could deadlock the ranks: the engine's thread and the training thread create their groups at the
+        # same time, in any order.
         with forming:
             if key not in made:
                 made[key] = self._form(key, generation, place)
             return made[key]
 
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
-        """Whether other ranks are forming this group now, and wait for this one, or have it with this one. One message
-        to rank 0.
+        """Whether other ranks are creating this group and wait for this one, or it exists.
+
+        Costs one message to rank 0.
         """
         if self.find(key) is not None:
             return True
@@ -181,16 +198,20 @@ class Groups:
             return False
         try:
             return _meeting(key, place) in store.awaited(_ASK_S)
-        except CollectiveFailed:  # whoever notices that the world is broken says so
+        except CollectiveFailed:  # reported by the code that detects the break
             return False
 
     def want(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Has those ranks form this group now that have called `form_when_wanted`. Raises CollectiveFailed."""
+        """Make the ranks that called `form_when_wanted` create this group now.
+
+        Raises:
+            CollectiveFailed: the world is over.
+        """
         if self._store is not None and self._store.generation == generation:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Returns at once. Once a rank wants this group, this rank takes part in forming it, whatever it does then."""
+        """Take part in creating this group, in a thread, once another rank wants it. Returns at once."""
         store = self._store
 
         def listen() -> None:
@@ -203,7 +224,11 @@ class Groups:
             threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
 
     def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
-        """Of the collectives that are called by name, made at the first of them. Raises CollectiveFailed."""
+        """Return the engine for collectives called by name; created at the first call.
+
+        Raises:
+            CollectiveFailed: the generation has ended.
+        """
         engine = self._engine
         if engine is not None and engine.generation == generation:
             return engine
@@ -233,7 +258,7 @@ class Groups:
         return engine
 
     def leave(self) -> None:
-        """``shutdown()``, or the end of the process: this rank submits nothing any more; nobody need wait for it."""
+        """Announce, at ``shutdown()`` or exit, that this rank submits no more collectives, so no rank waits for it."""
         store, place = self._store, self._place
         if self._engine is None and store is not None and place is not None and place.size > 1:
             self._engine = self._make_engine(store, place, lambda reason: None)
@@ -270,19 +295,22 @@ class Groups:
 
     def _cut_with(self, generation: int, abortable: Abortable) -> None:
         self._cuttable.append((generation, abortable))
-        if self._over():  # the word came before there was anything to cut
+        if self._over():  # aborted before it was registered
             abortable.abort()
 
     def cut(self, generation: int) -> None:
-        """Ends every collective of this generation. Any thread, never blocks."""
+        """Abort every collective of this generation. Thread-safe; never blocks."""
         for of, abortable in list(self._cuttable):
             if of == generation:
                 abortable.abort()
 
     def drain(self, timeout_s: float) -> int:
-        """After a cut: waits until no collective writes into any tensor. How many groups were late.
+        """Wait, after `cut`, until no collective writes to any tensor.
 
-        A GPU has `DEVICE_S`: whatever came next on it would wait behind its kernels for ever. Raises DeviceLost then.
+        Return the number of groups that did not end in time.
+
+        Raises:
+            DeviceLost: a GPU did not end its work within `DEVICE_S`; later work would wait behind it forever.
         """
         late = 0
         for (_, device_type, _), group in list(self._made.items()):
@@ -298,7 +326,7 @@ class Groups:
         return late
 
     def launches(self) -> list[messages.Launches]:
-        """How far each group on this worker's GPU has come. Waits for nothing; in the link thread."""
+        """Return how far each group on this worker's GPU has progressed. Does not wait; called in the link thread."""
         place, found = self._place, []
         for (purpose, device_type, members), group in list(self._made.items()):
             if device_type != "cuda" or len(members) < 2 or place is None:
@@ -312,8 +340,12 @@ class Groups:
     # ---- the end ---------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Before this worker is ready for another world: a GPU holds the communicators of two at most, so the world
-        before the last one has to be off it. Raises DeviceLost.
+        """Free the GPU memory of old communicators before this worker reports ready for another world.
+
+        A GPU can hold the communicators of two worlds, so those of the world before the last must be freed.
+
+        Raises:
+            DeviceLost: the memory was not freed in time.
         """
         until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
@@ -321,7 +353,7 @@ class Groups:
                 "its GPU did not free the memory of an earlier world's communicators within"
                 f" {self._env.timeout_s:g} s"
             )
-        # Those that did not connect are freed when NCCL's time for that is over, unless they have become many.
+        # Communicators that did not connect are freed when NCCL's timeout expires, unless there are too many.
         until += self._env.timeout_s
         self._unconnected = [each for each in self._unconnected if not each.freed(0.0)]
         for each in self._unconnected[:-MOST_UNCONNECTED]:
@@ -332,8 +364,9 @@ class Groups:
                 )
 
     def retire(self) -> None:
-        """Closes what belonged to the last world, off the critical path: the next one stands, so no member's GPU uses
-        the memory of another's any more.
+        """Close the groups of the previous world, off the critical path.
+
+        The next world exists, so no member's GPU uses another member's memory any more.
         """
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine
@@ -353,7 +386,9 @@ class Groups:
             if engine is not None:
                 engine.close()
             while unmade:
-                unmade.pop().close(0.0)  # whose threads may take as long as NCCL may to connect
+                unmade.pop().close(
+                    0.0
+                )  # their threads may take as long as NCCL's connection timeout
             while groups:
                 group = groups.pop()
                 group.abort()
@@ -365,7 +400,7 @@ class Groups:
             self._closer.close_later(close)
 
     def close(self) -> None:
-        """At exit. Groups on the CPU keep their sockets until the process ends: see `Runtime.close`."""
+        """Close the groups at exit. CPU groups keep their sockets until the process ends: see `Runtime.close`."""
         self._closer.finish()
         if not self._out_of_torch(_FORM_S):
             for connecting in list(self._connecting):
@@ -374,7 +409,7 @@ class Groups:
         with self._forming:
             for (_, device_type, _), group in list(self._made.items()):
                 if device_type != "cuda":
-                    # Freed by the interpreter, it would close its sockets, or wait for what is under way.
+                    # If the interpreter freed it, it would close its sockets or wait for work in flight.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 else:
                     self._unmade.append(cast("NcclCollectives", group))
@@ -389,15 +424,16 @@ class Groups:
             self._listener.close()
 
     def _out_of_torch(self, timeout_s: float) -> bool:
-        """At exit: the engine begins nothing more. Whether no thread of ours is in torch's code, after twice that time
-        at most.
+        """Stop the engine at exit.
+
+        Return whether no thread of this package is in torch code, after at most twice the timeout.
         """
         engine = self._engine
-        # In this order: what the engine carries out may begin a thread.
+        # In this order, since the engine's work may start a thread.
         return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
     def close_in_forked_child(self) -> None:
-        """In a forked child: hold none of the parent's sockets."""
+        """Close the parent's sockets in a forked child."""
         if self._listener is not None:
             self._listener.close()
         for _, abortable in self._cuttable:
@@ -421,7 +457,8 @@ def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
 
 
 def _is_agreed(purpose: str) -> bool:
-    """Whether its calls are the same on all ranks: what is called by name is negotiated, and gradients follow a plan
-    that all ranks have compared.
+    """Whether its calls are the same on all ranks.
+
+    Named collectives are negotiated, and gradients follow a plan that all ranks have compared.
     """
     return purpose == NAMED or purpose.startswith(GRADIENTS)

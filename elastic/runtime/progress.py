@@ -1,8 +1,8 @@
-"""Where this worker's training thread is, and when that is worth telling the driver. Pure: times are passed in.
+"""Position of this worker's training thread, and when to report it to the driver. Pure: times are passed in.
 
-The training thread writes it down at every collective: two attributes and two looks at the clock. The link thread looks
-once a second, and when a wait that it has seen is a second old. It says only what lasts: a wait of a second, again
-while it lasts, its end, a phase that was marked as long. So a step in which nobody waits costs no message.
+The training thread records each collective by two attributes and two clock reads. The link thread checks once a second,
+and when a wait that it has seen is a second old. It reports only what lasts: a wait of a second, repeatedly, the end of
+such a wait, and marked long phases. A step without waits costs no message.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from collections.abc import Callable, Sequence
 
 from elastic.protocol import messages
 
-WAIT_S = 1.0  # inside one collective, before the driver is told
-REPEAT_S = 5.0  # ... and between two words about the same wait: a worker that falls silent may be stuck in there
-LOOK_S = WAIT_S  # between two looks, at most: no wait is first seen after it should have been told
-PACE_S = 30.0  # between two reports of how much was waited
+WAIT_S = 1.0  # seconds in one collective until the driver is notified
+REPEAT_S = 5.0  # seconds between two reports of the same wait, since a worker that falls silent may be stuck in it
+LOOK_S = WAIT_S  # maximum seconds between two checks, so that no wait is detected late
+PACE_S = 30.0  # seconds between two reports of the total wait
 
 
 class ProgressCounter:
-    """One worker's. ``entered`` counts collectives of a generation; one inside another is not counted again."""
+    """Progress of one worker. ``entered`` counts collectives of a generation; nested ones are not counted."""
 
     def __init__(self) -> None:
         self.generation = 0
         self.entered = 0
         self.inside = ""
         self.phase = ""
-        self.thread = 0  # that waits, or has waited last
+        self.thread = 0  # thread of the present or last wait
         self._awaited: tuple[tuple[int, int], dict[int, str]] = (0, 0), {}
         self._since = 0.0
         self._depth = 0
-        self._said: tuple[int, int] | None = None  # the collective that the driver knows of
+        self._said: tuple[int, int] | None = None  # the collective that was reported last
         self._said_at = 0.0
         self._said_phase = ""
-        self._completed = 0  # since the last report of the pace, as is what follows
+        self._completed = 0  # since the last pace report, like the fields below
         self._waited_s = 0.0
-        self._window: tuple[int, float] | None = None  # generation, when it began
+        self._window: tuple[int, float] | None = None  # generation and start time
         self._begun_with: messages.Commit | None = None
 
     # ---- the training thread ---------------------------------------------------------------------
 
     def enter(self, generation: int, name: str, now: float, thread: int = 0) -> None:
-        """A collective begins to block this thread."""
+        """Record that a collective begins to block this thread."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -51,7 +51,7 @@ class ProgressCounter:
         self.inside = name
 
     def leave(self, now: float) -> bool:
-        """It is over. Whether the driver should hear of it at once, because it knows of the wait."""
+        """Record its end. Return whether to notify the driver at once, because the wait was reported."""
         self._depth -= 1
         if self._depth:
             return False
@@ -61,11 +61,11 @@ class ProgressCounter:
         return self._said is not None
 
     def begin_training(self) -> None:
-        """The state is equal everywhere: from here all count alike, whoever took part in the copying."""
+        """Reset the count once all states are equal, so that it does not depend on a rank's part in the copying."""
         self.entered = 0
 
     def awaited(self) -> dict[int, str]:
-        """Whom this wait is for, as the driver has said: ranks, and at which line of the script each is."""
+        """Return the ranks that this wait is for and the script line each is at, as reported by the driver."""
         at, lines = self._awaited
         return lines if at == (self.generation, self.entered) else {}
 
@@ -77,8 +77,12 @@ class ProgressCounter:
         gpu: Callable[[], list[messages.Launches]] = list,
         line: Callable[[int], str] = lambda thread: "",
     ) -> list[messages.Message]:
-        """What the driver does not know yet and should. ``gpu`` is asked at each look at a wait that lasts; ``line``,
-        of the thread that waits, where something is said of it.
+        """Return the messages that are due to the driver.
+
+        Args:
+            now: seconds.
+            gpu: called at each check of a lasting wait; returns the progress of GPU groups.
+            line: returns the script line of the waiting thread; called if a wait is reported.
         """
         said: list[messages.Message] = []
         at, inside, since = (self.generation, self.entered), self.inside, self._since
@@ -95,12 +99,12 @@ class ProgressCounter:
         return said
 
     def next_look_s(self, now: float) -> float:
-        """How long the link thread may sleep: what waits now is told as soon as it has waited for `WAIT_S`."""
+        """Return how long the link thread may sleep, so that a wait is reported as soon as it has lasted `WAIT_S`."""
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 
     def told(self, generation: int, rank: int, line: str) -> None:
-        """The driver: this rank keeps this worker waiting."""
+        """Record the driver's report that this rank keeps this worker waiting."""
         at, lines = (self.generation, self.entered), self.awaited()
         if self.inside and generation == self.generation:
             self._awaited = at, lines | {rank: line}
@@ -108,10 +112,12 @@ class ProgressCounter:
     def pace(
         self, now: float, generation: int, commit: messages.Commit | None = None
     ) -> list[messages.Message]:
-        """How it went in the last half minute, if anything was done in it and the world is the same.
+        """Return the report of the last `PACE_S` seconds, if there was progress and the world is the same.
 
-        ``generation``: of the present world, in which there may have been no collective yet. ``commit``: the newest of
-        this worker.
+        Args:
+            now: seconds.
+            generation: of the present world, in which there may have been no collective yet.
+            commit: the newest of this worker.
         """
         if self._window is None or self._window[0] != generation:
             self._begin_window(now, generation, commit)
@@ -142,8 +148,9 @@ class ProgressCounter:
     # ---- long phases -----------------------------------------------------------------------------
 
     def begin_phase(self, name: str, generation: int) -> tuple[str, messages.Progress]:
-        """The phase before, which has to be restored, and what the driver is told at once. ``generation``: of the
-        present world, in which there may have been no collective yet.
+        """Begin a long phase. Return the previous phase, to be restored, and the message for the driver.
+
+        ``generation`` is that of the present world, in which there may have been no collective yet.
         """
         before = self.phase
         return before, self._phase_said(name, generation)

@@ -1,27 +1,27 @@
-"""Decides what a worker does when the world changes: abort, restore, wait, hold, stop. Pure.
+"""State machine of a worker across changes of the world: abort, restore, wait, hold, stop. Pure.
 
     OUTSIDE --wait_for_world--> WAITING --World--> TRAINING --Broken, or a collective failed--> BROKEN
                                    ^                  | all stopped at the agreed check            |
                                    +------------------+------------------ wait_for_world ----------+
     TRAINING --returned--> RETURNED --Finish--> FINISHED (--init() again--> WAITING)       any phase --> OVER
-                                                   | a collective failed in a second training: no world follows
+| a collective failed in a second training: no world follows
                                                    +--> BROKEN
 
-Two threads feed it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training
-thread with what user code does. It never raises into user code; it says what the training thread has to raise at its
-next check, collective or step.
+Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training
+thread with the events of user code. It never raises into user code; it returns what the training thread must raise at
+its next check, collective or step.
 
 Checks are numbered from the start of each world. A planned change is agreed without a collective: the driver asks all
-for their number c, each holds its training thread at check c + 1, the driver answers with the largest c + 1, those
-behind run on to it, and all stop at the same place.
+workers for their number c, and each holds its training thread at check c + 1. The driver answers with the largest c +
+1, workers behind it continue up to that check, and all stop at the same place.
 
-A connection may be lost and replaced. What is said meanwhile is not kept: on the new one this machine says where it
-stands and repeats what has had no answer, the driver repeats what holds for it, and either side can hear anything
-twice, or long after its time. So every message is judged by its generation and its number, and one that says nothing
-new changes nothing.
+A connection may be lost and replaced. Messages sent in between are lost. On the new connection, this machine reports
+its phase and repeats its unanswered messages, and the driver repeats the messages that still apply. Either side may
+therefore receive a message twice or late. Every message is checked by its generation and number, and a message without
+new information changes nothing.
 
-A commit is numbered by the check it belongs to, not by counting commits: whatever a worker passed or missed, equal
-numbers of one generation mean the same place in the same training.
+A commit is numbered by its check rather than by counting commits: equal numbers in one generation denote the same place
+in the same training, whatever messages a worker missed.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
 from elastic.runtime.failures.error_excuse import ErrorExcuse
 
-ALONE = 10**9  # checks of one generation; more than there can be
+ALONE = 10**9  # larger than the number of checks in any generation
 
 
 class Phase(enum.Enum):
     OUTSIDE = "outside"  # in no world
-    WAITING = "waiting"  # said ready
+    WAITING = "waiting"  # has reported ready
     TRAINING = "training"
-    BROKEN = "broken"  # the world is over; the training thread has not come back for a new one yet
+    BROKEN = "broken"  # the world is over; the training thread has not yet requested a new one
     RETURNED = "returned"
     FINISHED = "finished"
-    OVER = "over"  # there will be no further world for this process
+    OVER = "over"  # no further world for this process
 
 
 class Verdict(enum.Enum):
-    """What a check means for the training thread."""
+    """Result of a check for the training thread."""
 
     PASS = "pass"
-    HOLD = "hold"  # wait here for the driver's word
+    HOLD = "hold"  # wait for the driver
     STOP = "stop"  # the agreed check: raise WorldChanging
     BROKEN = "broken"  # raise PeerLost
     OVER = "over"
@@ -64,7 +64,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Cut:
-    """Abort every collective of this generation, now."""
+    """Abort every collective of this generation at once."""
 
     generation: int
     reason: str
@@ -75,33 +75,33 @@ Action = Send | Cut
 
 @dataclass
 class Recovery:
-    """One worker's part in the protocol. Fields are read by the runtime, written here only."""
+    """One worker's part in the protocol. The runtime reads the fields; only this class writes them."""
 
     phase: Phase = Phase.OUTSIDE
     generation: int = 0
     place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
-    provisional: bool = True  # no world yet: the place is only a promise
+    provisional: bool = True  # no world yet, so the place may change
     newcomer: bool = False
-    step_input: bytes = b""  # of the world that was training when this worker came
+    step_input: bytes = b""  # of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
-    again: bool = False  # inside a second training, which no other world follows, or that is over because it broke
-    stands_by: bool = False  # there is no place for it now, and it waits for one
+    again: bool = False  # inside a second training, after which no world follows, or which is over because it broke
+    stands_by: bool = False  # has no place in the world and waits for one
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
     _welcomed: bool = False
-    _calls: tuple[Called, ...] = ()  # different ones of its ranks, of which it broke
+    _calls: tuple[Called, ...] = ()  # differing calls of its ranks that broke the world
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last one
-    _own_failure: bool = False  # the world broke here first, and the driver was told
+    _own_failure: bool = False  # the world broke here first, and the driver was notified
     _resumed: messages.Resumed | None = None  # of this generation
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
     _last_word: messages.Raised | messages.Quit | None = None  # why user code ends the process
     _checks: int = 0
-    _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
+    _stopped: bool = False  # the agreed check was reached, to which the next commit belongs
     _change: int = 0
-    _passed: int = 0  # the change that was not waited for any longer
+    _passed: int = 0  # the change whose wait timed out
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False
@@ -109,7 +109,7 @@ class Recovery:
     # ---- the driver's messages -------------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> list[Action]:
-        """What the link thread does about a message."""
+        """Return the actions of the link thread for a message."""
         if isinstance(message, messages.Restate):
             return self.reconnected()
         if self.phase is Phase.OVER:
@@ -118,10 +118,10 @@ class Recovery:
             case messages.Welcome():
                 self._welcomed = True
                 self.step_input = message.step_input
-                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # a late one is no news
+                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore a late one
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
-                    self.phase = Phase.OUTSIDE  # the world of init() went on without this worker
+                    self.phase = Phase.OUTSIDE  # the world of init() continued without this worker
             case messages.StandBy():
                 self.stands_by = self.phase is Phase.WAITING
             case messages.World():
@@ -146,7 +146,7 @@ class Recovery:
             case messages.Finish(generation=generation):
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
-                    self.discard_commit()  # what is trained after this begins anew
+                    self.discard_commit()  # a later training starts without a commit
             case messages.CheckpointSoon(generation=generation):
                 if generation == self.generation:
                     self.ending.wants_checkpoint()
@@ -155,15 +155,15 @@ class Recovery:
             case messages.Leave() | messages.Rejected() | messages.End():
                 return self._end(message, message.reason)
             case _:
-                pass  # a message of a later version that this one can do without
+                pass  # a message of a later version that is optional
         return []
 
     def _prepare(self, change: int) -> list[Action]:
         if change > self._change:
             self._change, self._hold_at, self._stop_at = change, self._checks + 1, None
         elif change < self._change or self._hold_at is None or self._stop_at is not None:
-            return []  # an old one, or asked again after more was said about it
-        # Asked again, it gives the same answer: the others may have been told to stop by the first one.
+            return []  # outdated, or repeated after a later message of the same change
+        # A repeated request receives the same answer, since other workers may already stop because of the first one.
         return [Send(messages.Checked(self.generation, change, self._hold_at - 1))]
 
     def _take_place(self, world: messages.World) -> None:
@@ -192,13 +192,13 @@ class Recovery:
         return [Cut(self.generation, reason)]
 
     def driver_lost(self, reason: str) -> list[Action]:
-        """The link broke: without the driver nobody will say who is left."""
+        """Handle the loss of the link. Without the driver, the members of the next world are unknown."""
         if self.finished or self.phase is Phase.OVER:
             return []
         return self._end(messages.End(reason), reason)
 
     def reconnected(self) -> list[Action]:
-        """A new connection stands in for a lost one: what the driver may not have heard."""
+        """Return what the driver may not have received, for a new connection that replaces a lost one."""
         said: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
         if self.leaving:
             said.append(messages.Leaving(self.ending.leaving))
@@ -219,11 +219,11 @@ class Recovery:
 
     @property
     def leaving(self) -> bool:
-        """Whether it has asked to leave."""
+        """Whether this worker has asked to leave."""
         return bool(self.ending.leaving)
 
     def ask_to_leave(self, reason: str) -> list[Action]:
-        """It got SIGTERM: leave at a commit."""
+        """Ask to leave at a commit, because of SIGTERM."""
         if self.phase is Phase.OVER:
             return []
         self.ending.leaves(reason)
@@ -232,42 +232,42 @@ class Recovery:
     def resumed(
         self, phases_ms: dict[str, float], copied_bytes: int = 0, from_checkpoint: bool = False
     ) -> list[Action]:
-        """The first collective of user code completed in this generation."""
+        """Report that the first collective of user code completed in this generation."""
         self._resumed = messages.Resumed(self.generation, phases_ms, copied_bytes, from_checkpoint)
         return [Send(self._resumed)]
 
     # ---- what the training thread does -----------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """``elastic.run`` begins: whatever was committed before was not this training."""
+        """Begin ``elastic.run``. Earlier commits do not belong to this training."""
         self.running = True
         self.discard_commit()
 
     def leave(self) -> None:
-        """``elastic.run`` is over."""
+        """End ``elastic.run``."""
         self.running = False
 
     def train_again(self) -> None:
-        """A second training begins: what breaks in it is over, and nothing is committed after that."""
+        """Begin a second training. If it breaks it is over, and nothing is committed afterwards."""
         self.again = True
 
     def trained_again(self) -> None:
-        """It is over."""
+        """End a second training."""
         self.again = self.phase is Phase.BROKEN
 
     @property
     def finished(self) -> bool:
-        """Whether the job's training has ended with success."""
+        """Whether the job's training has succeeded."""
         return self.phase is Phase.FINISHED or (self.again and self.phase is Phase.BROKEN)
 
     def pause(self) -> None:
-        """``shutdown()``: in no world until ``init()`` is called again."""
+        """Leave the world on ``shutdown()``, until ``init()`` is called again."""
         self.again = False
         if self.phase is not Phase.OVER:
             self.phase = Phase.OUTSIDE
 
     def wait_for_world(self, store: Address, layout: str) -> list[Action]:
-        """Says ready. The answer is a World, or the end."""
+        """Report ready. The answer is a World or the end."""
         if self.phase is Phase.OVER:
             return []
         self.phase = Phase.WAITING
@@ -279,8 +279,12 @@ class Recovery:
         return [Send(self._ready)]
 
     def fail(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> list[Action]:
-        """A collective broke here. Many threads may report one failure; only the first of a generation counts.
-        ``calls``: its ranks have called different ones.
+        """Handle a failed collective. Of several reports, only the first in a generation counts.
+
+        Args:
+            generation: of the collective.
+            reason: for the log.
+            calls: the differing calls of its ranks, if that was the cause.
         """
         last = self.again and self.phase is Phase.FINISHED
         if generation != self.generation or not (
@@ -296,50 +300,51 @@ class Recovery:
         return [Cut(generation, reason), Send(said)]
 
     def strand(self) -> list[Action]:
-        """A collective was called outside ``elastic.run`` in a world that is over: nothing can undo half a program."""
+        """Report a collective outside ``elastic.run`` in a world that is over, which cannot be rolled back."""
         if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Numbers a commit that has just been saved: by the check that comes next, or that all have stopped at.
+        """Number a commit that was just saved: by the next check, or by the check at which all workers have stopped.
 
-        Outside ``elastic.run`` nothing is agreed: such a commit is this worker's own, and gets no number.
+        Outside ``elastic.run`` nothing is agreed; such a commit is this worker's own and has no number.
         """
         if self.running:
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
         return self.newest
 
     def committed_alone(self) -> None:
-        """User code left the world by itself, with its state as it is: a commit that no other worker holds.
+        """Number a commit that no other worker holds, since user code left the world with its state as it is.
 
-        It is newer than all that were agreed. Of several such the lowest rank's is taken, and everybody gets a copy.
+        It is newer than all agreed commits. If there are several, that of the lowest rank is used, and all workers
+        receive a copy.
         """
         if self.running:
             self.newest = Commit(self.generation, ALONE - self.place.rank)
 
     def agreed(self) -> Commit | None:
-        """The newest commit, unless it is this worker's alone. Any thread may ask."""
+        """Return the newest commit, unless only this worker holds it. Thread-safe."""
         newest = self.newest
         return newest if newest is None or newest.number < ALONE // 2 else None
 
     def adopt(self) -> Commit:
-        """All members hold the same state now: commit 0 of this generation."""
+        """Record that all members hold the same state: commit 0 of this generation."""
         self.newest = Commit(self.generation, 0)
         return self.newest
 
     def discard_commit(self) -> None:
-        """The saved state is torn: this worker holds nothing that others could go on from."""
+        """Discard the commit, because the saved state is incomplete and no worker could continue from it."""
         self.newest = None
 
     def arrive(self) -> Verdict:
-        """The training thread has come to its next check."""
+        """Count a check and return its verdict."""
         self._checks += 1
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """What the check it stands at means now; asked again after each wake-up."""
+        """Return the verdict of the present check; evaluated again after each wake-up."""
         if self.phase is Phase.OVER:
             return Verdict.OVER
         if self.phase is Phase.BROKEN:
@@ -352,12 +357,15 @@ class Recovery:
         return Verdict.PASS
 
     def release(self) -> None:
-        """The driver's word did not come in time: go on. If it still comes, this worker can't stop with the others."""
+        """Continue because the driver did not answer in time. This worker then cannot stop with the others."""
         self._hold_at = self._stop_at = None
         self._passed = self._change
 
     def returned(self) -> list[Action]:
-        """The function returned. The worker keeps its sockets and its commit until all have."""
+        """Record that the function returned.
+
+        The worker keeps its sockets and its commit until all workers have returned.
+        """
         if self.phase is not Phase.TRAINING:
             return []
         self.phase = Phase.RETURNED
@@ -374,8 +382,16 @@ class Recovery:
         calls: tuple[Called, ...] = (),
         shards_lost: bool = False,
     ) -> list[Action]:
-        """User code raised: the process will exit with this. ``code``: of the job, if ``final``. ``calls``: of ranks,
-        which do not fit together. ``shards_lost``: as in `elastic.protocol.messages.Raised`.
+        """Report an error of user code, with which the process will exit.
+
+        Args:
+            summary: the error in one line.
+            traceback: of the error.
+            hardware: whether the hardware caused it.
+            final: whether the job must end.
+            code: exit code of the job, if ``final``.
+            calls: the differing calls of ranks, if that was the cause.
+            shards_lost: see `elastic.protocol.messages.Raised`.
         """
         generation = self.generation
         nothing_held = self.world is not None and self.world.commit is None
@@ -397,7 +413,7 @@ class Recovery:
         return [Send(self._last_word), Cut(generation, summary)]
 
     def quit(self, code: int, call: str | None = None) -> list[Action]:
-        """The process will exit with this code, in its own time. ``call``: of user code; None: ``sys.exit``."""
+        """Report that the process will exit with this code. ``call``: the call in user code; None: ``sys.exit``."""
         if self.phase is Phase.OVER:
             return []
         generation = self.generation
@@ -423,9 +439,9 @@ def _broke(
 
 
 def excuse_error(recovery: Recovery) -> bool:
-    """User code raised: whether this worker may come into another world instead of ending. See `ErrorExcuse.excuse`.
+    """Return whether this worker may join another world after an error of user code. See `ErrorExcuse.excuse`.
 
-    Without a commit there is nothing to keep.
+    Without a commit there is nothing to preserve.
     """
     trains = recovery.running and recovery.phase in (Phase.TRAINING, Phase.BROKEN)
     return trains and recovery.newest is not None and recovery.ending.excuse()

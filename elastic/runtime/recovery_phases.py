@@ -1,10 +1,10 @@
-"""How long each part of a recovery took, for the report that the driver logs. Marks with times passed in; pure."""
+"""Durations of the parts of a recovery, for the driver's log. Times are passed in; pure."""
 
 from __future__ import annotations
 
 
 class Phases:
-    """One worker's. Marks, in order: broken, raised, restored, ready, world, synced, stepped."""
+    """Phases of one worker's recovery. Marks, in order: broken, raised, restored, ready, world, synced, stepped."""
 
     def __init__(self) -> None:
         self.copied_bytes = 0
@@ -12,20 +12,20 @@ class Phases:
         self._marks: dict[str, float] = {}
         self._ms: dict[str, float] = {}
         self._resumed_generation = 0
-        self.spans: list[tuple[str, float, float]] = []  # of the last report: phase, begin, end
+        self.spans: list[tuple[str, float, float]] = []  # phase, begin and end of the last report
 
     def mark(self, name: str, now: float) -> None:
         self._marks[name] = now
-        if name == "ready":  # groups of the world before are no part of this report
+        if name == "ready":  # groups of the previous world are not part of this report
             self._ms.pop("formed", None)
 
     def raised(self, now: float) -> None:
-        """The training thread has come back to ``elastic.run``: here the report begins."""
+        """Begin the report: the training thread has returned to ``elastic.run``."""
         self.mark("raised", now)
         self._ms = {"raised": self._between("broken", "raised")}
 
     def broken_at(self) -> float:
-        """When the world was last heard to be over, or a planned change stopped it; 0 before that."""
+        """Return when the last world ended or a planned change stopped it; 0 if neither has happened."""
         return self._marks.get("broken", 0.0)
 
     def restored(self, now: float) -> None:
@@ -33,17 +33,18 @@ class Phases:
         self._ms["restored"] = self._between("raised", "restored")
 
     def formed(self, seconds: float) -> None:
-        """A group was made; one report adds them up."""
+        """Add the time of creating a group to the report."""
         self._ms["formed"] = self._ms.get("formed", 0.0) + seconds * 1e3
 
     def stepped(self, generation: int, now: float) -> tuple[dict[str, float], int, bool] | None:
-        """A collective completed. After the first one of user code in a generation: milliseconds by phase, bytes, and
-        whether it began with a checkpoint.
+        """Record a completed collective. Return the report after the first one of user code in a generation, else None.
+
+        The report consists of milliseconds by phase, copied bytes, and whether it began with a checkpoint.
         """
         if self._resumed_generation == generation:
             return None
         if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0):
-            return None  # a collective of the copying, not yet of user code
+            return None  # a collective of the state copy, not of user code
         self._resumed_generation = generation
         self.mark("stepped", now)
         self._ms["waited"] = self._between("ready", "world")
@@ -55,7 +56,7 @@ class Phases:
         return report
 
     def _intervals(self) -> list[tuple[str, float, float]]:
-        """The phases of the report as they followed each other, for the timeline."""
+        """Return the phases of the report in order, for the timeline."""
         begins = ["broken", "raised"] if "raised" in self._ms else []
         begins += ["ready", "world", "synced"]
         ends = ["raised", "restored", "world", "synced", "stepped"][-len(begins) :]

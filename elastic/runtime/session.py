@@ -1,7 +1,7 @@
-"""This worker's standing in its job: the `Recovery` machine under its lock, and what it decides, done. Acts.
+"""This worker's part in its job: the `Recovery` machine under its lock, and execution of its decisions. Acts.
 
-One lock guards the machine and wakes who waits for it. The link thread may cut groups at any time and takes no other
-lock, so that nothing that a collective or the forming of a group holds can delay it.
+One lock guards the machine and wakes waiting threads. The link thread may abort groups at any time and takes no other
+lock, so neither a collective nor the creation of a group can delay it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from elastic.runtime.process_groups import Groups
 from elastic.runtime.recovery import Action, Cut, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases
 
-WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
-ASLEEP_S = 3.0  # the link thread, which wakes once a second: the process did not run
+WAIT_SAID_S = 30.0  # seconds between two log lines of a long wait
+ASLEEP_S = (
+    3.0  # seconds since the link thread's last wake-up, due every second: the process was stopped
+)
 ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Whether this process has run all the time. Pure: the link thread says when it wakes, once a second."""
+    """Detects whether this process was stopped. Pure: the link thread reports when it wakes, once a second."""
 
     def __init__(self) -> None:
-        self._awake_at = 0.0  # 0: the thread does not run yet
+        self._awake_at = 0.0  # 0: the thread has not started
         self._slept_s = self._woke_at = 0.0
 
     def beat(self, now: float) -> None:
@@ -50,15 +52,15 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """How long it did not run, if that has only just ended; or 0."""
+        """Return how long the process was stopped, if that ended only just now, else 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 
 class Session:
-    """One per process, from ``init()`` to its end; worlds come and go in it.
+    """Session of a process from ``init()`` to its exit, across worlds.
 
-    ``recovery`` may be read from any thread, and is changed by `update`, or under ``lock`` where nobody need be woken
-    and nothing done. ``changed`` is the condition of that lock.
+    ``recovery`` may be read from any thread. It is changed by `update`, or under ``lock`` if no thread must be woken
+    and no action follows. ``changed`` is the condition of that lock.
     """
 
     def __init__(self, env: Environment, link: Link | None) -> None:
@@ -71,15 +73,15 @@ class Session:
         self.phases = Phases()
         self.account = TimeAccount(time.monotonic())
         self.pulse = Pulse()
-        self.lost_driver = False  # nobody else will say why this worker ends
+        self.lost_driver = False  # only this worker can report why it ends
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
-        self._told_in = 0  # the generation whose end has been raised in user code
+        self._told_in = 0  # generation whose end was raised in user code
 
     # ---- the machine ---------------------------------------------------------------------------------------------
 
     def update(self, decide: Callable[[Recovery], list[Action]]) -> None:
-        """Something happened: wakes who waits for the machine, and does what it wants done. From any thread."""
+        """Change the machine, wake waiting threads and carry out the resulting actions. Thread-safe."""
         with self.changed:
             actions = decide(self.recovery)
             self.changed.notify_all()
@@ -92,9 +94,13 @@ class Session:
                     self.send(message)
 
     def wait_while(self, phase: Phase, what: str) -> None:
-        """For the driver's word. Bounded by the driver, which counts its own deadlines, by its connection, whose loss
-        is noticed, and by ``wait_timeout_s``, should the driver be frozen; but a standby waits as long as there is a
-        connection. Raises DriverLost.
+        """Wait for the driver.
+
+        The wait is bounded by the driver's own deadlines, by the loss of its connection, and by ``wait_timeout_s`` in
+        case the driver is frozen. A standby waits as long as there is a connection.
+
+        Raises:
+            DriverLost: the driver did not respond.
         """
         began = said_at = time.monotonic()
         waits = f"{self.env.worker} waits for the driver {what}"
@@ -114,7 +120,7 @@ class Session:
                     print(f"elastic: {waits}", file=sys.stderr)
 
     def resumed(self) -> None:
-        """A collective has completed, or a step that needs none. The first of user code in a generation is reported."""
+        """Record a completed collective or local step. The first one of user code in a generation is reported."""
         if self.alone or not self.recovery.running:
             return
         report = self.phases.stepped(self.recovery.generation, time.monotonic())
@@ -127,7 +133,7 @@ class Session:
     # ---- the driver ----------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """To the driver, after everything that this thread sent before. Without one it does nothing; never raises."""
+        """Send to the driver, in the order of this thread's calls. Does nothing without a driver; never raises."""
         if self._link is None:
             return
         try:
@@ -136,16 +142,16 @@ class Session:
             self.driver_lost(str(error))
 
     def poke(self) -> None:
-        """Wakes the link thread, if there is one. Safe in a signal handler."""
+        """Wake the link thread, if there is one. Safe in a signal handler."""
         if self._link is not None:
             self._link.poke()
 
     def when_lost(self, told: Callable[[], None]) -> None:
-        """``told`` is called once the driver is gone, and perhaps again."""
+        """Set the callback for the loss of the driver. It may be called more than once."""
         self._when_lost = told
 
     def driver_lost(self, reason: str) -> None:
-        """Nothing comes or goes any more. From any thread; never raises."""
+        """Handle the loss of the driver's connection. Thread-safe; never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
             why = f"it did not run for {slept_s:.0f} s, and the others continued without it"
@@ -165,12 +171,18 @@ class Session:
 
     @property
     def broken(self) -> bool:
-        """Whether the present generation is over. From any thread."""
+        """Whether the present generation is over. Thread-safe."""
         return self.recovery.phase in ENDED
 
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
-        """A collective of this generation failed: cuts the rest, tells the driver. From any thread; never raises.
-        ``calls``: its ranks have called different ones.
+        """Report a failed collective of this generation: abort the others and notify the driver.
+
+        Thread-safe; never raises.
+
+        Args:
+            generation: of the collective.
+            reason: for the log.
+            calls: the differing calls of its ranks, if that was the cause.
         """
 
         def decide(recovery: Recovery) -> list[Action]:
@@ -182,22 +194,28 @@ class Session:
         self.update(decide)
 
     def why(self, error: CollectiveFailed) -> str:
-        """What was cut says only that: why it was is known here."""
+        """Return the reason of the failure; an aborted collective does not know why it was aborted."""
         reason = self.recovery.reason
         return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
-        """User code is about to be told that this generation is over; who is stranded by that says so, once."""
+        """Record that user code receives the end of this generation. Reports the worker as stranded, once, if it is."""
         self._told_in = generation
         self.update(Recovery.strand)
 
     def raise_if_told(self) -> None:
-        """Raises what user code was told before in this world, and has caught."""
+        """Raise again an error of this world that user code has received and caught."""
         if self._told_in == self.recovery.generation:
             self.raise_if_broken()
 
     def raise_if_broken(self) -> None:
-        """Raises PeerLost, or CollectiveFailed where no world follows, or what `raise_over` raises."""
+        """Raise an error if the present world is over.
+
+        Raises:
+            PeerLost: another world follows.
+            CollectiveFailed: no world follows.
+            JobOver: or another error of `raise_over`.
+        """
         phase = self.recovery.phase
         if phase is Phase.TRAINING:
             return
@@ -211,40 +229,50 @@ class Session:
 
     @property
     def recovers(self) -> bool:
-        """Whether another world follows one that broke. In a job of a fixed size one does for its last checkpoint."""
+        """Whether another world follows one that broke.
+
+        In a job of fixed size this is only the case for its last checkpoint.
+        """
         return not self.alone and (self.env.elastic or self.recovery.ending.checkpoint_wanted)
 
     # ---- the end of this worker's part ---------------------------------------------------------------------------
 
     def raise_over(self) -> None:
-        """There is no further world for this process: raises LeaveRequested, SystemExit, StateMismatch, JobFailed or
-        JobOver.
+        """Raise the error that ends this process's part in the job.
+
+        Raises:
+            LeaveRequested: under elastic.run.
+            SystemExit: the worker leaves, outside elastic.run.
+            StateMismatch: its state was rejected.
+            JobFailed, JobOver: the job has ended.
         """
         message, reason = self.recovery.over, self.recovery.reason
         if isinstance(message, messages.Leave) and not message.fenced:
             if not self.recovery.running:
-                raise SystemExit(0)  # outside elastic.run nobody else would catch it
+                raise SystemExit(0)  # outside elastic.run, no code of this package would catch it
             raise LeaveRequested(reason)
         if isinstance(message, messages.Rejected):
             raise StateMismatch(reason)
         if self.recovery.running:
-            raise LeaveRequested(reason)  # the driver says why the job ended, once for all workers
+            raise LeaveRequested(
+                reason
+            )  # the driver reports once, for all workers, why the job ended
         raise JobFailed(reason) if self.unheard else JobOver(reason)
 
     @property
     def asked_to_leave(self) -> bool:
-        """Whether LeaveRequested means a graceful leave (exit code 0) and not the end of a failed job."""
+        """Whether LeaveRequested means a graceful leave (exit code 0) rather than the end of a failed job."""
         over = self.recovery.over
         return isinstance(over, messages.Leave) and not over.fenced
 
     @property
     def unheard(self) -> bool:
-        """Whether only this worker can say why it ends: the driver is gone, or has long given it up."""
+        """Whether only this worker can report why it ends: the driver is gone or has given it up long ago."""
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 
     def pause(self) -> None:
-        """``shutdown()``: groups are kept until the next world or the exit, because a peer may still be in one."""
+        """Handle ``shutdown()``. Groups are kept until the next world or the exit, because a peer may still use one."""
         self.groups.leave()
         self.account.begin("idle", time.monotonic())
         with self.lock:

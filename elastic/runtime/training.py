@@ -1,4 +1,4 @@
-"""What `elastic.run` says of the training function: it begins, has returned, has raised, is over. Acts."""
+"""Reports of `elastic.run` about the training function: begin, return, errors and end. Acts."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
 
-DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
+DRAIN_S = 1.0  # seconds for aborted collectives to end, which takes milliseconds
 
 
 class Training:
-    """One worker's. Methods are for the training thread."""
+    """Training of one worker. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
-        self.in_user_code = False  # in the training function itself
+        self.in_user_code = False  # whether the training function itself runs
         self._entered = False
-        self._trains_in: int | None = None  # the thread that is in elastic.run
+        self._trains_in: int | None = None  # thread that is in elastic.run
 
     @property
     def over(self) -> bool:
-        """Whether the job's training has ended with success: nobody joins any more, and a loss is for good."""
+        """Whether the job's training has succeeded, after which no worker joins and a loss is not recovered."""
         return not self._session.alone and self._session.recovery.finished
 
     def enter(self) -> None:
-        """``elastic.run`` begins."""
+        """Begin ``elastic.run``."""
         with self._session.lock:
             self._session.recovery.enter()
         self._session.account.begin("joining", time.monotonic())
         if not self._entered:
-            # In a job of a fixed size all that follows init() has counted as training.
+            # In a job of fixed size, all time since init() has counted as training.
             self._session.account.only_prepared()
         self._entered = True
         data_waits.count(self._session.account)
         self._trains_in = threading.get_ident()
 
     def leave(self) -> None:
-        """``elastic.run`` is over."""
+        """End ``elastic.run``."""
         with self._session.lock:
             self._session.recovery.leave()
         self._session.account.begin("idle", time.monotonic())
@@ -54,7 +54,7 @@ class Training:
         self._trains_in = None
 
     def begins(self) -> None:
-        """The training function is called: the state is equal everywhere, and nothing is to be done again."""
+        """Begin to call the training function: all states are equal, and no step is repeated."""
         now = time.monotonic()
         self._session.account.begin("training", now)
         self._session.account.committed(now)
@@ -62,7 +62,7 @@ class Training:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A training after the job's: its time counts as training."""
+        """Context of a training after the job's first one, whose time counts as training."""
         account = self._session.account
         with self._session.lock:
             self._session.recovery.train_again()
@@ -77,7 +77,11 @@ class Training:
             account.begin("idle", time.monotonic())
 
     def returned(self) -> None:
-        """Says that the function returned; waits for the others. Raises PeerLost if one of them is lost first."""
+        """Report that the function returned, and wait for the other workers.
+
+        Raises:
+            PeerLost: a worker was lost before it returned.
+        """
         session = self._session
         self.in_user_code = False
         session.account.begin("idle", time.monotonic())
@@ -94,8 +98,13 @@ class Training:
     def raised(
         self, summary: str, traceback: str, hardware: bool = False, calls: tuple[Called, ...] = ()
     ) -> None:
-        """Tells the driver why this process is about to end. ``hardware``: see `failures.hardware_errors`. ``calls``:
-        of ranks, which do not fit together.
+        """Report to the driver why this process is about to exit.
+
+        Args:
+            summary: the error in one line.
+            traceback: of the error.
+            hardware: see `failures.hardware_errors`.
+            calls: the differing calls of ranks, if that was the cause.
         """
         if not self._session.alone:
             self._session.update(
@@ -103,44 +112,51 @@ class Training:
             )
 
     def cannot_begin(self, why: str) -> None:
-        """Tells the driver that the job can't go on, with this worker or with any other, and why."""
+        """Report to the driver that the job cannot continue with any worker, and why."""
         self._session.update(lambda recovery: recovery.raised(why, "", final=True))
 
     def lost_shards(self, why: str) -> None:
-        """Tells the driver that the job can't go on, because no worker holds some shards of its state any more."""
+        """Report to the driver that the job cannot continue, because no worker holds some shards of its state."""
         self._session.update(
             lambda recovery: recovery.raised(why, "", final=True, shards_lost=True)
         )
 
     def refused(self, why: str) -> None:
-        """Tells the driver that the job is to end, because the script is wrong."""
+        """Report to the driver that the job must end because of an error in the script."""
         if not self._session.alone:
             self._session.update(lambda recovery: recovery.raised(why, "", final=True, code=2))
 
     def quits(self, code: object) -> bool:
-        """Tells the driver that this process is about to exit, for ``SystemExit(code)``. The end of an interpreter with
-        torch in it takes seconds, and its sockets stay open for as long; the others need not wait for that.
+        """Report to the driver that this process is about to exit for ``SystemExit(code)``.
 
-        Returns False for a code that is an error message, as in ``sys.exit("no data")``: that is an exception.
+        An interpreter with torch takes seconds to exit, and its sockets stay open until then; with the report, other
+        workers do not wait for that.
+
+        Returns:
+            False if the code is an error message, as in ``sys.exit("no data")``, which counts as an exception.
         """
         if not self._session.recovers:
-            return True  # in a static job the exit itself is the verdict
+            return True  # in a static job, the exit code itself decides
         if code is not None and not isinstance(code, int):
             return False
         self._session.update(lambda recovery: recovery.quit((code or 0) & 0xFF))
         return True
 
     def turned_away(self) -> None:
-        """Tells the driver that this process is about to exit, because its state does not match that of its world."""
+        """Report to the driver that this process is about to exit, because its state does not match the world's."""
         if self._session.recovers:
             self._session.update(lambda recovery: recovery.quit(1, ""))
 
     def gave_up(self, reason: str) -> None:
-        """User code gave this world up (it raised HorovodInternalError): regroup with everybody."""
+        """Give up this world because user code raised HorovodInternalError. All workers regroup."""
         self._session.mark_broken(self._session.recovery.generation, reason)
 
     def interrupted(self, *, planned: bool = False) -> None:
-        """The training thread has come back to ``elastic.run``. ``planned``: the world changes, and nothing is lost."""
+        """Record that the training thread has returned to ``elastic.run``.
+
+        Args:
+            planned: whether this is a planned change, in which no step is lost.
+        """
         self.in_user_code = False
         now = time.monotonic()
         self._session.phases.raised(now)
@@ -152,7 +168,11 @@ class Training:
             timeline.end_all()
 
     def drain(self) -> None:
-        """After a loss: waits until no collective of the old world writes into any tensor. Raises DeviceLost."""
+        """Wait, after a loss, until no collective of the old world writes to any tensor.
+
+        Raises:
+            DeviceLost: a GPU did not end its work.
+        """
         for _ in range(self._session.groups.drain(DRAIN_S)):
             warnings.warn(
                 f"a collective of generation {self._session.recovery.generation} still ran {DRAIN_S:g} s after"

@@ -1,8 +1,8 @@
-"""The worker's shell: the parts of the runtime, put together. `recovery` decides; each part acts in its own matter.
+"""The worker's runtime, composed of its parts. `recovery` decides; each part acts.
 
-`Session` has the machine, its lock and the word to the driver, `LinkThread` hears the driver, `DriverWorlds` and
-`FixedWorlds` bring this worker into a world, `Training` is there for `elastic.run`, `CommitLog` for commits, and
-`GuardedGroups` for collectives. What every step asks is asked of `Runtime` itself.
+`Session` holds the machine, its lock and the connection to the driver. `LinkThread` handles the driver's messages.
+`DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog` commits,
+and `GuardedGroups` collectives. Operations needed in every step are methods of `Runtime`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """One per process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
+    """Runtime of the process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
 
     def __init__(self, env: Environment, link: Link | None, session: Session | None = None) -> None:
-        """``link`` is None without a driver. ``session``, over the same link: for workers that end their worlds in a
-        way of their own.
+        """Create the runtime.
+
+        Args:
+            env: settings of this worker.
+            link: connection to the driver, or None without one.
+            session: a session over the same link, for workers that end their worlds in another way.
         """
         self.env = env
         self.elastic = env.elastic
         self.alone = link is None  # no driver: a world of one, or a static world without recovery
-        self.activity = 0  # grows with everything that may change tensors
+        self.activity = 0  # incremented by everything that may change tensors
         self._link = link
         progress = ProgressCounter()
         self.session = session = Session(env, link) if session is None else session
@@ -78,12 +82,12 @@ class Runtime:
 
     @property
     def broken(self) -> bool:
-        """Whether the present generation is over. From any thread."""
+        """Whether the present generation is over. Thread-safe."""
         return self.session.broken
 
     @property
     def provisional(self) -> bool:
-        """Whether this worker is in no world yet: its collectives act as in a world of one."""
+        """Whether this worker has not joined a world yet, so that its collectives act as in a world of one."""
         return self.session.recovery.provisional
 
     # ---- collectives ---------------------------------------------------------------------------------------------
@@ -91,65 +95,82 @@ class Runtime:
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives:
-        """The group for a purpose, made at its first use. Collective among ``ranks`` (all, by default).
+        """Return the group for a purpose, created at its first use. Collective among ``ranks`` (all, by default).
 
-        Raises PeerLost if it can't be made, because a rank is gone or does not come within the timeout.
+        Raises:
+            PeerLost: the group cannot be created, because a rank is lost or does not arrive within the timeout.
         """
         return self._groups.group(purpose, device, ranks)
 
     def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
-        """As `group`, for messages from one rank to another. Not for a group of one."""
+        """Like `group`, for point-to-point messages. Not for a group of one rank."""
         return self._groups.messages(purpose, ranks)
 
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
-        """Returns at once. When another rank sends or receives the first message of this world, this one is connected
-        to it too, whatever its training thread does then.
+        """Prepare for the first message of this world, and return at once.
+
+        When another rank sends or receives it, this rank is connected as well, whatever its training thread is doing.
         """
         self._groups.expect_messages(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
-        """Whether others are forming this group and wait for this rank. Asks rank 0; not for every step."""
+        """Whether other ranks are creating this group and wait for this one.
+
+        Asks rank 0, so do not call it in every step.
+        """
         return self._groups.wanted(purpose, device_type, ranks)
 
     def alone_group(self) -> Collectives:
-        """Of this rank only."""
+        """Return a group of this rank only."""
         return self._groups.alone_group()
 
     def engine(self) -> Engine:
-        """What runs the collectives that are called by name. Call it under `guard`. Raises CollectiveFailed."""
+        """Return the engine for collectives called by name. Call it under `guard`.
+
+        Raises:
+            CollectiveFailed: the generation has ended.
+        """
         return self._groups.engine()
 
     def guard(self, name: str) -> Guard:
-        """Around collectives in the training thread: turns CollectiveFailed into PeerLost and tells
-        the driver. ``name``: by which the log calls a wait in there.
+        """Context for collectives in the training thread: turns CollectiveFailed into PeerLost and notifies the driver.
+
+        ``name`` is the name that the log uses for waits in the block.
         """
         self.activity += 1
         return Guard(self._groups, name)
 
     def mark_broken(self, generation: int, reason: str) -> None:
-        """A collective of this generation failed: cuts the rest, tells the driver. From any thread; never raises."""
+        """Report a failed collective of this generation: abort the others and notify the driver.
+
+        Thread-safe; never raises.
+        """
         self.session.mark_broken(generation, reason)
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Introduces this process to the driver and waits for its answer. Raises DriverLost."""
+        """Introduce this process to the driver and wait for the answer.
+
+        Raises:
+            DriverLost: the driver did not answer.
+        """
         assert self._link is not None
         self.link_thread.connect(self._link)
 
     def first_world(self) -> None:
-        """Waits for the first world, unless one trains already: then the place stays provisional."""
+        """Wait for the first world, unless one is training already; then the place remains provisional."""
         self.worlds.first()
 
     def pause(self) -> None:
-        """``shutdown()``: groups are kept until the next world or the exit, because a peer may still be in one."""
+        """Handle ``shutdown()``. Groups are kept until the next world or the exit, because a peer may still use one."""
         self.session.pause()
 
     def close(self) -> None:
-        """At exit, in which user code may still take its time.
+        """Handle the exit of the process, during which user code may still run for some time.
 
-        Link and sockets end with the process. Peers that lost them sooner would report a failure whose cause, the exit
-        code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
+        The link and sockets are closed by the end of the process. If they were closed earlier, peers would report a
+        failure whose cause, the exit code of this worker, is not known yet, and a worker without a link counts as lost.
         """
         self.tracing.close()
         self.session.send(self.link_thread.time_spent())
@@ -160,7 +181,7 @@ class Runtime:
         self.session.groups.close()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child (a DataLoader worker): hold none of the parent's sockets."""
+        """Close the parent's sockets in a forked child (a DataLoader worker)."""
         if self._link is not None:
             self._link.close_in_forked_child()
         self.session.groups.close_in_forked_child()

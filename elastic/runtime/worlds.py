@@ -1,4 +1,4 @@
-"""How this worker comes into a world: under a driver, or one of a fixed size with whoever else was started. Acts."""
+"""Entry of this worker into a world: one formed by the driver, or one of fixed size. Acts."""
 
 from __future__ import annotations
 
@@ -16,41 +16,45 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """One after the other, as the driver forms them. For the training thread, but for `restate`."""
+    """Worlds in the order in which the driver forms them. For the training thread, except `restate`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._layout: messages.Layout | None = None  # the last one sent
-        self._step_input: messages.StepInput | None = None  # likewise
+        self._step_input: messages.StepInput | None = None  # the last one sent
 
     def first(self) -> None:
-        """Waits for the first world, unless one trains already: then the place stays provisional."""
+        """Wait for the first world, unless one is training already; then the place remains provisional."""
         with self._session.lock:
             if self._session.recovery.newcomer:
                 return
         self._wait("")
 
     def next(self, layout: str, text: str) -> messages.World:
-        """From inside ``elastic.run``: says ready with the state's layout, and waits. Raises PeerLost and others."""
+        """Report ready with the state's layout, under ``elastic.run``, and wait for a world.
+
+        Raises:
+            PeerLost: the world broke. Other errors of `Session.raise_over` likewise.
+        """
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
             self._session.send(self._layout)
         return self._wait(layout)
 
     def restate(self) -> None:
-        """In the link thread: another driver, or another connection, knows of no layout and no batches."""
+        """Send the layout and step input again, for another driver or connection. Called in the link thread."""
         for said in (self._layout, self._step_input):
             if said is not None:
                 self._session.send(said)
 
     def tell_step_input(self, kind: bytes) -> None:
-        """Of what this worker's batches consist, for those who join."""
+        """Send a description of this worker's batches, for workers that join."""
         if kind and kind != self._session.recovery.step_input:
             self._step_input = messages.StepInput(kind)
             self._session.send(self._step_input)
 
     def _wait(self, layout: str) -> messages.World:
-        """Says ready, waits for a world and takes its place. Raises what ends the wait otherwise."""
+        """Report ready, wait for a world and take the place in it. Raises the error that ends the wait otherwise."""
         session = self._session
         session.groups.make_room()
         store = session.groups.listen()
@@ -78,13 +82,17 @@ class DriverWorlds:
 
 
 class FixedWorlds:
-    """Of a fixed size, without a driver."""
+    """Worlds of a fixed size, without a driver."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def form(self, store: Store, rank: int, size: int, told: int | None, generation: int) -> None:
-        """With all that come to ``store``, which is that of the world before. Raises CollectiveFailed."""
+        """Form a world with all ranks that connect to ``store``, the store of the previous world.
+
+        Raises:
+            CollectiveFailed: ranks did not arrive in time.
+        """
         groups = self._session.groups
         mine = groups.listen() if rank == 0 else None
         timeout_s = self._session.env.collective_timeout_s
@@ -93,7 +101,7 @@ class FixedWorlds:
         self.begin(messages.World(generation, place, address, 0, None, "no driver"))
 
     def begin(self, world: messages.World) -> None:
-        """Rank 0 serves the world's store, at the address that it listens at already, or at the one that is given."""
+        """Begin a world. Rank 0 serves its store, at the address it already listens at or at the given one."""
         if world.place.rank == 0:
             self._session.groups.listen(world.store)
         with self._session.lock:
@@ -107,7 +115,11 @@ class FixedWorlds:
         _open(self._session, world)
 
     def next(self) -> None:
-        """``init()`` after ``shutdown()``: of the same ranks. Raises CollectiveFailed."""
+        """Form the next world of the same ranks, for ``init()`` after ``shutdown()``.
+
+        Raises:
+            CollectiveFailed: not all ranks called ``init()`` again.
+        """
         store, recovery = self._session.groups.store, self._session.recovery
         assert store is not None, "a fixed world has a store"
         place = recovery.place

@@ -38,9 +38,7 @@ class Made:
 def lines(
     name: str, made: Made, parameters: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]
 ) -> list[str]:
-    """Return lines such as ``optimizer.compression fp16`` or ``optimizer.parameter.3 layer.bias float32 [20] strides
-    [1]``.
-    """
+    """Return lines such as ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
     if not made.whole_world:
         return [f"{name}.process_set some of the ranks"]
     named = [(names.get(parameter, "without a name"), parameter) for parameter in parameters]

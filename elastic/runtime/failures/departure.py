@@ -1,8 +1,8 @@
-"""An error of user code in a worker that is leaving may be of its child processes, which got SIGTERM with it. Acts.
+"""Errors of user code that are caused by the end of child processes while this worker is leaving. Acts.
 
-Slurm, systemd and other process managers signal every process of a job. A loader worker dies of that, and its training
-process raises. That error is one of the present world: this worker still holds the last commit, and takes part in the
-last checkpoint, or hands its commit over.
+Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
+training process raise. Such an error counts as the end of the present world only: this worker still holds the last
+commit and takes part in the last checkpoint, or hands its commit over.
 """
 
 from __future__ import annotations
@@ -18,34 +18,38 @@ from typing import Any
 from elastic.runtime.recovery import Phase, excuse_error
 from elastic.runtime.session import Session
 
-# Signals that are sent to all processes of a job reach them within milliseconds, in any order.
+# Signals to all processes of a job arrive within milliseconds, in any order.
 GRACE_S = 0.3
 LOOK_S = 0.01
 
 
 class Departure:
-    """One training's. For the training thread. ``waits``: whether the end of a child process may be the first sign of
-    this worker's end, or of a last checkpoint.
+    """Departure of a worker during one training. Must be called from the training thread.
+
+    Args:
+        session: of this worker.
+        waits: whether the exit of a child process may be the first sign that this worker is about to leave, or of a
+            last checkpoint.
     """
 
     def __init__(self, session: Session, *, waits: bool = True) -> None:
         self._session = session
         self.waits = waits
-        self._before: Any = None  # the handler of SIGCHLD while that is ignored
-        self._reaped = 0  # when user code began; see `_reaped`
+        self._before: Any = None  # handler of SIGCHLD while the signal is ignored
+        self._reaped = 0  # value of `_reaped` when user code started
 
     def excuses_error(self) -> bool:
-        """User code has raised: whether another world may follow, in which this worker takes part.
+        """Whether another world may follow an error of user code, with this worker in it.
 
-        Once for a request to leave; the next error is raised. Children stay ignored until `watch_children`.
+        True only once per request to leave; the next error is raised. Children remain ignored until `watch_children`.
         """
         self.ignore_children()
         return self._ends_soon() and self._excused()
 
     def excuses_loss(self) -> bool:
-        """A collective has failed in a job of a fixed size: whether another world follows, for the last checkpoint.
+        """Whether another world, for the last checkpoint, follows a failed collective in a job of fixed size.
 
-        The peer that is gone may know of the job's end already. Children stay ignored until `watch_children`.
+        The lost peer may already have been notified of the job's end. Children remain ignored until `watch_children`.
         """
         self.ignore_children()
         session = self._session
@@ -56,16 +60,17 @@ class Departure:
         return session.recovers
 
     def ignore_children(self) -> None:
-        """User code has ended: no handler of SIGCHLD runs until `watch_children`. torch's raises once for each loader
-        worker that has died, wherever the training thread is.
+        """Disable handlers of SIGCHLD until `watch_children`, since user code has ended.
+
+        torch's handler raises once for each exited loader worker, wherever the training thread is.
         """
         try:
             self._ignore_children()
-        except Exception:  # the handler's, for another one
+        except Exception:  # raised by the handler, for another child
             self._ignore_children()
 
     def watch_children(self) -> None:
-        """User code runs from here on."""
+        """Enable handlers of SIGCHLD again before user code runs."""
         self._reaped = _reaped()
         if self._before is not None:
             signal.signal(signal.SIGCHLD, self._before)
@@ -73,13 +78,16 @@ class Departure:
 
     def _ignore_children(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # handlers run in the main thread
+            return  # handlers run only in the main thread
         if callable(handler := signal.getsignal(signal.SIGCHLD)):
             self._before = handler
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _had_children(self) -> bool:
-        """A loader that goes out of scope with the error has waited for its workers by now."""
+        """Whether user code had child processes.
+
+        A loader that was destroyed with the error has already reaped its workers.
+        """
         return _has_children() or _reaped() != self._reaped
 
     def _excused(self) -> bool:
@@ -87,7 +95,7 @@ class Departure:
             return excuse_error(self._session.recovery)
 
     def _ends_soon(self) -> bool:
-        """Whether this worker or the job is about to end, now or a moment after one of its child processes."""
+        """Whether this worker or the job is about to end, now or shortly after one of its child processes."""
         session = self._session
         if (
             session.alone
@@ -100,7 +108,7 @@ class Departure:
         return session.recovery.ending.near
 
     def _wait_until(self, known: Callable[[], bool]) -> None:
-        """For `GRACE_S` at most."""
+        """Wait up to `GRACE_S`."""
         deadline, session = time.monotonic() + GRACE_S, self._session
         with session.changed:
             while (
@@ -108,18 +116,18 @@ class Departure:
                 and session.recovery.phase is not Phase.OVER
                 and (left := deadline - time.monotonic()) > 0
             ):
-                # In slices: a signal that another thread has received does not end this wait, and its handler runs
-                # in this thread.
+                # In slices: a signal received by another thread does not end this wait, and its handler runs in this
+                # thread.
                 session.changed.wait(min(left, LOOK_S))
 
 
 def _reaped() -> int:
-    """Grows with each child process that was waited for."""
+    """Return a number that grows with each reaped child process."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def _has_children() -> bool:
-    """Live ones, and dead ones that were not waited for yet."""
+    """Whether there are child processes, running or not yet reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What each rank of a group called, where that was not the same: each tells the others. Acts; see `calls`."""
+"""Exchange of what each rank of a group called, if the calls differ. Acts; see `calls`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from elastic.errors import CollectiveFailed, Differing
 from elastic.protocol.calls import Called
 from elastic.rendezvous.store import Store
 
-TELL_S = 2.0  # for all to say what they have called; they wait in one collective already
+TELL_S = 2.0  # timeout of the exchange in seconds; all ranks are in a collective already
 
 
 def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
-    """Those of all ranks of the group, by rank; this one's alone where the others do not answer in time."""
+    """Return the calls of all ranks of the group, by rank; only this rank's if the others do not answer in time."""
     if store is None or not group.key:
         return [mine]
     try:

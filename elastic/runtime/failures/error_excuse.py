@@ -1,6 +1,6 @@
-"""Decides whether an error of user code is one of a worker, or job, that is about to end. Pure.
+"""Decides whether an error of user code is a consequence of the end of this worker or job. Pure.
 
-A process manager that ends a job signals its loader workers too, and a training process raises when one of them dies.
+A process manager that ends a job also signals its loader workers, and a training process raises when one of them exits.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from dataclasses import dataclass
 
 @dataclass
 class ErrorExcuse:
-    """What a worker knows of its own end."""
+    """What a worker knows about its own end."""
 
-    leaving: str = ""  # why it asked to leave
-    checkpoint_wanted: bool = False  # the driver wants a last checkpoint
-    excused: bool = False  # an error has counted as one of the world since
+    leaving: str = ""  # reason of its request to leave
+    checkpoint_wanted: bool = False  # the driver has requested a last checkpoint
+    excused: bool = False  # an error has been excused since
 
     @property
     def near(self) -> bool:
         return bool(self.leaving) or self.checkpoint_wanted
 
     def leaves(self, reason: str) -> None:
-        """This worker got SIGTERM."""
+        """Record that this worker received SIGTERM."""
         self.leaving, self.excused = reason, False
 
     def wants_checkpoint(self) -> None:
-        """The driver said so, perhaps again."""
+        """Record the driver's request, which may be repeated."""
         if not self.checkpoint_wanted:
             self.checkpoint_wanted, self.excused = True, False
 
     def excuse(self) -> bool:
-        """User code raised: whether another world may follow. Once; what raises again is not excused."""
+        """Return whether another world may follow an error of user code. True once; the next error is not excused."""
         excused = self.near and not self.excused
         self.excused = self.excused or excused
         return excused

@@ -1,4 +1,4 @@
-"""Keeps tracebacks off the terminal that would only say, once per worker, what the driver has said. Decides nothing."""
+"""Suppression of tracebacks that would repeat, once per worker, what the driver has reported. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic.protocol.uncaught.sending import DIAGNOSTICS
 
 
 def arrange() -> None:
-    """From now on `JobOver`, where nobody catches it, ends the process in silence. Safe to repeat.
+    """Make an uncaught `JobOver` end the process without a traceback. Idempotent.
 
-    With ``python -I`` and ``-E`` PYTHONPATH had no effect: then what else ends it is sent to the agent from here on. A
-    hook that the script has set itself stays.
+    With ``python -I`` and ``-E``, PYTHONPATH has no effect; in that case this also installs the hook that sends other
+    uncaught exceptions to the agent. A hook that the script has set itself is kept.
     """
     if sys.excepthook is sys.__excepthook__ and DIAGNOSTICS in os.environ:
         sitecustomize.leave_path(os.environ)

@@ -1,4 +1,4 @@
-"""Groups of the present world for those who call collectives, and what becomes of a collective that fails. Acts.
+"""Access to the groups of the present world, and handling of failed collectives. Acts.
 
 User code is interrupted only in the training thread, at the places documented in `run_loop`.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class GuardedGroups:
-    """One worker's, of whatever world is the present one."""
+    """Groups of one worker in its present world."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
@@ -105,7 +105,7 @@ class GuardedGroups:
         return self._session.groups.wanted(key, recovery.generation, place)
 
     def alone_group(self) -> Collectives:
-        """Of this rank only."""
+        """Return a group of this rank only."""
         recovery = self._session.recovery
         if recovery.provisional and recovery.place.size > 1 and not self._warned_alone:
             self._warned_alone = True
@@ -126,8 +126,10 @@ class GuardedGroups:
     # ---- around a collective -------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> int:
-        """A collective, by the name by which the log calls a wait in it. Returns its generation. Raises PeerLost and
-        others, if that is over.
+        """Begin a collective with the name that the log uses for waits in it. Return its generation.
+
+        Raises:
+            PeerLost: the generation has ended. Other errors of `Session.raise_if_broken` likewise.
         """
         session = self._session
         generation = session.recovery.generation
@@ -136,7 +138,12 @@ class GuardedGroups:
         return generation
 
     def end(self, generation: int, error: BaseException | None) -> None:
-        """It is over. Raises PeerLost, or CollectiveFailed with a better reason, in place of ``error``."""
+        """End a collective.
+
+        Raises:
+            PeerLost: in place of ``error``, in an elastic job.
+            CollectiveFailed: in place of ``error``, with a more precise reason.
+        """
         session, inside = self._session, self._progress.inside
         awaited = self._progress.awaited() if error is not None else {}
         if self._progress.leave(time.monotonic()):
@@ -156,13 +163,15 @@ class GuardedGroups:
                 if str(error) != why:
                     raise CollectiveFailed(why) from error
                 return
-            session.told(generation)  # unsaid so far if the driver's word came before the error
+            session.told(
+                generation
+            )  # not yet recorded if the driver's message arrived before the error
             raise PeerLost(why) from error
 
     def _say_calls(
         self, error: CollectiveFailed, group: Differing, inside: str
     ) -> tuple[Called, ...]:
-        """What each rank has called, and where, in the error and, by the first of them, on stderr."""
+        """Add each rank's call and its line to the error; the first of the ranks also prints it to stderr."""
         session = self._session
         line = user_line.of_thread(get_ident())
         mine = Called(session.recovery.place.rank, inside, line)
@@ -173,7 +182,7 @@ class GuardedGroups:
         return calls.distinct(called)
 
     def _say_who(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
-        """Where they are that did not come, in the error."""
+        """Add the positions of the missing ranks to the error."""
         lines = [f"rank {rank} is at {line}" for rank, line in sorted(awaited.items())]
         error.args = ("; ".join([str(error), *lines]),)
 
@@ -188,7 +197,7 @@ class GuardedGroups:
 
 
 class Guard:
-    """See `Runtime.guard`. No generator, because every collective pays for it."""
+    """See `Runtime.guard`. A class rather than a generator, which would cost more for every collective."""
 
     __slots__ = ("_generation", "_groups", "_name")
 

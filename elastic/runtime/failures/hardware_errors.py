@@ -1,7 +1,7 @@
-"""Which exceptions are the fault of a GPU, of its driver or of NCCL, and not of the script. Told by types and codes.
+"""Classification of exceptions caused by a GPU, its driver or NCCL rather than by the script, by type and error code.
 
-One fault of a host's fabric reaches all its GPUs with one text at one commit. Two equal exceptions of this kind
-therefore prove nothing against the script.
+One fault of a host's fabric affects all its GPUs with the same message at the same commit. Two equal exceptions of this
+kind therefore do not prove an error of the script.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import torch
 
 from elastic.errors import DeviceLost
 
-# CUDA's codes (cudaError_t) of what a device, its links or its driver report; most end the context. Not in here: memory
-# that ran out, a device that does not exist, a bad launch, and assertions in kernels (710: an index out of range, say).
+# CUDA error codes (cudaError_t) reported by a device, its links or its driver; most invalidate the context. Excluded:
+# out of memory, a missing device, an invalid launch, and assertions in kernels (710, for example an index out of
+# range).
 _HARDWARE = {
     46,
     100,
@@ -34,7 +35,7 @@ _HARDWARE = {
 
 
 def at_fault(error: BaseException) -> bool:
-    """Whether the hardware is to blame for this exception, which is about to end the process."""
+    """Whether the hardware caused this exception, which is about to end the process."""
     verdict = _verdict(error)
     if verdict is None:
         try:
@@ -45,7 +46,7 @@ def at_fault(error: BaseException) -> bool:
 
 
 def _verdict(error: BaseException | None) -> bool | None:
-    """None: its type says nothing."""
+    """Whether the hardware caused the error; None if its type does not determine it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return False
@@ -59,6 +60,6 @@ def _verdict(error: BaseException | None) -> bool | None:
 
 
 def _ask_the_device() -> None:
-    """After an error that its context can't survive, a device refuses every question. Never waits."""
+    """Query the device, which raises after an error that its context cannot survive. Never waits."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().query()
