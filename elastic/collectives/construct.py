@@ -1,7 +1,7 @@
-"""Makes groups: the only place that knows which backend serves which device. How the ranks of a group on
-the CPU reach each other is chosen in `cpu`.
+"""Creation of groups: selects the backend of a device. `cpu` selects how the ranks of a CPU group connect.
 
-`Connecting` exists before anything blocks, so that another thread can abort the making of a group, and later the group.
+A `Connecting` exists before any blocking call, so that another thread can abort the creation of a group, and later the
+group.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.rendezvous.store import Store, StoreListener, listen
 
-# Instead of a device's type, of a group for messages from one rank to another: a `Messenger`.
+# Device type of a group for point-to-point messages: a `Messenger`.
 MESSAGES = "messages"
 
 
 def meeting(purpose: str, device_type: str, size: int) -> str:
-    """The key under which the ranks of a group meet in the store while it is being formed."""
+    """Return the store key under which the ranks of a group meet while it is created."""
     return f"{purpose}/nccl/{size}" if device_type == "cuda" else f"{purpose}/{size}"
 
 
 def prepare(native: bool) -> None:
-    """Loads what groups on the CPU are made with. Their first one would, while the other ranks wait for this one."""
+    """Import and load what CPU groups need.
+
+    Otherwise their first creation would, while other ranks wait for this one.
+    """
     from elastic.collectives import cpu  # noqa: F401
     from elastic.collectives.shared_memory import native_library
 
@@ -35,7 +38,7 @@ def prepare(native: bool) -> None:
 
 
 def prepare_gpu(device: torch.device) -> None:
-    """The same for groups on this GPU, on which this worker has tensors already."""
+    """Likewise for groups on this GPU, on which this worker already has tensors."""
     if distributed.is_nccl_available():
         from elastic.collectives import nccl
 
@@ -43,7 +46,7 @@ def prepare_gpu(device: torch.device) -> None:
 
 
 class Abortable(Protocol):
-    """What the link thread can cut, and a forked child must let go of."""
+    """What the link thread can abort and a forked child must release."""
 
     def abort(self) -> None: ...
 
@@ -53,11 +56,17 @@ class Abortable(Protocol):
 class Connecting:
     """One group of one generation, from before it is connected to its end.
 
-    ``purpose`` tells groups of one generation apart: equal on all its ranks, different from any other group's.
-    ``rank`` and ``size`` count within the group. ``bind_host`` is the numeric address that peers connect to.
-    ``timeout_s`` bounds the connecting, ``collective_timeout_s`` every single collective (by default the same).
-    ``native``: on the CPU, ranks of one host may share memory; ``apart``, ``agreed``: see `cpu.CpuGroup`. Raises
-    ValueError for a device without a backend.
+    Args:
+        purpose: identifies the group within the generation; equal on all its ranks.
+        rank, size: within the group.
+        bind_host: numeric address that peers connect to.
+        timeout_s: timeout for connecting.
+        collective_timeout_s: timeout of each collective; the same by default.
+        native: whether CPU ranks of one host may share memory.
+        apart, agreed: see `cpu.CpuGroup`.
+
+    Raises:
+        ValueError: the device has no backend.
     """
 
     def __init__(
@@ -85,15 +94,19 @@ class Connecting:
         )
 
     def connect(self) -> Collectives:
-        """Blocks until all ranks are connected. Raises CollectiveFailed if a rank is late or gone, or on `abort`."""
+        """Block until all ranks are connected.
+
+        Raises:
+            CollectiveFailed: a rank is late or lost, or on `abort`.
+        """
         return self._connect(self._store, self._purpose, self._bind_host)
 
     def abort(self) -> None:
-        """Ends the connecting, or the group if it is connected. Any thread, any number of times, never blocks."""
+        """Abort the connecting, or the group if it is connected. Thread-safe and idempotent; never blocks."""
         self.group.abort()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child: holds none of the parent's sockets."""
+        """Close the parent's sockets in a forked child."""
         self.group.close_in_forked_child()
 
 
@@ -110,14 +123,14 @@ def _making(
     apart: bool,
     agreed: bool,
 ) -> tuple[Abortable, _Connect]:
-    """What can be aborted from now on, and what connects it."""
+    """Return the object that can be aborted from now on, and the function that connects it."""
     if size == 1:
         alone = LocalCollectives()
         return alone, lambda store, purpose, bind_host: alone
     messages = device_type == MESSAGES
     if not messages:
         check_device(device_type)
-    # Imported here, because each needs its backend in torch's build.
+    # Imported here, because each requires its backend in torch's build.
     if messages or device_type == "cpu":
         from elastic.collectives.cpu import CpuGroup
 
@@ -143,7 +156,11 @@ def _making(
 
 
 def check_device(device_type: str) -> None:
-    """Raises ValueError for a device without a backend."""
+    """Check that a device has a backend.
+
+    Raises:
+        ValueError: it has none.
+    """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(
             f"no collectives for tensors on {device_type!r}: move them to cpu or cuda first"

@@ -1,7 +1,8 @@
-"""A group on the CPU, from before its ranks know of each other: connects them in the way that suits all.
+"""A CPU group, from before its ranks know each other: connects them in a way that all support.
 
-First every rank says where it is and what it can share; `topology` decides. If memory is to be shared, each maps that
-of its neighbours and says whether it could; it is used only if all could. What remains goes over Gloo.
+First every rank publishes its host and what it can share; `topology` decides. If memory is to be shared, each rank maps
+that of its neighbors and reports whether this succeeded; shared memory is used only if it did on all. Everything else
+uses Gloo.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 
 log = logging.getLogger("elastic.collectives")
-_said: set[str] = set()  # each once per process: every group of every generation comes to the same
+_said: set[str] = (
+    set()
+)  # log each message once per process, since all groups of all generations give the same
 
 
 class CpuGroup:
-    """`connect` once; `abort` works at any time, from any thread.
+    """Call `connect` once. `abort` works at any time, from any thread.
 
-    ``timeout_s`` is to connect; ``collective_timeout_s`` is for a rank that is late, to its first collective as to any.
-    ``apart``: each rank was started on a host of its own, as all ranks of the group know, so that it will come to Gloo:
-    they swap what that needs at once, and not in a second exchange. ``messages``: it is for messages, which go over
-    Gloo where not all ranks lie on one host. ``agreed``: see `GlooCollectives`.
+    Args:
+        timeout_s: to connect.
+        collective_timeout_s: for a late rank, at its first collective as at any other.
+        apart: each rank was started on its own host, as all ranks know, so Gloo will be used. The ranks exchange Gloo's
+            addresses at once rather than in a second exchange.
+        messages: the group is for messages, which use Gloo unless all ranks are on one host.
+        agreed: see `GlooCollectives`.
     """
 
     def __init__(
@@ -63,8 +69,12 @@ class CpuGroup:
         self._aborted = False
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> Collectives:
-        """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`."""
-        # What was mapped of processes that have gone is given back at every change of the world.
+        """Block until this rank is connected to every other.
+
+        Raises:
+            CollectiveFailed: a rank is late or lost, or on `abort`.
+        """
+        # Mapped memory of exited processes is released at every change of the world.
         peer_memory.sweep()
         found = native_library.load() if self._native else None
         missing = native_library.missing() if self._native else ""
@@ -90,7 +100,7 @@ class CpuGroup:
         ranks = Topology(plan.hosts, self._rank)
         peers = ranks.inter_node_ranks
         inter_node = self._gloo(peers.index(self._rank), len(peers)) if peers else None
-        # A rank that is alone on its host has no shares to reduce: where hosts differ, leaders carry whole tensors.
+        # A rank that is alone on its host has no shares to reduce. If hosts differ, leaders carry whole tensors.
         group = HierarchicalCollectives(ranks, host, inter_node)
         self._adopt(group)
         try:
@@ -101,7 +111,10 @@ class CpuGroup:
         return group
 
     def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
-        """Every rank's row, once all have come: one that is late is waited for here. See `construct.meeting`."""
+        """Return every rank's row once all have arrived; this is where late ranks are awaited.
+
+        See `construct.meeting`.
+        """
         said = self._swap(
             store,
             f"{purpose}/{self._size}",
@@ -113,8 +126,9 @@ class CpuGroup:
     def _connect_apart(
         self, store: Store, purpose: str, bind_host: str, offer: MemoryOffer
     ) -> tuple[GlooCollectives | None, list[RankInfo]]:
-        """As `_introduce`, with the addresses for Gloo, and connects them unless the ranks are to share memory: hosts
-        by two names may be one machine.
+        """Like `_introduce`, but also exchange Gloo's addresses and connect, unless the ranks are to share memory.
+
+        Two host names may denote one machine.
         """
         rows: list[RankInfo] = []
 
@@ -139,7 +153,7 @@ class CpuGroup:
     def _meet(
         self, store: Store, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo]
     ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
-        """What all ranks have decided, and the group of this host, if it is to be one."""
+        """Return the plan of all ranks, and the group of this host if there is one."""
         plan = topology.plan(rows)
         if self._messages and plan.backend is Backend.HIERARCHY:
             plan = Plan(Backend.GLOO, plan.hosts, plan.why)
@@ -152,7 +166,7 @@ class CpuGroup:
             )
         except BaseException:
             self._drop(host)
-            host = None  # or the exception would keep its memory
+            host = None  # otherwise the exception would keep its memory
             raise
         why = next((each.decode() for each in said if each), "")
         if why:
@@ -163,13 +177,13 @@ class CpuGroup:
     def _join(
         self, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo], ranks: Sequence[int]
     ) -> tuple[SharedCollectives | LocalCollectives | None, str]:
-        """The group of this host, or why it can't be."""
+        """Return the group of this host, or the reason why there is none."""
         if len(ranks) == 1:
             alone = LocalCollectives()
             self._adopt(alone)
             return alone, ""
         found = native_library.load()
-        assert found is not None  # or this rank would have offered nothing
+        assert found is not None  # otherwise this rank would not have offered memory
         try:
             shared = SharedCollectives(
                 found,
@@ -197,7 +211,7 @@ class CpuGroup:
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
     def _say(self, plan: Plan) -> None:
-        """By one rank: it concerns all, and every rank knows the same."""
+        """Log the reason on one rank, since it is the same on all."""
         if plan.why and self._rank == 0 and plan.why not in _said:
             _said.add(plan.why)
             log.warning(
@@ -209,9 +223,9 @@ class CpuGroup:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _adopt(self, part: _Part) -> None:
-        """Before anything of it blocks."""
+        """Register a part before it blocks."""
         self._parts.append(part)
-        if self._aborted:  # the word came before there was anything to abort
+        if self._aborted:  # aborted before it was registered
             part.abort()
 
     def _drop(self, part: _Part | None) -> None:
@@ -221,7 +235,7 @@ class CpuGroup:
             part.close()
 
     def abort(self) -> None:
-        """Ends the connecting, or what was connected. Never blocks."""
+        """Abort the connecting, or what is connected. Never blocks."""
         self._aborted = True
         self._swapping.abort()
         for part in list(self._parts):
@@ -237,7 +251,7 @@ def _rows(words: Sequence[bytes]) -> list[RankInfo]:
 
 
 class _Part(Protocol):
-    """A group that this one is, or is made of."""
+    """A group that this one is or contains."""
 
     def abort(self) -> None: ...
 

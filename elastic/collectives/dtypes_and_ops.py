@@ -1,6 +1,6 @@
-"""What can be reduced, and as what: every backend refuses the same with the same words, and gives the same numbers.
+"""Supported dtypes and operations. All backends raise the same errors and compute the same numbers.
 
-What is small enough is sent to every rank whole, and reduced there.
+Small tensors are sent to every rank whole and reduced there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ OPS = frozenset({Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT})
 
 
 def check(tensor: torch.Tensor, op: Op) -> None:
-    """Raises ValueError for an operation that is made of others above the seam, TypeError for a dtype."""
+    """Check the arguments of a reduction.
+
+    Raises:
+        ValueError: the operation is composed of others by the caller.
+        TypeError: the dtype cannot be reduced.
+    """
     if op not in OPS:
         raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
     if tensor.dtype not in DTYPES:
@@ -44,7 +49,7 @@ def check(tensor: torch.Tensor, op: Op) -> None:
         )
 
 
-# Gloo and NCCL have no 16-bit integers. The wider type gives the same ones, as both wrap around modulo 2**16.
+# Gloo and NCCL have no 16-bit integers. The wider type gives equal results, since both wrap around modulo 2**16.
 _WIDENED = {torch.int16: torch.int32}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -52,11 +57,11 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 def carried(
     tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
 ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """What Gloo and NCCL are given to reduce for `tensor`, and what is called when they have, if anything.
+    """Return the tensor that Gloo and NCCL reduce for ``tensor``, and a function to call afterwards, if any.
 
-    For MIN and MAX of floats that is their `_order`, in 32 or 64 bits.
+    For MIN and MAX of floats, this is their `_order`, in 32 or 64 bits.
     """
-    result = tensor.detach()  # written in place even if it is a parameter
+    result = tensor.detach()  # written in place even for a parameter
     if tensor.dtype in _WIDENED:
         wide = tensor.to(_WIDENED[tensor.dtype])
         return wide, lambda: result.copy_(wide)
@@ -71,21 +76,21 @@ def carried(
 
 
 def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
-    """In place, of floats: times ``scale``, then divided by ``divisor``, each rounded once."""
+    """Multiply floats by ``scale``, then divide by ``divisor``, in place; each step rounds once."""
     if scale != 1.0:
         tensor.mul_(scale)
     if divisor == 1:
         return tensor
     if tensor.device.type == "cpu" or tensor.dtype not in _INTEGERS:
         return tensor.div_(divisor)
-    # On a GPU torch multiplies by the reciprocal of a number, which is off by a bit, and divides by a tensor.
+    # On a GPU, torch divides by a number by multiplying with its reciprocal, which can be off by one bit.
     return tensor.div_(torch.full((), divisor, dtype=tensor.dtype, device=tensor.device))
 
 
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
-    """Integers in the order of these floats: -0.0 comes before 0.0, and ``op``, MIN or MAX, chooses NaN.
+    """Return integers in the order of these floats: -0.0 is less than 0.0, and ``op``, MIN or MAX, selects NaN.
 
-    Reduced as floats, NaN would be lost or not by Gloo depending on who has it, and be lost by NCCL.
+    Gloo's reduction of floats would lose NaN or not, depending on which rank has it; NCCL's would lose it.
     """
     wide = floats if floats.dtype in _INTEGERS else floats.float()
     keys = _turned(wide.view(_INTEGERS[wide.dtype]))
@@ -95,8 +100,9 @@ def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
 def _put_floats(
     result: torch.Tensor, keys: torch.Tensor, op: Op, scale: float, divisor: int
 ) -> None:
-    """The floats of what came of `_order`, scaled. Every NaN becomes `math.nan`, at the end: torch makes others of it
-    where it converts to bfloat16.
+    """Convert integers of `_order` back to floats, and scale them.
+
+    Every NaN becomes `math.nan`, at the end, since torch's conversion to bfloat16 changes NaNs.
     """
     wide = torch.float32 if keys.dtype == torch.int32 else torch.float64
     rescale_(result.copy_(_turned(keys).view(wide)), scale, divisor)
@@ -104,20 +110,21 @@ def _put_floats(
 
 
 def _turned(bits: torch.Tensor) -> torch.Tensor:
-    """Negative floats rise with their magnitude where integers fall. Its own inverse."""
+    """Reverse the order of negative floats' bits. Its own inverse."""
     info = torch.iinfo(bits.dtype)
     return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
 
 
 def _beyond(keys: torch.Tensor, op: Op) -> int:
-    """What ``op`` prefers to all numbers."""
+    """Return the integer that ``op`` prefers to all numbers."""
     info = torch.iinfo(keys.dtype)
     return info.max if op is Op.MAX else info.min
 
 
 def total(parts: Sequence[torch.Tensor] | torch.Tensor, op: Op) -> torch.Tensor:
-    """Of the ranks' parts, in their order: so that all ranks, on whatever machine, get the same
-    bits. Half precision is added up in float32 and rounded once; integers wrap around.
+    """Reduce the ranks' parts in order, so that all ranks on any machine get the same bits.
+
+    Half precision is summed in float32 and rounded once; integers wrap around.
     """
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in _HALF else dtype

@@ -1,17 +1,18 @@
-"""Adasum: adds up vectors so that what they agree on counts once and what is orthogonal counts in full.
+"""Adasum: a sum of vectors in which common components count once and orthogonal components count in full.
 
 For two vectors a and b::
 
     Adasum(a, b) = (1 - a.b / 2|a|^2) a  +  (1 - a.b / 2|b|^2) b
 
-Equal vectors give that vector, as an average does; orthogonal ones give their sum. More are taken in pairs: of 4 ranks
-Adasum(Adasum(0, 1), Adasum(2, 3)). From Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys
-2021, arXiv 2006.02924; carried out as in its algorithm 1, by recursive vector halving and distance doubling. At level k
-two ranks that differ in bit k swap halves of the slice that both hold, so a rank sends and computes on 1/2, 1/4, 1/8 ..
-of the vector, and at the end everyone gathers the finished slices. The dot products of a slice are only parts; the
-ranks of a block of 2^(k+1), which together hold whole vectors, add them up. Bytes sent: as many as in an allreduce.
+Equal vectors give that vector, like an average; orthogonal ones give their sum. More vectors are combined in pairs:
+with 4 ranks, Adasum(Adasum(0, 1), Adasum(2, 3)). From Maleki et al., "Scaling Distributed Training with Adaptive
+Summation", MLSys 2021, arXiv 2006.02924, implemented as in its algorithm 1, by recursive vector halving and distance
+doubling. At level k, two ranks that differ in bit k swap halves of the slice that both hold, so a rank sends and
+computes on 1/2, 1/4, 1/8 .. of the vector; at the end, all ranks gather the finished slices. The dot products of a
+slice are only partial; the ranks of a block of 2^(k+1), which together hold whole vectors, add them up. As many bytes
+are sent as in an allreduce.
 
-Decides nothing about when to reduce; uses the one group that it is given.
+The caller decides when to reduce, and provides the group.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ import torch
 from elastic.collectives.interface import Collectives
 from elastic.errors import Unsupported, UnsupportedType
 
-# Tensors lie in rows of so many elements that no row belongs to two: dot products and factors are then found for all
-# tensors at once, however small they are.
+# Tensors are stored in rows of this many elements, and no row belongs to two tensors. Dot products and factors are then
+# computed for all tensors at once, however small they are.
 _ROW = 128
-_CHUNK_ROWS = (1 << 20) // _ROW  # that are held in float64 at a time
+_CHUNK_ROWS = (1 << 20) // _ROW  # rows held in float64 at a time
 _HALF = (torch.float16, torch.bfloat16)
-# Below this a squared norm has lost its digits, and dividing by it would blow up what is left. No vector of float32,
-# however small, comes here, except zero.
+# A smaller squared norm has lost its precision, and dividing by it would amplify the error. No float32 vector has such
+# a norm, except zero.
 _NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
 
 
 def check(size: int) -> None:
-    """Raises Unsupported (a ValueError, too) if ``size`` ranks can't be taken in pairs of pairs."""
+    """Check that ``size`` ranks can be combined in pairs.
+
+    Raises:
+        Unsupported: (also a ValueError) the size is not a power of two.
+    """
     if size < 1 or size & (size - 1):
         raise Unsupported(
             f"Adasum requires 1, 2, 4, 8, ... ranks, but there are {size}: use Average, or another number of"
@@ -43,7 +48,11 @@ def check(size: int) -> None:
 
 
 def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises UnsupportedType for a dtype in which Adasum has no meaning, such as integers."""
+    """Check the dtypes.
+
+    Raises:
+        UnsupportedType: a dtype is not a floating-point type.
+    """
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise UnsupportedType(
@@ -52,15 +61,20 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrites each tensor with the Adasum of all ranks' tensors in its place. Blocks.
+    """Replace each tensor by the Adasum of all ranks' tensors at its position. Blocks.
 
-    ``tensors``: contiguous, float16, bfloat16, float32 or float64, of any shape, on the group's device; the same on
-    every rank, in the same order. Each has dot products of its own, which are sums in float64; half precision is
-    computed in float32 and rounded once, at the end. The results are bitwise equal on all ranks. A vector of zeros
-    adds nothing: Adasum(0, b) = b.
+    Each tensor has its own dot products, summed in float64. Half precision is computed in float32 and rounded once, at
+    the end. The results are bitwise equal on all ranks. A zero vector adds nothing: Adasum(0, b) = b.
 
-    Raises Unsupported if the number of ranks is no power of two and UnsupportedType for other dtypes, both before
-    anything is sent; CollectiveFailed.
+    Args:
+        group: the ranks.
+        tensors: contiguous, float16, bfloat16, float32 or float64, of any shape, on the group's device; the same on
+            every rank, in the same order.
+
+    Raises:
+        Unsupported: the number of ranks is not a power of two. Raised before anything is sent.
+        UnsupportedType: a dtype is unsupported. Raised before anything is sent.
+        CollectiveFailed: a rank was lost.
     """
     check(group.size)
     check_tensors(tensors)
@@ -74,7 +88,7 @@ def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
-    """`reduce_` for vectors of one dtype."""
+    """Apply `reduce_` to vectors of one dtype."""
     rows, owners, views = _laid_out(vectors, group.size)
     torch._foreach_copy_(views, vectors)
     start, mine = 0, rows
@@ -90,7 +104,7 @@ def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
             group, _wide(left), _wide(right), owners[start : start + half], len(vectors), distance
         )
         distance *= 2
-    # Rounded before it is sent: all ranks receive the same bits.
+    # Rounded before it is sent, so that all ranks receive the same bits.
     share = mine.to(rows.dtype)
     outputs = [
         rows[place : place + len(share)]
@@ -101,7 +115,7 @@ def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
 
 
 def slice_start(rank: int, size: int, length: int) -> int:
-    """Where the slice begins that ``rank`` holds after all halvings of ``length``, a multiple of ``size``."""
+    """Return where the slice begins that ``rank`` holds after all halvings of ``length``, a multiple of ``size``."""
     start, distance = 0, 1
     while distance < size:
         length //= 2
@@ -113,9 +127,9 @@ def slice_start(rank: int, size: int, length: int) -> int:
 def _laid_out(
     vectors: list[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Zeroed rows for all vectors, a multiple of ``size``; which vector each row belongs to; where each one lies.
+    """Return zeroed rows for all vectors, a multiple of ``size``; the vector of each row; and a view for each vector.
 
-    Rows behind the last vector are counted as its own: zeros change no dot product.
+    Padding rows count as the last vector's; zeros do not change dot products.
     """
     counts = [-(-vector.numel() // _ROW) for vector in vectors]
     total = max(1, -(-sum(counts) // size)) * size
@@ -132,7 +146,7 @@ def _laid_out(
 
 
 def _swapped(group: Collectives, rows: torch.Tensor, partner: int) -> torch.Tensor:
-    """Sends ``rows`` to ``partner`` and returns what it sent: as many."""
+    """Send ``rows`` to ``partner`` and return the rows that it sent, equally many."""
     theirs = torch.empty_like(rows)
     counts = [len(rows) if rank == partner else 0 for rank in range(group.size)]
     group.alltoall(theirs, rows, received=counts, sent=counts).wait()
@@ -147,7 +161,7 @@ def _combined(
     vectors: int,
     distance: int,
 ) -> torch.Tensor:
-    """This rank's slice of Adasum(left, right); ``distance`` ranks hold the whole of each. Overwrites both."""
+    """Return this rank's slice of Adasum(left, right); ``distance`` ranks hold each whole vector. Overwrites both."""
     dots = _dots(left, right, owners, vectors)
     first = group.rank // (2 * distance) * 2 * distance
     block = range(first, first + 2 * distance)
@@ -161,19 +175,19 @@ def _combined(
 def _dots(
     left: torch.Tensor, right: torch.Tensor, owners: torch.Tensor, vectors: int
 ) -> torch.Tensor:
-    """Per vector left.right, left.left and right.right of these rows: float64 of shape (3, ``vectors``), on the CPU."""
+    """Return left.right, left.left and right.right by vector: float64 of shape (3, ``vectors``), on the CPU."""
     by_row = torch.empty((3, len(left)), dtype=torch.float64, device=left.device)
     for begin in range(0, len(left), _CHUNK_ROWS):
         chunk = slice(begin, begin + _CHUNK_ROWS)
         a, b = left[chunk].double(), right[chunk].double()
         for dots, pair in zip(by_row, ((a, b), (a, a), (b, b)), strict=True):
             dots[chunk] = torch.linalg.vecdot(*pair)
-    # On the CPU, where additions have a fixed order.
+    # On the CPU, where the order of additions is fixed.
     return torch.stack([torch.bincount(owners, dots, vectors) for dots in by_row.cpu()])
 
 
 def _added_up(group: Collectives, dots: torch.Tensor, block: range) -> torch.Tensor:
-    """The sum of the block's ``dots``, on the CPU: added in rank order, so that all of them use the same numbers."""
+    """Return the sum of the block's ``dots`` on the CPU, added in rank order so that all ranks use equal numbers."""
     sent = dots.unsqueeze(0).repeat(len(block), 1, 1)
     received = torch.empty_like(sent)
     counts = [1 if rank in block else 0 for rank in range(group.size)]
@@ -182,7 +196,7 @@ def _added_up(group: Collectives, dots: torch.Tensor, block: range) -> torch.Ten
 
 
 def _factor(both: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """1 - a.b / 2|a|^2 for each vector; 1 where a is zero."""
+    """Return 1 - a.b / 2|a|^2 for each vector; 1 if a is zero."""
     return torch.where(norm < _NO_NORM, 1.0, 1.0 - both / (2.0 * norm))
 
 

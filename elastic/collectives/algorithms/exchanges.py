@@ -1,6 +1,6 @@
-"""Starts collectives that move rows without reducing them: broadcast, allgather, alltoall.
+"""Start collectives that move rows without reducing them: broadcast, allgather, alltoall.
 
-How many rows each rank brings is known by now: it was told when the collective was negotiated.
+The number of rows of each rank is known from the negotiation of the collective.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from elastic.collectives.algorithms.reductions import Started
 from elastic.collectives.interface import Collectives
 
-# Up to here a padded allgather beats a broadcast per rank, however uneven the ranks.
+# Up to this size, a padded allgather is faster than a broadcast per rank, however uneven the ranks.
 _PAD_BYTES = 1 << 20
 
 
 def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: bool) -> Started:
-    """Rank ``root``'s tensor, in a new one or in place. Every rank's has one shape and dtype."""
+    """Broadcast rank ``root``'s tensor, to a new tensor or in place. Shapes and dtypes are equal on all ranks."""
     data = _as_stored(tensor)
     if not in_place:
         data = data.clone(memory_format=torch.contiguous_format)
@@ -37,9 +37,15 @@ def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: boo
 def allgather(
     group: Collectives, tensors: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
 ) -> Started:
-    """(For each tensor all ranks' rows in rank order; and in which row of it this rank's own start).
+    """Gather rows of several tensors.
 
-    ``rows``: for each rank, how many rows it has of each tensor.
+    Args:
+        group: the ranks.
+        tensors: this rank's rows of each tensor.
+        rows: for each rank, its number of rows of each tensor.
+
+    Returns:
+        For each tensor all ranks' rows in rank order, and the index of this rank's first row in it.
     """
     counts = [list(each) for each in zip(*rows, strict=True)]
     started = [
@@ -55,9 +61,9 @@ def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) ->
     total, most = sum(rows), max(rows)
     result = tensor.new_empty((total, *tensor.shape[1:]))
     slices = list(torch.split(result, rows))
-    if total == most * group.size:  # nobody has fewer
+    if total == most * group.size:  # all ranks have equally many
         return [group.allgather(slices, tensor)], lambda: result
-    # From the shape and not from the rows: all ranks must come to one decision, those without rows too.
+    # Decided by the shape rather than by this rank's rows, since all ranks must decide alike, even those without rows.
     padded_bytes = most * group.size * math.prod(tensor.shape[1:]) * tensor.element_size()
     if most * group.size <= 2 * total or padded_bytes <= _PAD_BYTES:
         padded = tensor.new_zeros((most, *tensor.shape[1:]))
@@ -77,7 +83,11 @@ def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) ->
 
 
 def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence[int]]) -> Started:
-    """(Rows received in rank order, int32 rows per rank). ``splits[r]``: how many rows rank r sends to each rank."""
+    """Exchange rows. ``splits[r]`` are the numbers of rows that rank r sends to each rank.
+
+    Returns:
+        The received rows in rank order, and the number of rows by rank as an int32 tensor.
+    """
     sent = list(splits[group.rank])
     received = [each[group.rank] for each in splits]
     tensor = _as_stored(tensor)[: sum(sent)]
@@ -87,5 +97,8 @@ def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """With its values as its bytes, in order: the same memory where it is so. torch conjugates and negates lazily."""
+    """Return a contiguous tensor whose bytes are its values, without a copy if possible.
+
+    torch conjugates and negates lazily.
+    """
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

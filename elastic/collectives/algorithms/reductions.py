@@ -1,7 +1,7 @@
-"""Starts reductions on one group: what is scaled when, in which precision, and how small tensors share a buffer.
+"""Start reductions on one group: scaling, precision, and shared buffers for small tensors.
 
-A starter is given the group and returns the works to wait for and a function that makes the result. It checks its
-arguments before it sends anything.
+A starter returns the works to wait for and a function that produces the result. It checks its arguments before it sends
+anything.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from elastic.collectives.interface import ALONE_BYTES, Collectives, Op, ReducesI
 from elastic.errors import UnsupportedType
 
 Started = tuple[list[Work], Callable[[], Any]]
-Into = Sequence[torch.Tensor | None]  # where results go; see `allreduce`
+Into = Sequence[torch.Tensor | None]  # destinations of results; see `allreduce`
 
 _HALF = (torch.float16, torch.bfloat16)
-_SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, the sum before it may not
+_SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, but the sum before it may not
 
 
 def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> None:
-    """Raises UnsupportedType for dtypes that can't be reduced, ValueError for the rest."""
+    """Check the arguments of a reduction.
+
+    Raises:
+        UnsupportedType: a dtype cannot be reduced.
+        ValueError: another argument is invalid.
+    """
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise UnsupportedType(
@@ -50,11 +55,14 @@ def allreduce(
     postscale: float,
     into: Into,
 ) -> Started:
-    """``postscale * reduce(prescale * tensor)`` of each; small tensors of one dtype travel in one buffer.
+    """Compute ``postscale * reduce(prescale * tensor)`` of each tensor. Small tensors of one dtype share a buffer.
 
-    ``into`` says for each where its result goes: into the tensor itself, into other memory like it (of its shape and
-    dtype, contiguous, none of it shared with any of ``tensors``), or, for None, into memory of its own. The result is a
-    list of these.
+    Args:
+        into: the destination of each result: the tensor itself; other memory of its shape and dtype, contiguous and not
+            shared with any of ``tensors``; or None for new memory.
+
+    Returns:
+        The list of destinations.
     """
     if op is Op.ADASUM:
         return _adasum(group, tensors, prescale, postscale, into)
@@ -93,7 +101,10 @@ def allreduce(
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Indices of those that travel together: small ones of one dtype. Equal on all ranks, as dtypes and shapes are."""
+    """Return the indices of tensors that share a buffer: small ones of one dtype.
+
+    Equal on all ranks, like dtypes and shapes.
+    """
     batches: list[list[int]] = []
     small: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -114,7 +125,7 @@ def _adasum(
     postscale: float,
     into: Into,
 ) -> Started:
-    """Blocks: its steps depend on each other."""
+    """Blocks, since its steps depend on each other."""
     adasum.check(group.size)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for copy in copies:
@@ -137,7 +148,7 @@ def _adasum(
 def reducescatter(
     group: Collectives, tensor: torch.Tensor, op: Op, prescale: float, postscale: float
 ) -> Started:
-    """This rank's rows of the sum; the first ``rows % size`` ranks have one row more.
+    """Return this rank's rows of the reduced tensor; the first ``rows % size`` ranks have one row more.
 
     Summands are added in rank order, half-precision ones in float32.
     """
@@ -161,12 +172,12 @@ def reducescatter(
 
 
 def rows_of(rows: int, size: int, rank: int) -> int:
-    """How many of ``rows`` rows a rank owns after reducescatter."""
+    """Return how many of ``rows`` rows a rank owns after reducescatter."""
     return rows // size + (1 if rank < rows % size else 0)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """In place. Integers are scaled in float64 and truncated, half precision in float32."""
+    """Scale in place. Integers are scaled in float64 and truncated, half precision in float32."""
     if factor == 1.0:
         return tensor
     if tensor.dtype in _HALF:
@@ -177,12 +188,15 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _scale(postscale: float, size: int) -> tuple[float, int]:
-    """What a sum is multiplied and divided by: Horovod divides by the size, but multiplies by a scale over it."""
+    """Return the factor and divisor of a sum.
+
+    Like Horovod, divide by the size, but multiply by a scale over the size.
+    """
     return (1.0, size) if postscale == 1.0 else (postscale / size, 1)
 
 
 def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
-    """In place: ``tensor * postscale / size``. Without a scale, integers are divided exactly and truncated."""
+    """Compute ``tensor * postscale / size`` in place. Without a scale, integers are divided exactly and truncated."""
     scale, divisor = _scale(postscale, size)
     if scale != 1.0:
         return scale_(tensor, scale)
@@ -194,7 +208,7 @@ def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
 
 
 def _flat(tensors: Sequence[torch.Tensor], into: Into, widened: bool) -> torch.Tensor:
-    """One vector of all elements: where the results go, if that is in one piece, else a copy."""
+    """Return one vector of all elements: the destinations if they are contiguous in memory, else a copy."""
     targets = [target for target in into if target is not None]
     if not widened and len(targets) == len(tensors) and _in_one_piece(targets):
         moved = [each for each in zip(targets, tensors, strict=True) if each[0] is not each[1]]
@@ -211,7 +225,7 @@ def _flat(tensors: Sequence[torch.Tensor], into: Into, widened: bool) -> torch.T
 
 
 def _in_one_piece(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they are views of one buffer, one after the other."""
+    """Whether the tensors are adjacent views of one buffer."""
     storage, following = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != following or not tensor.is_contiguous():
@@ -229,14 +243,14 @@ def _place_all(
     into: Into,
     results: list[torch.Tensor],
 ) -> None:
-    """The reduced elements in the shape and dtype of ``tensors``, into ``results``."""
+    """Put the reduced elements into ``results``, with the shapes and dtypes of ``tensors``."""
     if len(indices) == 1:
         (index,) = indices
         results[index] = _place(flat, tensors[index], into[index])
         return
     given = {index: target for index in indices if (target := into[index]) is not None}
     if len(given) == len(indices) and flat.data_ptr() == given[indices[0]].data_ptr():
-        for index, target in given.items():  # in which they are already
+        for index, target in given.items():  # already in place
             results[index] = target
         return
     parts = torch.split(flat, [tensors[index].numel() for index in indices])
@@ -245,12 +259,12 @@ def _place_all(
         if index in given:
             target = given[index].detach()
             results[index] = given[index]
-        else:  # of its own, so that keeping one result does not keep the whole buffer
+        else:  # separate memory, so that keeping one result does not keep the whole buffer
             target = torch.empty_like(tensors[index], memory_format=torch.contiguous_format)
             results[index] = target
         targets.append(target)
         sources.append(part.view(target.shape))
-    # One call for all: one for each would cost more than its few bytes.
+    # One call for all tensors, since a call for each would cost more than copying its few bytes.
     torch._foreach_copy_(targets, sources)
 
 

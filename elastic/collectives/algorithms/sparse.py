@@ -1,7 +1,6 @@
-"""Adds up sparse gradients over the ranks of a group, by gathering everyone's indices and values.
+"""Sum of sparse gradients over the ranks of a group, by gathering all indices and values.
 
-Works on the group it is given, in the order in which it is given gradients; which ones those are is the caller's
-agreement with the other ranks.
+Uses the group and the order of gradients that it is given; the caller ensures that all ranks agree on them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ from elastic.collectives.interface import Collectives
 def total(
     group: Collectives, gradients: Sequence[torch.Tensor], scale: float = 1.0, divisor: int = 1
 ) -> list[torch.Tensor]:
-    """Coalesced COO tensors: the sums over all ranks, scaled as by `Collectives.allreduce`. Raises CollectiveFailed.
+    """Return the sums over all ranks as coalesced COO tensors, scaled as by `Collectives.allreduce`.
 
     Gradient i has the same shape, dtype and number of sparse dimensions on every rank; the number of its entries may
-    differ, and may be 0. Summands are added in rank order.
+    differ and may be 0. Summands are added in rank order.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
     """
     gradients = [gradient.coalesce() for gradient in gradients]
     device = gradients[0].device
@@ -38,7 +40,7 @@ def total(
 
 
 def empty(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
-    """A sparse tensor of the parameter's shape without entries: what a rank that has no gradient adds."""
+    """Return a sparse tensor of the parameter's shape without entries, for a rank without a gradient."""
     indices = torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty(
         (0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype, device=parameter.device
@@ -52,7 +54,7 @@ def _total_of(group: Collectives, gradient: torch.Tensor, counts: list[int]) -> 
     longest = max(counts)
     if longest == 0:
         return gradient
-    # All ranks' tensors must have one shape: padded to the longest, cut again on arrival.
+    # All ranks' tensors must have the same shape, so they are padded to the longest and cut on arrival.
     indices = _gathered(group, _padded(gradient.indices().t(), longest))
     values = _gathered(group, _padded(gradient.values(), longest))
     return torch.sparse_coo_tensor(

@@ -1,9 +1,9 @@
-"""What each rank tells every other at the beginning of a collective: which one it is, and what is small enough itself.
+"""Header that ranks exchange at the beginning of a collective: the call itself and, if small, the tensor.
 
-Gloo ends the process where a rank sends more than another expects, and gives wrong numbers where it sends less. So each
-collective begins with a message whose length may differ: room is made for the longest one. Its header says what the
-rank has called, and all compare. What follows the header is the rank's tensor, if it is small: then there is no second
-exchange.
+Gloo ends the process if a rank sends more than another expects, and gives wrong results if it sends less. So each
+collective begins with a message of variable length, for which the longest possible one has room. Its header describes
+the rank's call, and all ranks compare them. If the rank's tensor is small, it follows the header, and no second
+exchange is needed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import struct
 
 import torch
 
-# Measured with 2 to 8 ranks on loopback: up to here it is as fast as a ring or faster, and over a long way much faster.
-DIRECT_BYTES = 256 << 10  # that a rank sends
+# Measured with 2 to 8 ranks on loopback: up to this size it is at least as fast as a ring, and much faster over long
+# distances.
+DIRECT_BYTES = 256 << 10  # bytes that a rank sends
 DIRECT_RANKS = 32
 _HEADER = struct.Struct("=BBHiq")
-_ALIGNED = _HEADER.size  # a multiple of the size of each dtype that is reduced
-_SPLITS = 2 * torch.int64.itemsize  # bytes that an alltoall's splits take for each rank
-_SPARE = 4  # places that are kept for the next exchanges
+_ALIGNED = _HEADER.size  # a multiple of the size of each reducible dtype
+_SPLITS = 2 * torch.int64.itemsize  # bytes of an alltoall's splits per rank
+_SPARE = 4  # receive buffers kept for later exchanges
 
 
 class CollectiveKind(enum.IntEnum):
-    """Which collective."""
+    """Kind of collective."""
 
     ALLREDUCE = 1
     BROADCAST = 2
@@ -38,23 +39,28 @@ class CollectiveKind(enum.IntEnum):
 def header(
     kind: CollectiveKind, nbytes: int = 0, *, dtype: int = 0, op: int = 0, root: int = 0
 ) -> Header:
-    """``nbytes``: of what each rank gives; of an alltoall, of one row. ``dtype`` and ``op`` are of what is reduced."""
+    """Return the header of a call.
+
+    Args:
+        nbytes: size of each rank's contribution; for an alltoall, of one row.
+        dtype, op: of a reduction.
+    """
     return Header(_HEADER.pack(kind, op, dtype, root, nbytes), nbytes)
 
 
 def splits(sent: list[int], received: list[int]) -> torch.Tensor:
-    """What a rank gives to each in an alltoall, then what it takes from each, in rows: int64 ``[2 * size]``."""
+    """Return the rows sent to each rank in an alltoall, followed by those received: int64 ``[2 * size]``."""
     return torch.tensor([*sent, *received], dtype=torch.int64, device="cpu")
 
 
 def splits_agree(of_ranks: list[torch.Tensor]) -> bool:
-    """Whether each rank takes from each what that one gives it, by the `splits` of all ranks."""
+    """Whether each rank receives from each what the other sends, given the `splits` of all ranks."""
     sent, received = torch.stack(of_ranks).split(len(of_ranks), dim=1)
     return torch.equal(sent, received.T)
 
 
 class Header:
-    """What has to be equal on all ranks, as bytes."""
+    """Values that must be equal on all ranks, as bytes."""
 
     def __init__(self, packed: bytes, nbytes: int) -> None:
         self.packed = packed
@@ -63,7 +69,7 @@ class Header:
 
 
 class FirstExchange:
-    """Of one group of ``size`` ranks: what Gloo is given for it, and the places for what comes."""
+    """First exchanges of one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -75,14 +81,17 @@ class FirstExchange:
         self._spare: collections.deque[Places] = collections.deque(maxlen=_SPARE)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a tensor of so many bytes travels with the header. The same on every rank."""
+        """Whether a tensor of this size is sent with the header. Equal on all ranks."""
         return nbytes <= self._small
 
     def begin(
         self, header: Header, payload: torch.Tensor | None
     ) -> tuple[Places, torch.Tensor, list[int], list[int]]:
-        """For every other rank the header and ``payload``, flat bytes: where to put theirs, what is sent to them all,
-        one after another, and how many bytes of both belong to each rank.
+        """Prepare the exchange of a header and ``payload``, flat bytes, with every other rank.
+
+        Returns:
+            The receive buffers, the bytes to send to all ranks one after another, and the received and sent bytes by
+                rank.
         """
         mine = header.tensor if payload is None else torch.cat((header.tensor, payload))
         sent = self._splits(mine.numel())
@@ -101,24 +110,24 @@ class FirstExchange:
 
 
 class Places:
-    """Where one exchange puts what the others say: a row of each other rank."""
+    """Receive buffers of one exchange: a row for each other rank."""
 
     def __init__(self, rank: int, size: int, row: int) -> None:
         self.flat = torch.empty((size - 1) * row, dtype=torch.uint8, device="cpu")
         self._bytes = self.flat.numpy().data
         self._row = row
-        # Of each rank, the beginning of its row; None is this one.
+        # Offset of each rank's row; None for this rank.
         self._begins = [None if r == rank else (r - (r > rank)) * row for r in range(size)]
 
     def agree(self, header: Header) -> bool:
-        """Whether every other rank has called the same."""
+        """Whether every other rank has made the same call."""
         packed, found, length = header.packed, self._bytes, _HEADER.size
         return all(
             found[begin : begin + length] == packed for begin in range(0, len(found), self._row)
         )
 
     def payloads(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank gave, by rank, as ``own``, flat, which is this one's: dtype and length."""
+        """Return each rank's payload with the dtype and length of ``own``, this rank's flat payload."""
         nbytes = own.nbytes
         return [
             own

@@ -1,9 +1,9 @@
-"""Messages from one rank to another over Gloo, each with a header. Acts.
+"""Point-to-point messages over Gloo, each with a header. Acts.
 
-Gloo ends the process where a message is longer than its receive, and fills a part where it is shorter. So a header
-travels in front, in one piece with a message of up to `INLINE_BYTES`, for which every receive has room. A longer one
-follows by itself, under a tag that only messages of its tag, length and dtype have: it never meets a receive that is
-shorter. That receive is begun with the header's, except where the source is unknown before the header has come.
+Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. So a header
+is sent first, together with messages of up to `INLINE_BYTES`, for which every receive has room. A longer message
+follows separately, under a tag that only messages of its tag, length and dtype have, so it never meets a shorter
+receive. That receive is begun together with the header's, unless the source is unknown until the header arrives.
 """
 
 from __future__ import annotations
@@ -22,31 +22,40 @@ from elastic.collectives.message_types import TensorType
 from elastic.collectives.torch_group import as_bytes
 from elastic.errors import CollectiveFailed, Invalid, TensorMismatch
 
-INLINE_BYTES = 32 << 10  # up to here a copy takes less time than a second message
+INLINE_BYTES = 32 << 10  # up to this size, a copy is faster than a second message
 _HEADER = struct.Struct("=QQ")
 
 
 class MessageCarrier(Protocol):
-    """The group that carries them."""
+    """Group that transports the messages."""
 
     rank: int
 
     def begin(self, name: str, *arguments: Any) -> Any:
-        """Calls this method of Gloo's group. Raises CollectiveFailed."""
+        """Call this method of Gloo's group.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+        """
 
     def wait_for(self, work: Any) -> None:
-        """Raises CollectiveFailed."""
+        """Wait for one of Gloo's works.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+        """
 
     def mismatched(self, error: TensorMismatch) -> None:
-        """From now on the reason for which calls fail."""
+        """Make all later calls fail with this error."""
 
 
 class GlooMessages:
-    """Of one group."""
+    """Messages of one group."""
 
     def __init__(self, group: MessageCarrier) -> None:
         self._group = group
-        # Long ones from any rank, by tag, whose headers have not come. Gloo gives them out in the order of the calls.
+        # By tag, long receives from any rank whose headers have not arrived. Gloo completes them in the order of the
+        # calls.
         self._headless: dict[int, collections.deque[ReceivedMessage]] = {}
         self._changing = threading.Lock()
 
@@ -90,7 +99,7 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Begins the bodies of those from any rank while the script does something else: their senders wait for it."""
+        """Begin the bodies of receives from any rank in the background, since their senders wait for this."""
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()
@@ -106,8 +115,10 @@ def _body_tag(tag: int, type_: TensorType) -> int:
 
 
 class SentMessage:
-    """A message under way. Gloo says that it is done to who waits for it, and a wait that ends too soon closes the
-    connection: so it is waited for as long as for a collective, or until the sockets are cut.
+    """A message in flight.
+
+    Gloo reports completion only to a waiting caller, and a wait that times out closes the connection. It is therefore
+    awaited as long as a collective, or until the sockets are closed.
     """
 
     source = -1
@@ -134,7 +145,7 @@ class SentMessage:
 
 
 class ReceivedMessage:
-    """As `SentMessage`. ``headed``: of one whose body a thread begins, once the header has come; set then."""
+    """Like `SentMessage`. ``headed`` is set once the header has arrived, if a thread begins the body."""
 
     def __init__(self, group: MessageCarrier, tensor: torch.Tensor, tag: int) -> None:
         self.headed: threading.Event | None = None
@@ -158,7 +169,7 @@ class ReceivedMessage:
 
     @property
     def source(self) -> int:
-        """From which rank, once it has been received."""
+        """Rank of the sender, once received."""
         return int(self._head._source_rank())
 
     def done(self) -> bool:
@@ -169,7 +180,7 @@ class ReceivedMessage:
         return True
 
     def meet(self) -> None:
-        """In a thread: waits for the header, and begins the body. Never raises."""
+        """Wait for the header and begin the body, in a thread. Never raises."""
         assert self.headed is not None
         try:
             self._read_header()
@@ -180,7 +191,12 @@ class ReceivedMessage:
             self.headed.set()
 
     def wait(self) -> None:
-        """Raises CollectiveFailed; TensorMismatch if the sender's tensor has another dtype or length."""
+        """Wait for the message.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+            TensorMismatch: the sender's tensor has another dtype or length.
+        """
         if self._over:
             return
         if self.headed is None:

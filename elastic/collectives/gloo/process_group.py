@@ -1,6 +1,6 @@
-"""Collectives over Gloo: the seam on ``ProcessGroupGloo``, with the abort that Gloo lacks.
+"""Collectives over Gloo: the interface on ``ProcessGroupGloo``, with the abort that Gloo lacks.
 
-Always connected eagerly. Measured on 2 cores, from nothing to the end of the first allreduce, in ms (p50):
+Always connected eagerly. Measured on 2 cores, from the beginning to the end of the first allreduce, in ms (p50):
 
     ranks   eager   lazy
       2       3       5
@@ -8,12 +8,12 @@ Always connected eagerly. Measured on 2 cores, from nothing to the end of the fi
       8      25      23
      16      77      56
 
-Lazily, nothing is gained where recovery has to be fast, and every first use of a pair could hang: a listener ignores
-its timeout if its peer dies before that (gloo issue 520).
+Lazy connections would not speed up recovery, and every first use of a pair could hang: a listener ignores its timeout
+if its peer exits before it (gloo issue 520).
 
-Gloo connects in a thread of its own, because the rank that waits to be connected to has no socket yet that could be
-cut. On `abort` that thread is left behind; it ends by itself, at the timeout at the latest. Everything after that ends
-by cutting the group's sockets.
+Gloo connects in a separate thread, because the rank that waits for a connection does not have a socket yet that could
+be closed. `abort` abandons that thread, which ends at the timeout at the latest. After that, closing the group's
+sockets ends everything.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store
 
-_THREADS = 2  # collectives of one group that make progress at the same time
+_THREADS = 2  # collectives of one group that can progress at the same time
 _DRAIN_STEP_S = 0.0005
-_QUIET_S = 0.02  # how long nothing may have happened in a group that is taken for drained
-_CLOSE_S = 0.1  # in which what is under way usually ends once the sockets are cut
-# How often who waits looks whether the group was aborted. Needed because Gloo now and then (in 1 of 80 aborts in the
-# middle of an allreduce) loses the wake-up of a send that is queued while its socket closes, and then waits for the
-# whole timeout. An allreduce takes no longer for it; a rank that waits for a late one uses 1 % of a core.
+_QUIET_S = 0.02  # seconds without activity after which a group counts as drained
+_CLOSE_S = 0.1  # seconds in which work in flight usually ends once the sockets are closed
+# How often a waiting thread checks whether the group was aborted. Needed because Gloo occasionally (in 1 of 80 aborts
+# during an allreduce) loses the wake-up of a send that is queued while its socket closes, and then waits for the whole
+# timeout. An allreduce takes no longer because of it; a rank that waits for a late one uses 1 % of a core.
 _SLICE = timedelta(milliseconds=20)
 _LOOK_EVERY = 50  # slices
 _AT_ONCE = timedelta(milliseconds=1)
 _AT_ONCE_S = _AT_ONCE.total_seconds()
 
-# What a rank publishes: its listener, what Gloo stored under which key, and its word.
+# What a rank publishes: its listener, Gloo's key and value, and its own data.
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.msgpack.Decoder(
     tuple[Endpoint, str, bytes, bytes]
 )
@@ -69,7 +69,7 @@ environment.record_nothing()
 class GlooCollectives:
     """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread.
 
-    ``agreed``: its ranks have agreed on every call before they make it, and large ones need no first exchange.
+    ``agreed``: the ranks have agreed on every call in advance, so large ones need no first exchange.
     """
 
     scales_inside = False
@@ -94,13 +94,13 @@ class GlooCollectives:
         self._peers: frozenset[Endpoint] = frozenset()
         self._sockets: frozenset[int] | None = None  # inodes, once connected
         self._failed: str | None = None
-        self._aborted = False  # that is why
-        self._differs: Differing | None = None  # that is why
-        self._late = False  # that is why
-        self._mismatch: TensorMismatch | None = None  # that is why
+        self._aborted = False  # the reason for `_failed`
+        self._differs: Differing | None = None  # the reason for `_failed`
+        self._late = False  # the reason for `_failed`
+        self._mismatch: TensorMismatch | None = None  # the reason for `_failed`
         self._messages = GlooMessages(self)
-        self._key = ""  # names the group to all of its ranks
-        self._built = threading.Event()  # or given up
+        self._key = ""  # identifies the group on all of its ranks
+        self._built = threading.Event()  # set once built or given up
         self._swapping = Call()
         self._word = b""
         self._heard: Callable[[list[bytes]], None] = lambda words: None
@@ -108,9 +108,9 @@ class GlooCollectives:
         self._agreed = agreed
         self._first_exchange = FirstExchange(rank, size)
         self._beginning = threading.Lock()
-        # Those whose first exchange, or second, has not begun. Its first is the only one that may be in the first.
+        # Works with an exchange left to begin. Only the first of them can be in its first exchange.
         self._queue: collections.deque[GlooWork] = collections.deque()
-        self._following = False  # a thread begins what is left in it
+        self._following = False  # whether a thread begins the queued exchanges
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -123,14 +123,19 @@ class GlooCollectives:
         word: bytes = b"",
         heard: Callable[[list[bytes]], None] = lambda words: None,
     ) -> None:
-        """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`.
+        """Block until this rank is connected to every other.
 
-        ``word`` travels with this rank's address. ``heard`` is given every rank's, by rank, before anything is
-        connected, in another thread; if it raises, nothing is.
+        Args:
+            word: data published with this rank's address.
+            heard: called in another thread with the data of all ranks, by rank, before anything is connected. If it
+                raises, nothing is connected.
+
+        Raises:
+            CollectiveFailed: a rank is late or lost, or on `abort`.
         """
         self._word, self._heard, self._key = word, heard, purpose
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
-        # The exchange and the connections have a deadline each; this third one is for what has none.
+        # The exchange and the connections have a deadline each; this one covers everything else.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"Gloo did not connect {self.size} ranks within {longest_s:g} s")
@@ -139,16 +144,16 @@ class GlooCollectives:
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._backend = self._make(store, purpose, bind_host)
-        except Exception as error:  # whatever happens here must reach the thread that waits
+        except Exception as error:  # any error must reach the waiting thread
             self._fail(_short(error))
         finally:
             self._built.set()
-        if self._failed is not None:  # aborted meanwhile, perhaps before there was anything to cut
+        if self._failed is not None:  # aborted meanwhile, perhaps before there was a socket
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> Any:
-        """Everything of torch's that is used on the way is freed when this returns."""
-        gloo: Any = c10d.ProcessGroupGloo  # its stubs lack the options that it has
+        """Create Gloo's group. A separate function, so that all temporaries are freed when it returns."""
+        gloo: Any = c10d.ProcessGroupGloo  # its stubs lack these options
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=bind_host, lazy_init=False)]
         options._threads = _THREADS
@@ -165,10 +170,9 @@ class GlooCollectives:
         return backend
 
     def _swap(self, store: Store, purpose: str, key: str, value: bytes) -> dict[str, bytes]:
-        """What Gloo publishes under one key, for what every rank published; learns all listeners' addresses.
+        """Exchange what all ranks publish under one of Gloo's keys, including their listeners' addresses.
 
-        A rank that comes late to its first collective is no other than one that comes late to its hundredth: it is
-        waited for as long.
+        A rank that is late to its first collective is awaited as long as at any other.
         """
         own = sockets.find_listener(value)
         if own is None:
@@ -202,8 +206,8 @@ class GlooCollectives:
             options.reduceOp = REDUCE[op]  # type: ignore[assignment]
             second = ("allreduce", [carried], options)
             return self._call(called, second=second, then=then)
-        # Every rank sends all to every other, and adds up by itself: one way there, where Gloo's ring takes twice as
-        # many, one after another, as there are ranks.
+        # Each rank sends everything to every other and sums locally: one message delay, compared with twice the number
+        # of ranks in Gloo's ring.
         flat = carried.detach().reshape(-1)
 
         def reduce(parts: list[torch.Tensor]) -> None:
@@ -257,16 +261,19 @@ class GlooCollectives:
     # ---- messages from one rank to another, in no order with the collectives -----------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> SentMessage:
-        """Contiguous; what is sent to one rank under one tag arrives in this order. See `Messenger.send`."""
+        """Send a contiguous tensor. Messages to one rank with one tag arrive in order. See `Messenger.send`."""
         return self._messages.send(tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceivedMessage:
-        """Into a contiguous tensor. None: from whichever rank's message comes first; see `Messenger.receive`."""
+        """Receive into a contiguous tensor; ``source`` None: from any rank. See `Messenger.receive`."""
         return self._messages.receive(tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Blocks. Rank 0 waits for each of the others. Raises CollectiveFailed, which there says who did not come: the
-        first of them, or with ``wait_all_ranks`` all. No message can be sent after that.
+        """Block until rank 0 has received a message of each other rank. No message can be sent if it fails.
+
+        Raises:
+            CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with
+                ``wait_all_ranks`` all.
         """
         self._raise_if_failed()
         try:
@@ -286,10 +293,15 @@ class GlooCollectives:
         second: tuple[Any, ...] | None = None,
         then: Callable[[], object] | None = None,
     ) -> GlooWork:
-        """A collective that begins with the first exchange. ``payload`` travels with it, and ``put`` is given every
-        rank's, this one's being ``own``, by default the same; ``compare`` tells from them whether all ranks have called
-        the same. ``second``: the method of Gloo's group that does the rest and its arguments; ``then`` puts what came
-        of that in place.
+        """Begin a collective with its first exchange.
+
+        Args:
+            payload: sent with the header.
+            own: this rank's contribution to ``put``; by default ``payload``.
+            put: called with every rank's payload.
+            compare: whether the payloads show that all ranks made the same call.
+            second: the method of Gloo's group for the rest, and its arguments.
+            then: called at the end, to put the result in place.
         """
         self._raise_if_failed()
         own = payload if own is None else own
@@ -303,8 +315,9 @@ class GlooCollectives:
         return work
 
     def _follow(self) -> None:
-        """Begins second exchanges while the script does not wait for them: it may first wait for another group, for a
-        message, or compute, and other ranks would wait for this one meanwhile.
+        """Begin second exchanges in the background, since the script may first wait for another group or compute.
+
+        Other ranks would wait for this one meanwhile.
         """
         try:
             while True:
@@ -314,7 +327,7 @@ class GlooCollectives:
                         self._following = False
                         return
                     first = self._queue[0].first
-                # The slice is over; or it has failed, as `_begin_next` finds.
+                # The slice is over, or the exchange has failed, which `_begin_next` detects.
                 with contextlib.suppress(RuntimeError):
                     first.wait(_SLICE)
                 threads.leave_if_ending()
@@ -322,8 +335,10 @@ class GlooCollectives:
             return
 
     def _begin_next(self) -> None:
-        """All that can begin, in the order of the calls. Gloo counts what is begun, and the counts of all ranks have to
-        agree: so a second exchange follows its first one at once, whenever that has ended here.
+        """Begin all exchanges that can begin, in the order of the calls.
+
+        Gloo counts them, and the counts of all ranks must match, so a second exchange directly follows its first,
+        whenever that ends on this rank.
         """
         while self._queue and self._failed is None:
             work = self._queue[0]
@@ -342,7 +357,7 @@ class GlooCollectives:
             self._queue.popleft()
 
     def _same_called(self, work: GlooWork) -> bool:
-        """Of one whose first exchange is over: whether every rank called the same. Else the group has failed."""
+        """Whether all ranks made the same call, after the first exchange. If not, the group has failed."""
         try:
             work.first.wait()
         except RuntimeError as error:
@@ -354,7 +369,7 @@ class GlooCollectives:
         if same and work.compare is not None and work.own is not None:
             same = work.compare(work.places.payloads(work.own))
         if not same:
-            # Its connections stay until `abort`: others may not have read yet what this rank has called.
+            # Its connections remain until `abort`, since other ranks may not yet have read this rank's call.
             if self._failed is None:
                 self._differs = Differing(self._key, self.rank, self.size)
                 self._failed = (
@@ -364,21 +379,29 @@ class GlooCollectives:
         return True
 
     def awaited(self, work: GlooWork) -> Any:
-        """What of Gloo's has to end before this one goes on; None when it is over. Raises CollectiveFailed."""
+        """Return Gloo's work that must end before this one can continue; None if it is complete.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+        """
         if work.over:
             return None
         if self._failed is None:
             with self._beginning:
                 self._begin_next()
                 if not work.begun() and self._failed is None:
-                    return self._queue[0].first  # this one's, or of one before it
+                    return self._queue[0].first  # of this work or of an earlier one
         if not work.begun():
             self._raise_if_failed()
         last = work.rest if work.two else work.first
         return None if last.is_completed() else last
 
     def conclude(self, work: GlooWork) -> None:
-        """Of one that is over: puts its result in place. Raises CollectiveFailed."""
+        """Put the result of a completed work in place.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+        """
         if work.two:
             self.wait_for(work.rest)
         else:
@@ -408,16 +431,19 @@ class GlooCollectives:
         """See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
-        if self._beginning.acquire(timeout=timeout_s):  # what another thread just begins counts too
+        if self._beginning.acquire(
+            timeout=timeout_s
+        ):  # includes what another thread has just begun
             self._beginning.release()
         before: thread_activity.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
             now = time.monotonic()
             if now >= look_at:
-                # One that lost its wake-up never completes. When all that was read from is cut and read, and the
-                # threads that compute sleep on, nobody is left to write.
+                # A work that lost its wake-up never completes. Once all received data is read after closing the
+                # sockets, and the computing threads remain asleep, nothing will write any more.
                 self.abort()
-                # In a thread of its own: Gloo, cut in the middle of what it does, may never come back from it.
+                # In a separate thread, since Gloo may never return if its sockets are closed in the middle of an
+                # operation.
                 closing = threading.Thread(target=self._time_out, daemon=True)
                 closing.start()
                 closing.join(max(0.0, deadline - now))
@@ -434,7 +460,7 @@ class GlooCollectives:
         return True
 
     def close(self) -> None:
-        """Frees sockets and threads, within 0.1 s or so: see `Collectives.close`."""
+        """Free sockets and threads, within about 0.1 s: see `Collectives.close`."""
         self.abort()
         self.drain(_CLOSE_S)
         backend, self._backend = self._backend, None
@@ -447,12 +473,12 @@ class GlooCollectives:
             _left.append(_Left(backend, works))
 
     def close_in_forked_child(self) -> None:
-        """In a forked child: lets go of the sockets, so that the parent's death closes them."""
+        """Release the sockets in a forked child, so that the parent's exit closes them."""
         self._failed = "process groups can't be used in a forked child"
         sockets.release_in_child(self._own, self._peers, self._sockets)
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:
-        # Whoever notices first cuts its own sockets too: else the peers that wait for this rank wait out the timeout.
+        # The first rank to detect a failure closes its own sockets too; otherwise its peers would wait for the timeout.
         if self._failed is None:
             self._aborted = aborted
             self._failed = reason
@@ -461,23 +487,24 @@ class GlooCollectives:
         self._built.set()
 
     def look(self) -> None:
-        """Fails the group if one of its connections is gone, which Gloo may have noticed without waking this rank."""
+        """Fail the group if a connection is gone, which Gloo may have detected without waking this rank."""
         if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
 
     def _time_out(self) -> None:
-        """After a cut: makes Gloo close every connection that it left open, and wake who waits for one.
+        """Make Gloo close the connections left open after an abort, and wake their waiters.
 
-        A receiver or a sender that failed in the middle of a message leaves its connection open: nobody reads or writes
-        it again, its thread spins at the end of the stream, and other works wait for it until the timeout. The timeout
-        of one receive closes all connections of a group. It's at least a millisecond, so call it off the link thread.
+        A receiver or sender that failed in the middle of a message leaves its connection open: it is not used again,
+        its thread spins at the end of the stream, and other works wait for it until the timeout. The timeout of one
+        receive closes all connections of a group. This takes at least a millisecond, so do not call it in the link
+        thread.
         """
         backend, nothing = self._backend, torch.zeros(1, dtype=torch.uint8, device="cpu")
         if backend is None or self._connections() == 0:
             return
         for peer in range(self.size):
             if peer != self.rank:
-                # It timed out, or that one is closed already.
+                # It timed out, or that connection is already closed.
                 with contextlib.suppress(RuntimeError):
                     backend.recv([nothing], peer, 0).wait(_AT_ONCE)
 
@@ -485,7 +512,11 @@ class GlooCollectives:
         return sockets.count(self._own, self._peers, self._sockets)
 
     def wait_for(self, work: Any) -> None:
-        """As long as the group waits for a collective. Raises CollectiveFailed."""
+        """Wait for one of Gloo's works, with the timeout of a collective.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+        """
         try:
             work.wait()
         except RuntimeError as error:
@@ -493,14 +524,18 @@ class GlooCollectives:
             raise self.failure(_short(error)) from None
 
     def failure(self, error: str) -> CollectiveFailed:
-        """Why a collective failed: the first cause that this rank saw, then what Gloo says."""
+        """Return the error of a failed collective: the first cause that this rank detected, then Gloo's message."""
         said = error if self._failed in (None, error) else f"{self._failed}: {error}"
-        late = "Timed out" in error and not self._aborted  # Gloo has no other way to say it
+        late = (
+            "Timed out" in error and not self._aborted
+        )  # the only sign of a timeout that Gloo gives
         return CollectiveFailed(said, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:
-        """Its connections stay until `abort`: the process is to end with this error, and not another rank with a
-        connection that was closed.
+        """Fail the group with this error.
+
+        Its connections remain until `abort`, so that the process ends with this error, rather than another rank with a
+        closed connection.
         """
         self._mismatch = self._mismatch or error
         self._failed = self._failed or str(error)
@@ -515,17 +550,17 @@ class GlooCollectives:
 
 
 def _watch(under_way: collections.deque[Any], work: Any) -> None:
-    """It is under way too; what is over goes."""
+    """Add a work to those in flight, and drop the completed ones."""
     while under_way and under_way[0].is_completed():
         under_way.popleft()
     under_way.append(work)
 
 
 class _Left:
-    """A group that can't be freed yet, because that would wait for a work that lost its wake-up: until its timeout.
+    """A group that cannot be freed until the timeout, because freeing it would wait for a work that lost its wake-up.
 
-    Held by a reference that the end of the interpreter does not drop: a thread that it ended in the middle of freeing
-    a group would abort the whole process.
+    It is kept by a reference that the interpreter does not drop at exit, since a thread that ends in the middle of
+    freeing a group would abort the process.
     """
 
     def __init__(self, backend: Any, works: list[Any]) -> None:
@@ -540,11 +575,11 @@ class _Left:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(held))
 
 
-_left: list[_Left] = []  # freed by whoever closes another group after they have ended
+_left: list[_Left] = []  # freed when another group is closed after they have ended
 
 
 class GlooWork:
-    """A collective under way in one group. See `GlooCollectives._call`."""
+    """A collective in flight in one group. See `GlooCollectives._call`."""
 
     def __init__(
         self,
@@ -564,18 +599,16 @@ class GlooWork:
         self.compare = compare
         self.second = second
         self.then = then
-        self.two = second is not None  # exchanges
-        self.first: Any = None  # Gloo's, of the first exchange
+        self.two = second is not None  # whether it has two exchanges
+        self.first: Any = None  # Gloo's work of the first exchange
         self.places: Places | None = None
-        self.rest: Any = None  # Gloo's, of the second one
+        self.rest: Any = None  # Gloo's work of the second exchange
         self.over = False
         self._group = group
-        self._concluding = (
-            threading.Lock()
-        )  # nobody who waits is back before the result is in place
+        self._concluding = threading.Lock()  # waiters return only once the result is in place
 
     def begun(self) -> bool:
-        """Whether there is nothing left to begin."""
+        """Whether all its exchanges have begun."""
         return (self.rest if self.two else self.first) is not None
 
     def done(self) -> bool:
@@ -603,12 +636,12 @@ class GlooWork:
         self._conclude()
 
     def _slice(self, timeout: timedelta) -> bool:
-        """Waits for as long at most until one of its exchanges has ended. Whether it is over."""
+        """Wait up to ``timeout`` for one of its exchanges. Return whether the work is complete."""
         awaited = self._group.awaited(self)
         if awaited is not None:
             try:
                 awaited.wait(timeout)
-            # The slice is over; or it has failed, as is found when it is concluded.
+            # The slice is over, or the exchange has failed, which is detected at the conclusion.
             except RuntimeError:
                 return False
             awaited = self._group.awaited(self)
@@ -621,12 +654,12 @@ class GlooWork:
                 if self.then is not None:
                     self.then()
                 self.over = True
-                # Who has waited may keep this object for long, and they hold tensors.
+                # The caller may keep this object for long, and these hold tensors.
                 self.payload = self.own = self.put = self.compare = self.second = self.then = None
 
 
 class _Addresses(c10d.Store):
-    """The store that Gloo is given: what it publishes is swapped for everyone's at once, then read from memory."""
+    """The store given to Gloo: exchanges what it publishes with all ranks at once, then reads from memory."""
 
     def __init__(self, swap: Callable[[str, bytes], dict[str, bytes]]) -> None:
         super().__init__()
@@ -647,7 +680,7 @@ class _Addresses(c10d.Store):
 
 
 def _short(error: Exception) -> str:
-    """Gloo's message without the place in its source and without its advice: one line for a log."""
+    """Return Gloo's message in one line, without the source location and advice."""
     first = str(error).strip().partition("\n")[0]
     first = re.sub(r"^\[(enforce fail at )?[^]]*\.(cc|h|cpp):\d+\]\s*", "", first)
     return first.partition(". This is typically")[0].strip() or type(error).__name__

@@ -1,9 +1,9 @@
-"""Finds, by address, the sockets that one group opened inside Gloo, and cuts or hides them. Never anyone else's.
+"""Find, by address, the sockets that one group opened inside Gloo, and close or hide them; never any other socket.
 
-Gloo has no abort: a rank that waits for a frozen peer sits in the kernel until the group's timeout. What ends the wait
-at once is ``shutdown(2)`` on the group's own connections. Python does not own them, so they are found in the list of
-open descriptors: a group has one listener, on a port of its own; the connections it accepted carry that port, those it
-opened lead to a peer's listener. Nothing else in the process can have either address.
+Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout. ``shutdown(2)``
+on the group's connections ends the wait at once. Python does not own them, so they are found in the list of open
+descriptors: a group has one listener, on its own port; accepted connections have that port, and opened ones lead to a
+peer's listener. No other socket in the process can have these addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DESCRIPTORS = "/dev/fd"  # /proc/self/fd on Linux
 
 
 def find_listener(blob: bytes) -> Endpoint | None:
-    """Which listening socket of this process is the one whose C address stands in ``blob`` (what Gloo publishes)."""
+    """Return the listening socket of this process whose C address is contained in ``blob`` (what Gloo publishes)."""
     for _, held in _sockets():
         with contextlib.suppress(OSError):
             if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -35,10 +35,10 @@ def find_listener(blob: bytes) -> Endpoint | None:
 
 
 def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[int]:
-    """The inodes of the group's sockets, once it is connected.
+    """Return the inodes of the group's sockets, once it is connected.
 
-    Addresses tell them apart while the group is made. Later a port may have been closed at the other end and given to
-    a group of the next generation; an inode stays with its socket.
+    While the group is created, addresses identify them. Later a port may have been closed at the other end and reused
+    by a group of the next generation; an inode stays with its socket.
     """
     return frozenset(os.fstat(held.fileno()).st_ino for _, held in _of_group(own, peers))
 
@@ -46,12 +46,13 @@ def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[in
 def cut(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Shuts down every connection of the group with listener ``own``; returns how many. Never blocks.
+    """Shut down every connection of the group with listener ``own``; return their number. Never blocks.
 
-    ``known`` are its `identities`, None while it is being made.
+    The listener itself remains open: Gloo ends the process if ``accept`` fails (listener.cc throws in its own thread),
+    and no thread of this process waits in it.
 
-    The listener itself is left alone: Gloo ends the whole process when ``accept`` fails (listener.cc throws in its
-    own thread), and nobody in this process waits in it.
+    Args:
+        known: the group's `identities`; None while it is being created.
     """
     count = 0
     for _, held in _of_group(own, peers, known):
@@ -65,7 +66,7 @@ def cut(
 def count(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """How many connections of the group this process still holds. Gloo closes those whose peer is gone."""
+    """Return the number of the group's open connections. Gloo closes those whose peer is gone."""
     return sum(
         held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
         for _, held in _of_group(own, peers, known)
@@ -75,7 +76,7 @@ def count(
 def unread(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """How many bytes have come for the group that Gloo has not read. A socket that is cut still gives them out."""
+    """Return the number of received bytes that Gloo has not read. A socket that was shut down still delivers them."""
     total = 0
     for _, held in _of_group(own, peers, known):
         with contextlib.suppress(OSError):
@@ -86,7 +87,7 @@ def unread(
 
 
 def keep_from_programs(own: Endpoint | None, peers: frozenset[Endpoint]) -> None:
-    """Closes the group's descriptors in programs that the process starts; Gloo leaves them inheritable."""
+    """Close the group's descriptors in child programs; Gloo leaves them inheritable."""
     for fd, _ in _of_group(own, peers):
         with contextlib.suppress(OSError):
             os.set_inheritable(fd, False)
@@ -95,10 +96,10 @@ def keep_from_programs(own: Endpoint | None, peers: frozenset[Endpoint]) -> None
 def release_in_child(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> None:
-    """For a forked child: lets go of the group's sockets, so that the parent's death closes them.
+    """Release the group's sockets in a forked child, so that the parent's exit closes them.
 
-    The numbers are pointed at /dev/null rather than closed: the C++ objects that the child inherited still know them,
-    and would close whatever took their place.
+    The descriptors are redirected to /dev/null rather than closed: the inherited C++ objects still hold their numbers
+    and would close whatever reused them.
     """
     numbers = [fd for fd, _ in _of_group(own, peers, known)]
     if numbers:
@@ -119,17 +120,17 @@ def _of_group(
                 ours = os.fstat(held.fileno()).st_ino in known
             else:
                 ours = held.getsockname()[:2] == own or held.getpeername()[:2] in peers
-        except OSError:  # not connected, or gone meanwhile
+        except OSError:  # not connected, or closed meanwhile
             continue
         if ours:
             yield fd, held
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Every TCP socket of the process as (descriptor, duplicate). The duplicate is closed after each turn.
+    """Yield every TCP socket of the process as (descriptor, duplicate). The duplicate is closed after each iteration.
 
-    The addresses are read from the duplicate: the number itself may be closed and reused by another thread between
-    any two calls, a duplicate stays what it was when it was made.
+    Addresses are read from the duplicate, since another thread may close and reuse the descriptor between any two
+    calls.
     """
     for name in os.listdir(_DESCRIPTORS):
         try:
@@ -142,7 +143,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
         try:
             held = socket.socket(fileno=copy)
         except OSError:
-            os.close(copy)  # the constructor does not close it when it fails
+            os.close(copy)  # the constructor does not close it if it fails
             continue
         with held:
             if held.family in (socket.AF_INET, socket.AF_INET6):
@@ -150,7 +151,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _c_address(family: int, name: tuple[str, int]) -> bytes:
-    """The start of the C struct sockaddr_in or sockaddr_in6 with this address."""
+    """Return the start of the C struct sockaddr_in or sockaddr_in6 with this address."""
     head = struct.pack("=H", family) + struct.pack("!H", name[1])
     packed = socket.inet_pton(family, name[0].partition("%")[0])
     return head + packed if family == socket.AF_INET else head + bytes(4) + packed

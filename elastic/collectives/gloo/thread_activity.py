@@ -1,7 +1,7 @@
-"""Whether Gloo's threads sleep, as the kernel counts it. Looks only.
+"""Detect whether Gloo's threads are asleep, by the kernel's counters. Read-only.
 
-A collective that lost its wake-up never completes, though nobody works on it. What tells it from one that is still
-writing: its thread has not run for a while.
+A collective that lost its wake-up never completes, although no thread works on it. It differs from one that still
+writes in that its thread has not run for a while.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import contextlib
 import os
 
 _TASKS = "/proc/self/task"
-_NAME = b"pt_gloo_runloop"  # not those that read the sockets: they wake every 10 ms
+_NAME = b"pt_gloo_runloop"  # excludes threads that read sockets, which wake every 10 ms
 
 Runs = frozenset[tuple[str, bytes]]
 
 
 def runs() -> Runs | None:
-    """How often each thread that runs Gloo's collectives has run; None if one of them runs right now.
+    """Return how often each thread of Gloo's collectives has run; None if one of them is running.
 
-    Equal twice: none of them ran in between. Empty where the system does not say.
+    Two equal results mean that none of them ran in between. Empty if the system does not provide the counters.
     """
     counted = set()
     with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
-"""Runs collectives that are made of several steps, one after another, in a thread. Acts.
+"""Executor that runs multi-step collectives one after another in a thread. Acts.
 
-What a rank submits is carried out in the order of submission, so that the steps of one never mix with those of the
-next: all ranks take them in one order. The thread ends when nothing has come for a moment, so that the end of the
-process need not wait for it.
+Work is executed in the order of submission, so that the steps of one collective never mix with those of the next, and
+all ranks take them in the same order. An idle thread ends shortly, so that the exit of the process does not wait for
+it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ from elastic.collectives import threads
 from elastic.errors import CollectiveFailed
 
 _LINGER_S = 0.05
-_SLICE_S = 1.0  # how often who waits looks whether this is a forked child, where nobody carries out anything
+_SLICE_S = (
+    1.0  # how often a waiter checks whether this is a forked child, which has no executor thread
+)
 
 
 class InOrder:
-    """``wake`` ends the waits of what is being carried out; it is called by `stop`, and never blocks."""
+    """``wake`` ends the waits of the running work; it is called by `stop` and never blocks."""
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
         self._name = name
         self._wake = wake
         self._changed = threading.Condition()
-        # Its first is being carried out.
+        # The first one is being executed.
         self._queue: collections.deque[Ordered] = collections.deque()
         self._running = False
-        self.failure: CollectiveFailed | None = None  # why nothing is carried out any more
+        self.failure: CollectiveFailed | None = None  # why nothing is executed any more
         self.forgotten = False
 
     def submit(self, run: Callable[[], None]) -> Ordered:
-        """Carried out after what was submitted before. Raises CollectiveFailed after `stop`."""
+        """Execute after all work submitted before.
+
+        Raises:
+            CollectiveFailed: after `stop`.
+        """
         if self.failure is not None:
             raise self.failure.again()
         work = Ordered(self, run)
@@ -46,12 +52,12 @@ class InOrder:
         return work
 
     def stop(self, failure: CollectiveFailed) -> None:
-        """What has not ended fails with it; the first one counts. Any thread, takes no lock."""
+        """Fail all incomplete work with this error; the first call counts. Thread-safe; takes no lock."""
         self.failure = self.failure or failure.again()
         self._wake()
 
     def drain(self, timeout_s: float) -> bool:
-        """After `stop`: waits until nothing is being carried out. Whether that is so."""
+        """Wait, after `stop`, until no work is running. Return whether this is so."""
         if self.forgotten:
             return True
         with self._changed:
@@ -59,7 +65,7 @@ class InOrder:
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def close_in_forked_child(self, reason: str) -> None:
-        """In a forked child: the thread stayed with the parent, and the lock may be taken for ever."""
+        """Disable it in a forked child, which does not have the thread and whose lock may be held forever."""
         self.failure = CollectiveFailed(reason)
         self.forgotten = True
 
@@ -73,7 +79,7 @@ class InOrder:
                 self._changed.notify_all()
 
     def _next(self) -> Ordered | None:
-        """None: the thread ends."""
+        """Return the next work; None: the thread ends."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue or self.failure), _LINGER_S)
             if self._queue:
@@ -89,7 +95,7 @@ class InOrder:
             work.run()
         except threads.Ending:
             raise
-        # Whatever it is, it must reach who waits, here and on the other ranks.
+        # Any error must reach the waiters, on this and on other ranks.
         except BaseException as error:
             if not isinstance(error, CollectiveFailed):
                 error = CollectiveFailed(f"{type(error).__name__}: {error}")
@@ -101,7 +107,7 @@ class InOrder:
 
 
 class Ordered:
-    """One that was submitted, as a `Work`."""
+    """Submitted work, as a `Work`."""
 
     def __init__(self, order: InOrder, run: Callable[[], None]) -> None:
         self._order = order
@@ -110,7 +116,7 @@ class Ordered:
         self.error: CollectiveFailed | None = None
 
     def conclude(self) -> None:
-        del self.run  # it holds tensors, and who waits may keep this object for long
+        del self.run  # it holds tensors, and the caller may keep this object for long
         self._over.set()
 
     def done(self) -> bool:

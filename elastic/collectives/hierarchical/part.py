@@ -1,4 +1,4 @@
-"""One of the groups that a hierarchy is made of, as its thread uses it: the ranks of a host, or one of each host."""
+"""One of the groups of a hierarchy, for its thread: the ranks of a host, or one rank of each host."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 from elastic.collectives import threads
 from elastic.collectives.interface import Collectives, Work
 
-_SLICE_S = 0.02  # how often a wait looks whether the process ends
+_SLICE_S = 0.02  # how often a wait checks whether the process exits
 _LOOK_EVERY = 50  # slices
 
 
 class GroupPart:
-    """``look`` is called now and then in a wait."""
+    """A group whose waits call ``look`` regularly."""
 
     def __init__(self, group: Collectives, look: Callable[[], None] | None = None) -> None:
         self.group = group
         self._look = look
 
     def begin(self, start: Callable[..., Work], *arguments: Any) -> Work:
-        """Raises CollectiveFailed; so does `finish`."""
+        """Begin a collective.
+
+        Raises:
+            CollectiveFailed: the group has failed, as in `finish`.
+        """
         return start(*arguments)
 
     def finish(self, work: Work) -> None:
-        """Waits until the result is in place. Raises `threads.Ending` at the end of the process."""
+        """Wait until the result is in place. Raises `threads.Ending` when the process exits."""
         for turn in itertools.count(1):
             if work.within(_SLICE_S):
                 break
