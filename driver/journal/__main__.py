@@ -1,4 +1,4 @@
-"""``python -m elastic.driver.journal``: prints a journal."""
+"""``python -m elastic.driver.journal``: print a journal."""
 
 import sys
 

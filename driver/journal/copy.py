@@ -1,6 +1,6 @@
-"""A readable copy of a journal that is kept elsewhere: in a file here, from where this driver begins. Decides nothing.
+"""Local, readable copy of a journal that is kept elsewhere, from the start of this driver on. Makes no decisions.
 
-What counts for the next driver is the one that is copied. This one is for people, and for checks.
+The next driver resumes from the original; the copy is for users and for checks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ async def copied_to(
     *,
     failed: Callable[[str], None],
 ) -> FileJournal:
-    """An empty copy. ``state``: a snapshot of what the driver before this one has left, taken ``at``; None: nothing.
+    """Create an empty copy.
 
-    Raises Invalid if the file holds something else than a journal.
+    Args:
+        file: the file to write.
+        header: of the job.
+        state: snapshot of the state that the previous driver left; None if this is the first driver.
+        at: time of the snapshot.
+        failed: called if the copy cannot be written any more.
+
+    Raises:
+        Invalid: the file contains something other than a journal.
     """
     await file.past()
     copy = await file.begin(header, SnapshotPolicy(failed=failed))
@@ -34,7 +42,7 @@ async def copied_to(
 
 
 class Copied(Journal):
-    """Two journals as one. ``first`` counts, ``copy`` follows."""
+    """Writes two journals. ``first`` is authoritative, ``copy`` receives the same entries."""
 
     def __init__(self, first: Journal, copy: FileJournal) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""What stands in a journal, and how it is told. Pure: values and bytes. Decides nothing.
+"""Entries of a journal, their encoding and their description. Pure: values and bytes. Makes no decisions.
 
-One JSON object per line. The first is the header; then events with the actions that they led to, and between them
-what lets another driver go on without reading all of them: snapshots of the whole state, and who has taken over.
+One JSON object per line. The first line is the header. It is followed by events with the resulting actions and, between
+them, lines from which another driver can resume without reading everything: snapshots of the whole state, and changes
+of the driver.
 
     {"journal": 2, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
     {"at": seconds, "event": {...}, "actions": [...]}
@@ -9,7 +10,8 @@ what lets another driver go on without reading all of them: snapshots of the who
     {"resumed": {"term": 2, "address": ..., ...}}
     {"trouble": {...}, "at": seconds}
 
-Secrets are never in it: the job's secret is in no event, and of the extra environment only the names are kept.
+A journal never contains secrets: no event contains the job's secret, and of the extra environment only the names are
+stored.
 """
 
 from __future__ import annotations
@@ -29,28 +31,29 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-ABANDONED = 0  # in the place of the format: its driver could not go on writing it
-BEGINNING = b'{"journal":'  # of a header, and thus of a journal
-SNAPSHOT = b'{"snapshot":'  # of a line with one
+ABANDONED = 0  # in place of the format: its driver could not continue to write it
+BEGINNING = b'{"journal":'  # beginning of a header, and thus of a journal
+SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A driver that writes from here on: the first, or one that has taken over. ``at``, ``unix_s`` and ``boot``: what
-    the clocks showed when it began, on which start of its machine.
+    """The driver that writes from here on: the first one or a successor.
+
+    ``at``, ``unix_s`` and ``boot`` are its clocks and the boot ID of its machine when it started.
     """
 
-    term: int = 1  # grows with every driver of a job
+    term: int = 1  # incremented by every driver of a job
     address: str = ""  # host:port
     date: str = ""
     pid: int = 0
     at: float = 0.0  # on the clock of the entries ...
-    offset_s: float = 0.0  # ... which is the machine's monotonic one and this
+    offset_s: float = 0.0  # ... which is the machine's monotonic clock plus this
     unix_s: float = 0.0
     boot: str = ""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a job is: the first line of its journal."""
+    """Description of a job: the first line of its journal."""
 
     journal: int
     date: str
@@ -58,11 +61,15 @@ class Header(msgspec.Struct, frozen=True):
     job: str = ""
     command: list[str] = []
     folder: str = ""
-    outlives: bool = False  # its agents and workers go on without a driver
+    outlives: bool = False  # whether its agents and workers continue without a driver
     writer: Writer = Writer()
 
     def checked(self) -> Settings:
-        """The settings; the values of the extra environment are missing. Raises Invalid."""
+        """Return the settings, without the values of the extra environment.
+
+        Raises:
+            Invalid: the format or the settings are of another version, or the journal is incomplete.
+        """
         if self.journal == ABANDONED:
             raise Invalid(
                 "its driver could not write it completely, as on a full disk, so it can't be resumed: start a new"
@@ -77,21 +84,21 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, omit_defaults=True):
-    """One event. ``error`` is what handling it raised, if it did."""
+    """One event. ``error`` is the exception that handling it raised, if any."""
 
     at: float
     event: Event
     actions: list[Action] = []
     error: str = ""
-    digest: int | None = None  # of the actions, where these are left out
+    digest: int | None = None  # digest of the actions, if these are omitted
 
 
 class Snapshot(msgspec.Struct):
-    """All of a membership after the entry before; see `snapshot`."""
+    """Complete state of a membership after the preceding entry; see `snapshot`."""
 
     snapshot: msgspec.Raw
     at: float
-    writer: Writer  # who has written it
+    writer: Writer  # the driver that wrote it
 
 
 class Resumed(msgspec.Struct):
@@ -99,7 +106,7 @@ class Resumed(msgspec.Struct):
 
 
 class TroubleLine(msgspec.Struct):
-    """Around the driver, as with etcd. Nobody goes on from it: people read it."""
+    """A problem outside the driver, for example with etcd. For readers only; not used to resume."""
 
     trouble: Reason
     at: float
@@ -109,7 +116,7 @@ Line = Entry | Snapshot | Resumed | TroubleLine
 
 
 class _Line(msgspec.Struct):
-    """Any line as it is read: the parts of an entry are decoded by their own tags."""
+    """Any line as it is read. The parts of an entry are decoded by their own tags."""
 
     at: float = 0.0
     event: msgspec.Raw = msgspec.Raw()
@@ -138,7 +145,7 @@ def header_of(
     outlives: bool = False,
     writer: Writer | None = None,
 ) -> Header:
-    """Of a job that begins."""
+    """Return the header of a new job."""
     said = asdict(settings)
     said["env"] = dict.fromkeys(said["env"], "")
     writer = writer or Writer()
@@ -146,22 +153,30 @@ def header_of(
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """A command, where it is for people: an argument may hold bytes that are no text, which JSON does not take."""
+    """Return a printable command. Arguments may contain bytes that are not valid text, which JSON cannot represent."""
     return [word.encode(errors="backslashreplace").decode() for word in words]
 
 
 def encoded(line: Header | Line) -> bytes:
-    """One line, with its end."""
+    """Encode one line, including its newline."""
     return _encoder.encode(line) + b"\n"
 
 
 def decoded_header(line: bytes) -> Header:
-    """Raises msgspec.MsgspecError."""
+    """Decode a header.
+
+    Raises:
+        msgspec.MsgspecError: it is invalid.
+    """
     return _headers.decode(line)
 
 
 def decoded(line: bytes) -> Line:
-    """Raises msgspec.MsgspecError."""
+    """Decode a line after the header.
+
+    Raises:
+        msgspec.MsgspecError: it is invalid.
+    """
     parts = _lines.decode(line)
     if parts.resumed is not None:
         return Resumed(parts.resumed)
@@ -174,9 +189,9 @@ def decoded(line: bytes) -> Line:
 
 
 def same(recorded: Action | None, now: Action | None) -> bool:
-    """Whether two drivers, maybe of different versions, decided the same.
+    """Whether two drivers, possibly of different versions, made the same decision.
 
-    Sentences are not decisions: the wording of log lines is ignored, and reasons are compared by their kinds.
+    Texts are not decisions: the wording of log lines is ignored, and reasons are compared by their kinds.
     """
     if recorded is None or now is None:
         return recorded is now
@@ -184,12 +199,12 @@ def same(recorded: Action | None, now: Action | None) -> bool:
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """A checksum of decisions, to compare drivers by when actions are left out."""
+    """Return a checksum of decisions, with which drivers are compared if the actions are omitted."""
     return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 
 
 def _decision(action: Action) -> dict[str, Any]:
-    """An action without its wording."""
+    """Return an action without its wording."""
     fields: dict[str, Any] = msgspec.to_builtins(action)
     if isinstance(action, events.Report):
         return {"type": fields["type"], "level": action.level}
@@ -198,7 +213,7 @@ def _decision(action: Action) -> dict[str, Any]:
 
 
 def _kinds(fact: object) -> Any:
-    """The kind of a reason, and of the reasons among its facts."""
+    """Return the kind of a reason, and of the reasons among its facts."""
     match fact:
         case Reason(kind, facts):
             causes = {name: found for name, each in facts.items() if (found := _kinds(each))}
@@ -212,7 +227,7 @@ def _kinds(fact: object) -> Any:
 
 
 def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
-    """Readable lines: seconds since ``since``, the event, and below it each action."""
+    """Yield readable lines: seconds since ``since``, the event, and each action below it."""
     for entry in entries:
         yield f"{entry.at - since:+10.3f}  {describe(entry.event)}"
         for action in entry.actions:
@@ -222,13 +237,13 @@ def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
 
 
 def tell_writer(writer: Writer) -> str:
-    """Who goes on from here."""
+    """Return the line for a change of the driver."""
     where = f" at {writer.address}" if writer.address else ""
     return f"-- another driver goes on: term {writer.term}{where}, {writer.date}"
 
 
 def describe(value: Any, *, limit: int = 160) -> str:
-    """One line for an event, an action or a value inside them."""
+    """Return one line for an event, an action or a value inside them."""
     if isinstance(value, (events.Event, events.Action)):
         fields = " ".join(
             f"{name}={describe(getattr(value, name))}"

@@ -1,8 +1,8 @@
-"""Keeps a job's journal in a file, and finds in it what another driver goes on from. Decides nothing.
+"""Journal of a job in a file, and the search for the state that another driver resumes from. Makes no decisions.
 
-Each entry is in the file when `record` returns: it is there for the next driver after this one was killed in any way.
-It is not forced to the disk, so a machine that loses its power may lose the latest; then its workers are lost too. A
-lock on the file keeps a second driver from writing it for as long as the first one lives.
+Each entry is in the file when `record` returns, so the next driver finds it however this one was killed. Entries are
+not synced to the disk. A machine that loses power may lose the latest entries, but then its workers are lost too. A
+lock on the file prevents a second driver from writing it while the first one runs.
 """
 
 from __future__ import annotations
@@ -39,23 +39,27 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-KEPT = 5  # journals of jobs before, beside the file
-BLOCK = 1 << 20  # bytes, looked at in one go for the last snapshot
+KEPT = 5  # journals of previous jobs kept beside the file
+BLOCK = 1 << 20  # bytes per read when searching for the last snapshot
 _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FileArchive:
-    """One file, locked from here on."""
+    """One journal file, locked while this object exists."""
 
     def __init__(self, path: Path) -> None:
-        """Raises Invalid if it can't be written, or another driver writes it."""
+        """Open and lock the file.
+
+        Raises:
+            Invalid: the file cannot be written, or another driver writes it.
+        """
         self.path = path
-        self._end = 0  # of the last whole line
+        self._end = 0  # of the last complete line
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_writable(path, error) from error
-        self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)  # no device and no pipe
+        self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)  # neither a device nor a pipe
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -67,7 +71,11 @@ class FileArchive:
             raise _not_writable(path, error) from error
 
     async def past(self) -> RecoveredJob | None:
-        """What is there to go on from. Reads no further back than to the last snapshot. Raises Invalid."""
+        """Return the job to resume, or None. Reads back to the last snapshot only.
+
+        Raises:
+            Invalid: the file cannot be read or is not a journal.
+        """
         try:
             with open(self.path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -77,7 +85,7 @@ class FileArchive:
                 first = file.readline()
                 _check(self.path, first)
                 if not end:
-                    return None  # nothing, or a header that was not written to its end
+                    return None  # empty, or an incomplete header
                 start = _last(file.fileno(), b"\n" + SNAPSHOT, end - 1) + 1 or len(first)
                 file.seek(start)
                 lines = file.read(end - start).split(b"\n")[:-1]
@@ -93,10 +101,11 @@ class FileArchive:
             ) from error
 
     def make_way(self) -> None:
-        """For a new journal. That of the job before is kept: with a number behind the name, the newest with 1.
+        """Make room for a new journal. The previous job's journal is kept with a numeric suffix, the newest as ``.1``.
 
-        Raises Invalid where it can't be, where something else is in one of these files or a driver writes it, and where
-        this file is one of these beside another journal.
+        Raises:
+            Invalid: the journal cannot be kept, one of these files is something else or in use by a driver, or this
+                file is itself a kept one of another journal.
         """
         check_own(self.path)
         kept = [Path(f"{self.path}.{number}") for number in range(1, KEPT + 1)]
@@ -108,7 +117,7 @@ class FileArchive:
                 return
             for each in kept:
                 _has_journal(each)
-            # With a name that nobody has, and for the user alone.
+            # With a unique name, and readable by the user only.
             handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
             with open(self.path, "rb") as file, open(handle, "wb") as beside:
                 shutil.copyfileobj(file, beside)
@@ -147,7 +156,9 @@ class FileArchive:
         return header is not None and header.outlives
 
     def header(self) -> Header | None:
-        """That of the job written there, also where its driver could not write it to its end."""
+        """Return the header of the job in the file, even if its driver could not write the journal completely; else
+        None.
+        """
         if not self.regular:
             return None
         try:
@@ -163,7 +174,7 @@ class FileArchive:
 
 
 class FileJournal(Journal):
-    """An open journal, from the byte ``at`` on."""
+    """An open journal that is written from byte ``at`` on."""
 
     def __init__(
         self,
@@ -193,11 +204,15 @@ class FileJournal(Journal):
     def begin(
         cls, path: Path, settings: Settings, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
-        """Of a job that ends with its driver. Raises Invalid; see `FileArchive.make_way`."""
+        """Begin the journal of a job that ends with its driver.
+
+        Raises:
+            Invalid: see `FileArchive.make_way`.
+        """
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """What was recorded is in the file already, and outlives this process however that ends."""
+        """Nothing to do: recorded entries are in the file already and outlive this process."""
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))
@@ -230,18 +245,24 @@ class FileJournal(Journal):
             self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
     def _abandon(self) -> None:
-        """In place, for which there is room: the next driver must not take the beginning of a story for all of it."""
+        """Mark the journal as incomplete in place, which needs no space, so that the next driver does not resume from a
+        part of it.
+        """
         try:
             with open(self._archive.path, "r+b") as file:
                 head = file.read(len(BEGINNING))
                 if head == BEGINNING:
                     file.write(str(ABANDONED).encode())
         except OSError:
-            return  # then the workers tell: they are in a generation that the journal does not know
+            return  # the workers then show it: their generation is unknown to the journal
 
 
 def check_own(path: Path) -> None:
-    """Raises Invalid where the jobs of another journal keep theirs in this file."""
+    """Check that the file is not a kept journal of another one.
+
+    Raises:
+        Invalid: it is.
+    """
     if path.suffix not in (f".{number}" for number in range(1, KEPT + 1)):
         return
     other, taken = path.with_suffix(""), False
@@ -255,7 +276,11 @@ def check_own(path: Path) -> None:
 
 
 def _check_unwritten(path: Path) -> None:
-    """Raises Invalid where a driver writes it now: it would be moved on, and then lost."""
+    """Check that no driver writes the file, since it would be moved and then lost.
+
+    Raises:
+        Invalid: a driver writes it.
+    """
     try:
         if stat.S_ISREG(path.stat().st_mode):
             with open(path, "rb") as file:
@@ -263,11 +288,16 @@ def _check_unwritten(path: Path) -> None:
     except BlockingIOError:
         raise _in_use(path) from None
     except OSError:
-        return  # there is none, or there are no locks
+        return  # the file does not exist, or there are no locks
 
 
 def _has_journal(path: Path) -> bool:
-    """Or nothing yet. Raises Invalid where it is something else, and OSError."""
+    """Whether the file contains a journal, rather than nothing.
+
+    Raises:
+        Invalid: it contains something else.
+        OSError: it cannot be read.
+    """
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
@@ -281,7 +311,11 @@ def _has_journal(path: Path) -> bool:
 
 
 def _check(path: Path, first: bytes) -> None:
-    """By what it begins with, however little. Raises Invalid."""
+    """Check the beginning of a file, however short.
+
+    Raises:
+        Invalid: it is not that of a journal.
+    """
     if not first.startswith(BEGINNING[: len(first)]):
         raise _no_journal(path)
 
@@ -293,13 +327,13 @@ def _no_journal(path: Path) -> Invalid:
 
 
 def _last(fd: int, what: bytes, end: int) -> int:
-    """Where it stands last before ``end``, or -1. Read backwards, block by block."""
+    """Return the last offset of ``what`` before ``end``, or -1. Reads backwards, block by block."""
     while end > 0:
         start = max(0, end - BLOCK)
         found = os.pread(fd, end - start, start).rfind(what)
         if found >= 0:
             return start + found
-        end = start + len(what) - 1 if start else 0  # it may lie across the border
+        end = start + len(what) - 1 if start else 0  # it may span two blocks
     return -1
 
 
@@ -310,7 +344,7 @@ def _not_writable(path: Path, error: OSError) -> Invalid:
 
 
 def _in_use(path: Path) -> Invalid:
-    """Whoever wrote the latest header or take-over holds the lock."""
+    """Return the error for a journal in use. The lock is held by the writer of the latest header or takeover."""
     pid = 0
     try:
         with open(path, "rb") as file:
@@ -323,7 +357,7 @@ def _in_use(path: Path) -> Invalid:
             else:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
-        pass  # it has only just begun
+        pass  # the other driver has only just started
     who = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
         f"{who} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"

@@ -1,12 +1,12 @@
-"""Writes down every event and what membership answered, and plays it back. Decides nothing.
+"""Record of every event and the resulting actions of membership, and its replay. Makes no decisions.
 
-    journal.record(now, event, actions)     right after each decision, in its order
-    await journal.settle()                  before anything is done about what was recorded
-    await journal.rest()                    when nothing waits to be decided: time for a snapshot
+    journal.record(now, event, actions)     right after each decision, in order
+    await journal.settle()                  before acting on what was recorded
+    await journal.rest()                    when no decision is pending: time for a snapshot
 
-Membership is deterministic, so the events alone rebuild every decision: ``replay`` feeds them to a new Membership and
-compares. `file` keeps it, as do etcd and Ray, `entries` says what stands in it, and `resume` how another driver
-goes on from it. ``python -m elastic.driver.journal FILE`` prints the story and whether the replay agrees.
+Membership is deterministic, so the events alone reproduce every decision: ``replay`` feeds them to a new Membership and
+compares. `file`, etcd and Ray store journals, `entries` defines the contents, and `resume` restores a job for another
+driver. ``python -m elastic.driver.journal FILE`` prints the entries and whether the replay agrees.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
-RING = 200  # entries kept in memory for the story of an assertion
+RING = 200  # entries kept in memory for the report of a failed assertion
 SNAPSHOT_EVERY = 2000  # entries
-FORCED = 8  # times as many, and no moment has suited
+FORCED = 8  # after this many times SNAPSHOT_EVERY, a snapshot is taken at any moment
 
 
 class Machine(Protocol):
-    """What is replayed: Membership, or a test's stand-in."""
+    """What is replayed: Membership, or a substitute in tests."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
@@ -63,9 +63,13 @@ class ReplayDiffers(ElasticError):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPolicy:
-    """``take`` makes a snapshot of the state that the latest entry has led to; None: there are none. ``failed`` is told
-    once if the journal can't be kept any longer, as on a full disk: a job does not end because of that. ``suits``:
-    whether nobody waits for the driver now, which does nothing else while a snapshot is taken.
+    """When and how to take snapshots.
+
+    Args:
+        take: returns a snapshot of the state after the latest entry; None: take no snapshots.
+        snapshot_every: number of entries between two snapshots.
+        failed: called once if the journal cannot be written any more, for example on a full disk. The job continues.
+        suits: whether no worker is waiting for the driver, which does nothing else while it takes a snapshot.
     """
 
     take: Callable[[], bytes] | None = None
@@ -75,11 +79,11 @@ class SnapshotPolicy:
 
 
 class Journal:
-    """Keeps the latest entries in memory, for the story. Those that keep more are made of it.
+    """Journal that keeps the latest entries in memory, and base class of those that store all of them.
 
-    A snapshot is due after ``snapshot_every`` entries, but not before these are as large as the last snapshot was: it
-    costs no more than what it saves from being read. It waits until the driver has nothing to decide and the moment
-    suits, if that is before FORCED times as many.
+    A snapshot is due after ``snapshot_every`` entries, but not before these are as large as the last snapshot, so that
+    it costs no more than the reading it saves. It is taken once the driver has no pending decision and the moment
+    suits, or at the latest after FORCED times as many entries.
     """
 
     def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
@@ -96,44 +100,44 @@ class Journal:
     def record(
         self, at: float, event: Event, actions: Sequence[Action] = (), *, error: str = ""
     ) -> None:
-        """One event, just handled, and what was answered. It counts once `settle` has returned."""
+        """Record an event that was just handled and the resulting actions. It is durable once `settle` has returned."""
         entry = Entry(at, event, list(actions), error)
         self._ring.append(entry)
         self._bytes += self._keep(entry)
         self._entries += 1
         if error:
-            self.take = None  # nothing is known of a state in which a bug has shown
+            self.take = None  # the state is unreliable after an exception
         elif self._due(FORCED):
             self._snapshot()
 
     def trouble(self, at: float, reason: Reason) -> None:
-        """What is wrong around the driver, or no longer, and leads to no decision: for whoever reads the journal."""
+        """Record a problem outside the driver, or its end, which leads to no decision. For readers of the journal."""
 
     async def settle(self) -> None:
-        """All that was recorded is where the next driver finds it, so that it may be acted upon."""
+        """Wait until all recorded entries are available to the next driver, so that they may be acted upon."""
 
     async def rest(self) -> None:
-        """Nothing waits to be decided. All that was recorded is settled."""
+        """Take a snapshot if one is due. Called when no decision is pending and everything recorded is settled."""
         if self._due(1) and self._suits():
             self._snapshot()
             await self.settle()
 
     def story(self, last: int = RING) -> str:
-        """The latest entries, readable, oldest first."""
+        """Return the latest entries in readable form, oldest first."""
         entries = list(self._ring)[-last:]
         return "\n".join(tell(entries, since=entries[0].at)) if entries else "no events yet"
 
     def close(self) -> None:
-        """Nothing more is recorded."""
+        """Close the journal; nothing more is recorded."""
 
     # ---- of those that keep more -----------------------------------------------------------------------------------
 
     def _keep(self, entry: Entry) -> int:
-        """Returns its size in bytes."""
+        """Store an entry and return its size in bytes."""
         return 0
 
     def keep_snapshot(self, data: bytes, at: float) -> None:
-        """Of the state after the entry that was kept last."""
+        """Store a snapshot of the state after the last entry."""
 
     def _due(self, patience: int) -> bool:
         if self.take is None or self._entries < patience * self._every:
@@ -144,7 +148,7 @@ class Journal:
         assert self.take is not None
         try:
             data = self.take()
-        except NotTaken as error:  # a bug; without snapshots a resume only takes longer
+        except NotTaken as error:  # a bug; without snapshots, resuming only takes longer
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
             return
@@ -154,21 +158,25 @@ class Journal:
 
 
 class Archive(Protocol):
-    """Where the journal of one job is kept, the present one or the last. Nobody else writes there meanwhile."""
+    """Storage of the journal of one job, present or previous. No other process writes to it meanwhile."""
 
     async def past(self) -> RecoveredJob | None:
-        """What is there to go on from; None: nothing. Raises Invalid where it can't be gone on from."""
+        """Return the job to resume, or None.
+
+        Raises:
+            Invalid: it cannot be resumed.
+        """
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
-        """The journal of a new job. What was there of another is gone. Only after `past`."""
+        """Begin the journal of a new job and discard that of a previous one. Requires `past`."""
 
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> Journal:
-        """The same journal, continued by another driver."""
+        """Continue the journal with another driver."""
 
     def close(self) -> None:
-        """Of no effect once there is a journal, which is closed instead."""
+        """Release the storage. Has no effect once there is a journal, which is closed instead."""
 
 
 # ---- a file, read ---------------------------------------------------------------------------------------------------
@@ -176,7 +184,7 @@ class Archive(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """A whole journal. Numbers are those of lines. ``start``: it is a copy that begins in the middle of a job."""
+    """A complete journal with line numbers. ``start`` is set if it is a copy that begins in the middle of a job."""
 
     header: Header
     settings: Settings
@@ -186,7 +194,11 @@ class Recording:
 
 
 def recording(path: Path) -> Recording:
-    """A line that a crash cut off at the end is left out. Raises Invalid."""
+    """Read a journal. A line that was truncated by a crash is ignored.
+
+    Raises:
+        Invalid: the file is not a journal.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -217,7 +229,11 @@ def recording(path: Path) -> Recording:
 
 
 def read(path: Path) -> tuple[Settings, list[Entry]]:
-    """Settings and entries, of all drivers that have written it. Raises Invalid."""
+    """Return settings and entries of all drivers that have written the journal.
+
+    Raises:
+        Invalid: the file is not a journal.
+    """
     found = recording(path)
     return found.settings, [entry for _, entry in found.entries]
 
@@ -228,9 +244,11 @@ def read(path: Path) -> tuple[Settings, list[Entry]]:
 def replay(
     path: Path, machine: Callable[[Settings], Machine] = Membership
 ) -> list[tuple[Event, list[Action]]]:
-    """Feed the events to a new machine (Membership by default) and compare what it does with what was recorded.
+    """Feed the events to a new machine (Membership by default) and compare its actions with those recorded.
 
-    Raises ReplayDiffers at the first difference, Invalid where the file is not a journal.
+    Raises:
+        ReplayDiffers: at the first difference.
+        Invalid: the file is not a journal.
     """
     found = recording(path)
     begun: Machine
@@ -242,9 +260,10 @@ def replay(
 
 
 def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
-    """A machine, brought to where the last entry left the old one. What it answers was answered before.
+    """Bring a machine to the state after the last entry. Its answers are compared and discarded.
 
-    Raises ReplayDiffers.
+    Raises:
+        ReplayDiffers: at the first difference.
     """
     for _ in _replayed(enumerate(entries, start=2), machine):
         pass
@@ -305,13 +324,13 @@ def main(arguments: Sequence[str]) -> int:
     except Invalid as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def story_of(found: Recording) -> Iterator[str]:
-    """All of it, readable."""
+    """Yield all entries in readable form."""
     since = found.entries[0][1].at if found.entries else 0.0
     if found.start is not None:
         yield f"-- from the middle of the job: term {found.start.writer.term}"

@@ -1,4 +1,4 @@
-"""What a journal tells of a job whose driver has ended."""
+"""State of a job whose driver has ended, as restored from its journal."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from elastic.driver.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveredJob:
-    """A job, as its last driver has left it."""
+    """A job as its last driver left it."""
 
     header: Header
     settings: Settings  # without the values of the extra environment
     writer: Writer  # the last driver
     membership: Membership
-    last_at: float  # on its clock: the latest entry
-    ended: EndJob | None  # the outcome, where it is decided; it may not have been told to anybody
-    replayed: int  # entries that were read, those since the last snapshot
+    last_at: float  # time of the latest entry on its clock
+    ended: EndJob | None  # the outcome, once decided; workers may not have been notified
+    replayed: int  # number of entries read since the last snapshot
 
     @property
     def job(self) -> str:
@@ -40,10 +40,10 @@ class RecoveredJob:
 
     @property
     def over(self) -> bool:
-        """Nothing of it is left."""
+        """Whether the job has ended and has no workers left."""
         return self.ended is not None and not self.membership.roster
 
     @property
     def address(self) -> str:
-        """Where the last driver listened."""
+        """Address at which the last driver listened."""
         return self.writer.address

@@ -1,31 +1,31 @@
-"""A record of a journal that is kept in a store elsewhere, cut into pieces that the store takes. Pure."""
+"""Record of a journal that is kept in a remote store, divided into pieces that the store accepts. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PIECE = 768 * 1024  # bytes; etcd takes 1.5 MiB in one transaction
+PIECE = 768 * 1024  # bytes; etcd accepts 1.5 MiB per transaction
 
 
 @dataclass(eq=False)
 class PendingRecord:
-    """Not written yet, or not to its end."""
+    """A record that is not, or not completely, written."""
 
     data: bytearray
-    begins: bool = False  # with it, nothing before it counts any more
-    begun: bool = False  # nothing can be added to it
-    written: int = 0  # pieces
+    begins: bool = False  # invalidates everything before it
+    begun: bool = False  # no line can be added any more
+    written: int = 0  # number of pieces
 
     @property
     def pieces(self) -> int:
-        """How many it has."""
+        """Number of its pieces."""
         return -(-len(self.data) // PIECE)
 
     def takes(self, line: bytes) -> bool:
-        """Whether this can be added to it."""
+        """Whether the line can be added to it."""
         return not (self.begins or self.begun) and len(self.data) + len(line) <= PIECE
 
     def next_piece(self) -> bytes:
-        """What is to be written now, without its head."""
+        """Return the next piece to write, without its head."""
         start = self.written * PIECE
         return bytes(self.data[start : start + PIECE])

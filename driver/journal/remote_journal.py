@@ -1,7 +1,7 @@
-"""What journals have in common that write records to a store elsewhere, in pieces. Decides nothing.
+"""Common base of journals that write records, in pieces, to a remote store. Makes no decisions.
 
-Entries that come while one is being written travel together in the next. A snapshot is a record of its own, with which
-nothing before it counts any more.
+Entries that are recorded while another record is being written are combined in the next one. A snapshot is a separate
+record that invalidates everything before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):
-    """An open journal. It can't fail: it waits for its store, or another driver leads and writes its own."""
+    """An open journal. It never fails: it waits for its store, or until another driver leads and writes its own."""
 
     def __init__(
         self, make: type[R], writer: Writer, policy: SnapshotPolicy | None, *, entries: int = 0
@@ -32,14 +32,18 @@ class RecordJournal(Journal, Generic[R]):
         self._settling = asyncio.Lock()
 
     async def settle(self) -> None:
-        """What was recorded is in the store. Raises Deposed if another driver leads: nothing may be done about it."""
+        """Wait until all recorded entries are in the store.
+
+        Raises:
+            Deposed: another driver leads, so the entries must not be acted upon.
+        """
         async with self._settling:
             while self.waiting:
                 await self._put(self.waiting[0])
                 self.waiting.popleft()
 
     async def _put(self, record: R) -> None:
-        """All its pieces. Those that are written already are not written again."""
+        """Write all pieces of a record that are not written yet."""
         raise NotImplementedError
 
     def _keep(self, entry: Entry) -> int:
@@ -55,5 +59,5 @@ class RecordJournal(Journal, Generic[R]):
         self.waiting.append(self._make(bytearray(self._before_snapshot() + line), begins=True))
 
     def _before_snapshot(self) -> bytes:
-        """What stands before each in its record."""
+        """Return the bytes that precede each snapshot in its record."""
         return b""

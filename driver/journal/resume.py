@@ -1,7 +1,7 @@
-"""What another driver goes on from: the state of a job as its journal tells it, and the time that has passed since.
+"""Restoration of a job from its journal for another driver, and the time that has passed since.
 
-`past_of` feeds a Membership, a snapshot or a new one, with the entries that follow it. Times in a journal are those
-of a clock of the process that wrote it: `clock_offset` says what to add to another one's.
+`past_of` applies entries to a Membership, restored from a snapshot or new. Times in a journal are those of the process
+that wrote it; `clock_offset` returns what to add to another clock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,15 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
-    """``lines``: all after the header, or from a snapshot on. Raises Invalid."""
+    """Restore a job.
+
+    Args:
+        header: of the journal.
+        lines: all lines after the header, or from a snapshot on.
+
+    Raises:
+        Invalid: a line is invalid, or this version decides differently.
+    """
     settings, writer = header.checked(), header.writer
     membership: Membership | None = None
     at = writer.at
@@ -95,13 +103,13 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """What is now otherwise than the job began with, in words."""
+    """Describe how the command and settings differ from those the job started with."""
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
     for field in fields(Settings):
         if field.name == "starting_max":
-            continue  # the machine's, and nobody's wish
+            continue  # derived from the machine, not chosen by the user
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
             found += [
@@ -115,7 +123,11 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
 
 
 def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Settings) -> None:
-    """Raises Invalid with everything that differs."""
+    """Check that command and settings are those the job started with.
+
+    Raises:
+        Invalid: they differ; the message lists all differences.
+    """
     found = differences(past, command, settings)
     if found:
         raise Invalid(
@@ -133,9 +145,19 @@ def to_go_on_with(
     fresh: bool,
     name: str,
 ) -> RecoveredJob | None:
-    """The job that a driver with this command has to go on with; None: it begins one. ``resume``: it may go on.
+    """Return the job that a driver with this command must continue; None: it starts a new one.
 
-    An ended one, with the same command, is returned too. Raises Invalid where neither is meant.
+    A completed job with the same command is returned too.
+
+    Args:
+        past: the job in the journal, if any.
+        command, settings: of this driver.
+        resume: whether it may continue a job.
+        fresh: whether to discard an existing job.
+        name: of the journal, for errors.
+
+    Raises:
+        Invalid: the job may neither be continued nor discarded.
     """
     if past is None or fresh:
         return None
@@ -173,10 +195,10 @@ def _shown(value: object) -> str:
 
 
 def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: str) -> float:
-    """What to add to a driver's own clock, which shows ``loop_time``, so that the job's goes on.
+    """Return what to add to a driver's clock, now ``loop_time``, to continue the job's clock.
 
-    On the same start of the same machine that clock has gone on by itself. Elsewhere only the dates tell how long
-    nobody drove, and dates may be wrong: no longer than all cooldowns take. It never goes back.
+    If the machine has not rebooted, its clock has continued. Otherwise the time without a driver is known only from
+    dates, which may be wrong, so it is limited to the longest cooldown. The job's clock never goes back.
     """
     if boot and boot == past.writer.boot:
         now = loop_time + past.writer.offset_s
@@ -187,7 +209,10 @@ def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: s
 
 
 def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
-    """This process, as the driver that writes from now on. Its clock is that of asyncio's loops, and ``offset_s``."""
+    """Return this process as the driver that writes from now on.
+
+    Its clock is that of asyncio's loops plus ``offset_s``.
+    """
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):
         boot = BOOT.read_text().strip()

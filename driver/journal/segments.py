@@ -1,8 +1,8 @@
-"""Finds what counts in a journal that several drivers have written, each in chapters of its own, piece by piece. Pure.
+"""Valid part of a journal that several drivers have written, each in its own chapters, piece by piece. Pure.
 
-A chapter begins with a record that begins a journal anew, or with one that says after which record of which chapter it
-goes on. So what counts is found from the end. What was written too late by a driver that had been replaced is not on
-this way, and neither is what a driver has not written to its end. See `elastic.driver.ray.journal`.
+A chapter begins with a record that starts a journal anew, or with one that names the record it continues from. The
+valid records are found from the end. Records that a replaced driver wrote too late are not on this path, nor are
+incomplete ones. See `elastic.driver.ray.journal`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elastic.driver.journal.records import PendingRecord
 
 
 class Place(NamedTuple):
-    """The end of a record: its chapter, and the number of the next piece there."""
+    """End of a record: its chapter and the number of the next piece in it."""
 
     chapter: str
     end: int
 
 
 class Head(msgspec.Struct, omit_defaults=True):
-    """The first line of a piece."""
+    """First line of a piece."""
 
     piece: int
     of: int
-    begins: bool = False  # nothing before it counts
-    after: Place | None = None  # of the first record of a chapter that does not begin so
+    begins: bool = False  # nothing before it is valid
+    after: Place | None = None  # for the first record of a chapter that continues another
 
 
 _encode = msgspec.json.Encoder().encode
@@ -38,12 +38,12 @@ _heads = msgspec.json.Decoder(Head)
 
 @dataclass(eq=False)
 class Piecewise(PendingRecord):
-    """A record whose pieces have heads. ``after``: of one that goes on, where the journal does."""
+    """A record whose pieces have heads. ``after``: the place that it continues from."""
 
     after: Place | None = None
 
     def piece(self) -> bytes | None:
-        """The next one, with its head; None when all are written."""
+        """Return the next piece with its head; None when all are written."""
         if self.written == self.pieces:
             return None
         head = Head(self.written + 1, self.pieces, self.begins, self.after)
@@ -51,20 +51,24 @@ class Piecewise(PendingRecord):
 
 
 def chapter_name(turn: int, number: int, writer: str) -> str:
-    """Names of chapters, sorted, are in the order of their turns."""
+    """Return the name of a chapter. Sorted names are in the order of their turns."""
     return f"{turn:06d}-{number:06d}-{writer}"
 
 
 def writer_of(chapter: str) -> tuple[int, str]:
-    """Its turn, and its id."""
+    """Return the turn and the writer's ID of a chapter."""
     turn, _, writer = chapter.split("-")
     return int(turn), writer
 
 
 def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], Place | None]:
-    """The records from the last beginning on, and where the last ends. Takes the pieces of chapters by their numbers.
+    """Return the valid records, from the last beginning on, and the end of the last one.
 
-    Raises ValueError where one is missing, or is none.
+    Args:
+        chapters: the pieces of each chapter by number.
+
+    Raises:
+        ValueError: a piece is missing or invalid.
     """
     found = {
         Place(chapter, end): record
@@ -88,7 +92,7 @@ def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], 
 
 @dataclass(frozen=True)
 class _Found:
-    """A record that is there to its last piece."""
+    """A complete record."""
 
     head: Head  # of its first piece
     first: int
@@ -96,7 +100,7 @@ class _Found:
 
 
 def _complete(pieces: Mapping[int, bytes]) -> dict[int, _Found]:
-    """The records of a chapter, by where they end."""
+    """Return the complete records of a chapter by the place where they end."""
     found: dict[int, _Found] = {}
     parts = {number: data.partition(b"\n") for number, data in pieces.items()}
     heads = {number: _heads.decode(head) for number, (head, _, _) in parts.items()}

@@ -1,14 +1,17 @@
-"""Decides what becomes of a worker that can't run, or can't be reached. Deterministic.
+"""Handling of workers that cannot run or cannot be reached. Deterministic.
 
-Its process is alive as far as anybody knows, so nothing breaks by itself and its world stands still:
+Their processes are alive as far as is known, so nothing fails by itself and their world makes no progress:
 
-    frozen    its agent has not seen it able to run (stopped, or its container is paused): fenced at once if anybody
-              trains with it, is about to, or waits for it; alone in its world it may have been stopped on purpose
-    cut off   its host acknowledges nothing any more: fenced at once; if the kill can't reach it, it is given up
-    lost      its whole host is gone, agent included: given up at once, nothing can be killed there; where all members
-              are there, nobody could go on without it, and it is awaited
+    frozen    its agent has found it unable to run (stopped, or its container is paused): fenced at once if another
+        worker
+              trains with it, is about to, or waits for it; a worker alone in its world may have been stopped on purpose
+    cut off   its host acknowledges nothing any more: fenced at once; if the kill cannot reach it, it is given up
+    lost      its whole host is gone, agent included: given up at once, since nothing can be killed there; if all
+        members
+              run there, no worker could continue without the host, and it is awaited
 
-Given up: the world goes on without it. Should it ever wake, its generation is over, and nobody listens to it.
+Given up means that the world continues without the worker. If it wakes later, its generation is over and its messages
+are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Frozen(Part):
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
         self._alone_said: set[Worker] = set()
-        self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # until when, and why
+        self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # deadline and reason
 
     def handle(self, event: Event) -> bool:
         """Handle a report of an agent or host; return whether it was one."""
@@ -43,11 +46,11 @@ class Frozen(Part):
         return True
 
     def next_deadline(self) -> float | None:
-        """When a host is no longer awaited."""
+        """Return when to stop waiting for a host."""
         return min((by for by, _ in self._hosts_awaited.values()), default=None)
 
     def restarted(self) -> None:
-        """The driver was away: agents tell again who is frozen, and which hosts are gone."""
+        """Reset after a restart of the driver: agents report frozen workers and lost hosts again."""
         self._hosts_awaited.clear()
         for record in self.roster.values():
             record.frozen = ""
@@ -57,7 +60,7 @@ class Frozen(Part):
         if record is None or record.killed_for:
             return
         if record.frozen:
-            return  # said again, as long as it lasts
+            return  # a repeated report
         record.frozen = event.how or "not able to run"
         if record.stage not in AT_STAKE:
             text = (
@@ -76,13 +79,13 @@ class Frozen(Part):
             self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
-        """A frozen worker has reached its next wait: its message arrived before its agent's next check."""
+        """Clear the state of a frozen worker that has reached its next wait, before its agent's next check."""
         if record.frozen and not record.killed_for:
             record.frozen = ""
             self._alone_said.discard(record.worker)
 
     def fence(self) -> None:
-        """Before anything else is decided: a world with a frozen member would only wait for it."""
+        """Fence frozen members before any other decision, since a world with one would only wait for it."""
         for record in [*self.roster.frozen.values()]:
             reason = because(Why.FROZEN, how=record.frozen)
             if self._has_company(record):
@@ -93,8 +96,10 @@ class Frozen(Part):
                 self.actions.log("warning", f"{who}; no other worker trains, so it is not killed")
 
     def _has_company(self, record: WorkerRecord) -> bool:
-        """Whether anybody trains with it, or will in the next world, who can. Newcomers know nothing of what a member
-        has learned, so for them it is not given up; and of members that are all frozen one has to stay.
+        """Whether a worker that can run trains with it, or will in the next world.
+
+        Joining workers do not have a member's progress, so it is not given up for them. If all members are frozen, one
+        of them must remain.
         """
         member = record.worker in self.worlds.world.places
         return any(
@@ -110,7 +115,10 @@ class Frozen(Part):
     # ---- a whole host ----------------------------------------------------------------------------------------------
 
     def host_lost(self, event: HostLost) -> None:
-        """Nothing there can be killed, so nobody waits for an exit. Its slots stay taken until one is seen."""
+        """Handle a lost host, on which nothing can be killed or awaited.
+
+        Its slots remain taken until an exit is reported.
+        """
         host, text = event.host, event.reason
         reason = because(Why.LOST_HOST, host=host, text=text)
         gone = [s for s in self.roster.hosts.get(host, {}).values() if s.in_plans]
@@ -128,12 +136,12 @@ class Frozen(Part):
             self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
-        """Whether nobody would be left to go on from without this host."""
+        """Whether no worker could continue without this host."""
         here = [s for s in self.roster.first_at(*AT_STAKE) if s.worker in self.worlds.world.places]
         return bool(here) and all(s.worker.host == host or s.killed_for for s in here)
 
     def host_is_back(self, host: str) -> None:
-        """Its agent was heard of again."""
+        """Handle a new report of the host's agent."""
         if self._hosts_awaited.pop(host, None) is not None:
             self.actions.log("info", f"host {host} is back with all its members")
 
@@ -154,7 +162,7 @@ class Frozen(Part):
             self.given_up(members[0], reason)
 
     def given_up(self, record: WorkerRecord, reason: Reason) -> None:
-        """Stop waiting for the end of a worker that is not known to be dead."""
+        """Stop waiting for the exit of a worker that is not known to be dead."""
         if not self.settings.elastic:
             self.worlds.end(
                 1, because(Why.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)

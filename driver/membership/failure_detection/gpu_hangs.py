@@ -1,20 +1,20 @@
-"""Decides whose GPU hangs, where all ranks of a group wait in it and nobody has died. Pure; `stuck` asks.
+"""Detection of the GPU that hangs when all ranks of a group wait in it and no worker has exited. Pure; used by `stuck`.
 
-Each worker says of each group how many collectives it has launched, to how many its GPU has come, and how many have
-ended. The first collective that has not ended everywhere is looked at:
+For each group, each worker reports how many collectives it has launched, how many its GPU has reached, and how many
+have ended. The first collective that has not ended on all ranks is examined:
 
-    some rank has not launched it         nothing: that one works on its host, where `suspicion` judges it
-    CUDA answers some ranks with errors   FAILED: they are to blame
-    a minority has not arrived at it      GPU: theirs hang, once they have had as long again as the others took
-    half have not arrived                 GPU: the same, but three times as long
-    most or all have not arrived          UNCLEAR, after ``limit_s``: they may all have much to compute
-    all have arrived                      NETWORK: the network, or NCCL
+    some rank has not launched it         nothing: that rank works on its host, where `suspicion` judges it
+    CUDA returns errors on some ranks     FAILED: these ranks are blamed
+    a minority has not reached it         GPU: theirs hang, once they have had as long again as the others took
+    half have not reached it              GPU: the same, but three times as long
+    most or all have not reached it       UNCLEAR, after ``limit_s``: they may all have much to compute
+    all have reached it                   NETWORK: the network, or NCCL
 
-The last two single out nobody: the world is formed again, with new communicators. Where that was in vain, and a
-minority is left that has not got to the end of what the others have, these are to blame.
+The last two blame no rank: the world is formed again, with new communicators. If that did not help, and a minority has
+not completed what the others have, this minority is blamed.
 
-A rank that is slow on its host has not launched, and one whose GPU is slow falls behind by less than it takes for a
-step: neither is taken for one that hangs.
+A rank that is slow on its host has not launched, and one with a slow GPU is behind by less than the time of a step:
+neither is mistaken for a hang.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Launches, Worker
 
-DOUBT = 3  # times as long where less is known
+DOUBT = 3  # multiple of the time if the evidence is weaker
 
 
 class Hang(enum.Enum):
@@ -49,7 +49,15 @@ class Witness:
 
 @dataclass(frozen=True)
 class Finding:
-    """``blamed``: who explains it; nobody, where nothing singles out a rank. ``number``: of the collective."""
+    """A hang in one group.
+
+    Args:
+        hang: its kind.
+        group: name of the group.
+        number: of the collective.
+        for_s: how long it has lasted.
+        blamed: the workers that explain it; empty if no rank stands out.
+    """
 
     hang: Hang
     group: str
@@ -59,10 +67,16 @@ class Finding:
 
 
 def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Finding | None:
-    """Find a hang in one group; None: not yet, or no hang. ``before``: worlds that hung since the last new commit."""
+    """Find a hang in one group. None: not yet, or no hang.
+
+    Args:
+        witnesses: the latest report of each rank.
+        settings: of the job.
+        before: number of worlds that hung since the last new commit.
+    """
     told = [witness.launches for witness in witnesses]
     if not told or len(told) < told[0].size or settings.gpu_hang_s <= 0:
-        return None  # a rank is not there, or waits for something else
+        return None  # a rank is missing, or waits for something else
     number = min(each.done for each in told) + 1
     if any(each.launched < number for each in told):
         return None
@@ -80,7 +94,7 @@ def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Find
     else:
         hang, blamed = Hang.NETWORK, _left_behind(witnesses, number) if before else []
         patience_s = DOUBT * settings.gpu_hang_s * 2**before  # a slow network may take long
-    # The blamed have had their time since the last of the others came.
+    # Measured from the arrival of the last of the other ranks.
     since = max(witness.since for witness in witnesses)
     for_s = min(witness.said_at for witness in blamed or witnesses) - since
     if for_s < min(patience_s, settings.gpu_limit_s):
@@ -95,14 +109,14 @@ def _left_behind(witnesses: Sequence[Witness], number: int) -> list[Witness]:
 
 
 def hang_of_one(finding: Finding) -> Reason:
-    """Why a worker is fenced whose GPU explains that all wait."""
+    """Return the reason for fencing a worker whose GPU explains that all ranks wait."""
     kinds = {Hang.FAILED: Why.GPU_FAILED, Hang.GPU: Why.GPU_HANGS}
     kind = kinds.get(finding.hang, Why.GPU_BEHIND)
     return because(kind, for_s=finding.for_s, number=finding.number, group=finding.group)
 
 
 def hang_of_all(finding: Finding, before: int) -> Reason:
-    """Where nobody is to blame. ``before``: worlds that hung since the last new commit."""
+    """Return the reason if no worker is blamed. ``before``: number of worlds that hung since the last new commit."""
     kind = Why.NETWORK_HANGS if finding.hang is Hang.NETWORK else Why.GPUS_HANG
     number, group, for_s = finding.number, finding.group, finding.for_s
     return because(kind, for_s=for_s, number=number, group=group, before=before)

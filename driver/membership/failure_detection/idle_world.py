@@ -1,8 +1,8 @@
-"""Decides whether a world makes no progress although no rank waits for another: each may be in an endless loop. Pure.
+"""Detection of a world without progress although no rank waits for another: each may be in an endless loop. Pure.
 
-Members report every half minute how much they have completed, if anything. Where none has for many times the usual
-interval between two steps, that is logged once, with the line of the script at which each is. Nothing else is done
-about it: an evaluation or a download may take as long.
+Members report every half minute how many steps they have completed, if any. If no member has for many times the usual
+interval between steps, this is logged once, with the script line of each member. Nothing else is done, since an
+evaluation or a download may take as long.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LEAST_S = 90.0  # three reports
-TIMES = 20.0  # the usual interval
-LOCATE_S = 2.0  # in which members say at which line they are
-INTERVALS = 9  # reports by which the usual one is known
+TIMES = 20.0  # multiple of the usual interval
+LOCATE_S = 2.0  # seconds in which members report their lines
+INTERVALS = 9  # number of reports that determine the usual interval
 NAMED = 8
 
 
@@ -22,7 +22,7 @@ class IdleWorld:
     """Detects a world of one job without progress. ``due``: time of the next check, None until a report arrives."""
 
     due: float | None = None
-    asked: bool = False  # the members, for their lines
+    asked: bool = False  # members were asked for their lines
     told: bool = False
     _since: float = 0.0
     _intervals: list[float] = field(default_factory=list)
@@ -33,7 +33,13 @@ class IdleWorld:
         self.due = now + self._limit_s() if self._intervals else None
 
     def completed(self, steps: int, over_s: float, now: float) -> float | None:
-        """A member has, within so long until now. After how long without a step, if that was logged."""
+        """Record a report of a member. Return the seconds that passed without a step if this was logged, else None.
+
+        Args:
+            steps: completed by the member.
+            over_s: seconds, up to now, that the report covers.
+            now: seconds.
+        """
         idle_s = now - over_s - self._since if self.told else None
         self._intervals = [*self._intervals, over_s / steps][-INTERVALS:]
         self.begin(now)
@@ -43,7 +49,7 @@ class IdleWorld:
         self.asked, self.due = True, now + LOCATE_S
 
     def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
-        """For the log, once. ``lines``: of ranks, as ``train.py:12``; empty: not known."""
+        """Return the log message, once. ``lines``: the ranks and their lines, as ``train.py:12``; empty if unknown."""
         self.told, self.due = True, None
         places = [f"rank {rank} is at {line or 'an unknown line'}" for rank, line in lines]
         more = [f"{len(places) - NAMED} more ranks"] if len(places) > NAMED else []

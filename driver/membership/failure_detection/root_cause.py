@@ -1,14 +1,14 @@
-"""Decides who is to blame: one worker, or the script. Pure.
+"""Attribution of a failure to one worker or to the script. Pure.
 
-`RootCauseSearch`: in a job that can't recover, survivors may complain before the exit of the worker they lost is known.
-So a complaint waits a moment for an exit, and the first that did not complain itself is the culprit.
+`RootCauseSearch`: in a job that cannot recover, survivors may report a failure before the exit of the lost worker is
+known. A report therefore waits briefly for an exit, and the first worker to exit without having reported is the cause.
 
-`Mismatches`: ranks that call different collectives go back to the last commit, in case that chance or a fault has led
-them astray. If the next world ends in the same calls, the script is wrong.
+`Mismatches`: ranks that call different collectives return to the last commit, in case a fault or chance caused this. If
+the next world breaks in the same calls, the script is wrong.
 
-`Exceptions`: an exception that one worker raised is its own trouble, and the others go on. The same one again at the
-same commit is the script's, and would come for ever. What a worker reports as the hardware's fault is not asked here:
-one fault of a host's fabric reaches all its GPUs. Its slot cools down, as after any other loss.
+`Exceptions`: an exception that one worker raised concerns that worker, and the others continue. If it occurs again at
+the same commit, it is the script's and would recur forever. Exceptions reported as caused by hardware are excluded,
+since one fault of a host's fabric affects all its GPUs; their slots cool down as after any other loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 3``, ``signal 9 SIGKILL``."""
+    """For example ``exit code 3`` or ``signal 9 SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -35,43 +35,44 @@ def describe_exit(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """The job's exit code for a worker that should not have ended with ``code``: never 0."""
+    """Return the job's exit code for a worker that exited unexpectedly with ``code``; never 0."""
     return code if code > 0 else 128 - code if code < 0 else 1
 
 
 @dataclass
 class RootCauseSearch:
-    """``verdict`` is what the job ends with if nobody turns out to be the culprit before ``by``.
+    """Search for the root cause of a failure. ``verdict`` is the reason if no cause is found before ``by``.
 
-    Somebody who has not complained is the suspect, and may just be slow to exit: it is given until ``latest``.
+    A worker that has not reported the failure is a suspect. It may just be slow to exit, so it has until ``latest``.
     """
 
     by: float
     latest: float
     verdict: Reason | None
     reporters: set[Worker] = field(default_factory=set)
-    root_cause: Worker | None = None  # known already; its exit is awaited for the exit code
+    root_cause: Worker | None = None  # if known; the search waits for its exit code
 
     def name_root_cause(self, worker: Worker, verdict: Reason) -> None:
-        """Its own exception explains everything; the first one counts."""
+        """Record a worker whose own exception explains the failure. The first one counts."""
         if self.root_cause is None and worker not in self.reporters:
             self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
-        """A new world has begun: whether all who complained are in it, and nobody is accused. Then they have helped
-        themselves, by a retry loop of the script's own that calls init() again.
+        """Whether a new world makes the search obsolete: all reporters are in it and no worker is the root cause.
+
+        The script has then recovered by its own retry loop that calls init() again.
         """
         return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
-        """``by`` has come: whether to give a suspect more time."""
+        """Return at the deadline ``by`` whether to give a suspect more time."""
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False
         self.by = self.latest
         return True
 
     def settles(self, worker: Worker) -> bool:
-        """Whether the exit of this worker answers the question."""
+        """Whether the exit of this worker ends the search."""
         if self.root_cause is not None:
             return worker == self.root_cause
         return worker not in self.reporters
@@ -79,14 +80,15 @@ class RootCauseSearch:
 
 @dataclass
 class Mismatches:
-    """The calls in which ranks differed, of the last world that broke for that."""
+    """The differing calls of ranks that broke the last world."""
 
     _generation: int = 0
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and line
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
-        """Whether the world before this one broke for the same calls; remembers these. A rank that did not learn of the
-        others' calls has told its own.
+        """Return whether the previous world broke for the same calls, and record these.
+
+        A rank that did not receive the other ranks' calls has reported only its own.
         """
         now = frozenset((each.name, each.line) for each in calls)
         again = generation == self._generation + 1 and not now.isdisjoint(self._calls)
@@ -94,14 +96,16 @@ class Mismatches:
         return again
 
 
-_BEGINNING = Commit(0, 0)  # of all worlds that had no commit, and the same checkpoint or none
-# Addresses, indices and the like differ from rank to rank.
+_BEGINNING = Commit(
+    0, 0
+)  # common to all worlds without a commit and with the same checkpoint or none
+# Addresses, indices and similar numbers differ between ranks.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass
 class Exceptions:
-    """The exceptions of members' user code. Commit 0 is another name of the state that its world started with."""
+    """Exceptions of members' user code. Commit 0 of a world denotes the state that it started with."""
 
     _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
     _began_with: dict[int, Commit] = field(default_factory=dict)
@@ -122,8 +126,9 @@ class Exceptions:
         return self._began_with.get(commit.generation, commit)
 
     def repeats(self, event: WorkerRaised) -> Worker | None:
-        """The worker that raised the same before, at the same commit or in the same incident; otherwise remember this
-        one.
+        """Return the worker that raised the same exception before, at the same commit or in the same incident.
+
+        If there is none, record this one.
         """
         places = [self._first_name(event.commit or Commit(event.generation, 0))]
         if event.beginning:

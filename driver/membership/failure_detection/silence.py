@@ -1,12 +1,12 @@
-"""Decides whether hosts that the others wait for are there at all. Pure; `stuck` says who waits for whom.
+"""Detection of hosts that do not respond although workers wait for them. Pure; `stuck` determines which wait for which.
 
-    others wait --half of silence_s--> asked --no answer for the other half, in two looks--> silent: given up
-                                         |
+    others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
+|
                                          +--all have answered: asked again after silence_s, as long as others wait
 
-The kernel of a host acknowledges what is sent there whether its processes run or not. A host whose agent is stopped
-too (a paused machine, one that swaps) can't be told from a busy one by that, and nothing is lost as long as nobody
-waits for it. Once all others wait for nobody but workers on hosts that don't answer, they would wait in vain.
+A host's kernel acknowledges packets whether its processes run or not, so it cannot distinguish a stopped agent (a
+paused machine, one that swaps) from a busy one. Nothing is lost as long as no worker waits for it. Once all others wait
+only for workers on hosts that do not answer, the wait could last forever.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Answers may be here already, and only not be read yet: the last look comes so much later than they were due.
+# Answers may have arrived without being read yet, so the last check follows their deadline by this time.
 READ_S = 0.05
-LATE_S = 0.5  # who looks so late was paused itself, and has missed answers
+LATE_S = 0.5  # a check this late means that the driver itself was paused and has missed answers
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Silence:
     """The silence of hosts during one wait. Times are seconds on the caller's clock."""
 
     silence_s: float
-    look_at: float | None = None  # None: nobody waits
+    look_at: float | None = None  # None: no worker waits
     _unanswered: set[str] = field(default_factory=set)
     _asked_at: float | None = None
-    _last_look: bool = False  # answers were due at the one before
+    _last_look: bool = False  # answers were due at the previous check
 
     def begin(self, since: float, now: float) -> None:
         """Start: others have been waiting since ``since``."""
@@ -48,11 +48,11 @@ class Silence:
         return True
 
     def for_s(self, now: float) -> float:
-        """How long ago they were asked."""
+        """Return how long ago the hosts were asked."""
         return now - (now if self._asked_at is None else self._asked_at)
 
     def silent(self, now: float) -> frozenset[str]:
-        """The look: hosts that have not answered in time."""
+        """Return the hosts that have not answered in time."""
         assert self.look_at is not None
         if self._asked_at is None or now > self.look_at + LATE_S:
             self._asked_at, self.look_at = None, now
@@ -68,7 +68,7 @@ class Silence:
         return found
 
     def ask(self, hosts: Iterable[str], now: float) -> bool:
-        """Whether it is time to ask these."""
+        """Return whether it is time to ask these hosts, and record the request."""
         if self._asked_at is not None or self.look_at is None or now < self.look_at:
             return False
         self._unanswered = set(hosts)

@@ -1,7 +1,7 @@
-"""Decides who holds the others up although everybody gets on: the one that never waits. Pure.
+"""Detection of stragglers: workers that never wait while all others wait for them. Pure.
 
-Every worker says now and then how much of its time it has spent inside collectives. In a balanced world all wait about
-as little; where one is slow, all others wait for it, and it never waits itself. Nothing is done about it but to say so.
+Every worker regularly reports the share of its time spent in collectives. In a balanced world, all wait about equally
+little. If one worker is slow, all others wait for it, and it never waits itself. Stragglers are only reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic.protocol.messages import Worker
 
-LITTLE = 0.1  # of its time: who waits less is waited for ...
+LITTLE = 0.1  # share of time: a worker that waits less is a straggler ...
 MUCH = 0.5  # ... if the median of the others waits more
 
 
@@ -26,7 +26,7 @@ class Stragglers:
     _much: set[Worker] = field(default_factory=set)
 
     def paced(self, worker: Worker, waited_s: float, over_s: float) -> bool:
-        """One worker's last seconds. Whether ``named`` has changed."""
+        """Record one worker's last report. Return whether ``named`` has changed."""
         if over_s <= 0 or self.size < 2:
             return False
         share = min(1.0, waited_s / over_s)
@@ -34,7 +34,7 @@ class Stragglers:
         for group, belongs in ((self._little, share < LITTLE), (self._much, share > MUCH)):
             (group.add if belongs else group.discard)(worker)
         found: frozenset[Worker] = frozenset()
-        others = len(self._share) - 1  # than any one of those that wait little
+        others = len(self._share) - 1  # relative to any one of those that wait little
         if self._little and 2 * others >= self.size - 1 and 2 * len(self._much) > others:
             found = frozenset(self._little)
         before, self.named = self.named, found

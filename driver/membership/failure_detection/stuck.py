@@ -1,11 +1,11 @@
-"""Decides who holds the others up, and what is done about it: named, fenced, or nothing. Deterministic.
+"""Detection of workers that hold up the others, and the response: log, fence or ignore. Deterministic.
 
-"Others wait" is known from what they say themselves: members tell when a collective has lasted a second. While some
-are inside one, or ready, or have returned, those that are not are the suspects, and their processes are probed;
-`suspicion` judges the answers. A member that is alone holds nobody up. Where all members are inside, but not in the
-same collective, the script is wrong: nobody is fenced, and the log says who waits where.
+Members report when a collective has lasted a second. While some are inside one, ready, or have returned, the remaining
+members are suspects and their processes are probed; `suspicion` judges the results. A member that is alone holds up no
+other. If all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log
+shows where each one waits.
 
-Whether the hosts of suspects are there at all is asked much sooner: `silence`.
+Whether the hosts of suspects respond at all is checked much sooner: `silence`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
 SOON_S = 0.001
-ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
-SILENT_S = 15.0  # three times as long as a worker that waits takes between two words about it
-NAMED = 4  # who holds the others up gets a line of its own, up to so many at a time
+ALL_INSIDE_S = 30.0  # seconds for which all remaining members wait before the cause is examined
+SILENT_S = 15.0  # three times the interval at which a waiting worker reports
+NAMED = 4  # workers that get their own log line at a time
 
 
 class Stuck(Part):
-    """Watches over the members. Asked nothing, it looks when others have waited for a while."""
+    """Monitors the members. Checks them once others have waited for some time."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -52,15 +52,15 @@ class Stuck(Part):
         self._stragglers = Stragglers()
         self._silence = Silence(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
-        self._look_at: float | None = None  # None: nobody waits
-        self._repeated_at = 0.0  # when somebody last said again that it waits
-        self._watched = 0  # the generation of what is known
-        self._where = ""  # the others wait
-        self._lines = NAMED  # left until the next look
-        self._unnamed = 0  # those for whom none was left
+        self._look_at: float | None = None  # None: no worker waits
+        self._repeated_at = 0.0  # time of the last repeated report of a wait
+        self._watched = 0  # generation of the data
+        self._where = ""  # where the others wait
+        self._lines = NAMED  # log lines left until the next check
+        self._unnamed = 0  # suspects without a log line
         self._all_inside_said = ""
         self._idle = IdleWorld()
-        # When members were last known to hold the others up.
+        # Time at which members were last known to hold up the others.
         self._stalled_at: float | None = None
 
     @property
@@ -71,7 +71,7 @@ class Stuck(Part):
     # ---- what is told ----------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """How far somebody is, or what its process does: whether it was that."""
+        """Handle a report of a worker's progress or process; return whether it was one."""
         match event:
             case events.WorkerProgressed():
                 self.progressed(event)
@@ -119,7 +119,7 @@ class Stuck(Part):
             self.actions.add(events.TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _gpu_said(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
-        """How far its GPU is; since when counts within one wait only."""
+        """Record a worker's GPU progress. The time since it last changed is only valid within one wait."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):
             record.gpu_since = self.actions.now
@@ -134,7 +134,7 @@ class Stuck(Part):
         suspicion = self._suspicions.get(event.worker)
         since = self.actions.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:
-            # The others wait in a collective that is none of its business.
+            # The others wait in a collective that does not involve this worker.
             record.moved_at = max(since, record.moved_at)
             self._got_on(record)
         if steps := max(event.collectives, event.commits):
@@ -142,7 +142,7 @@ class Stuck(Part):
             if idle_s is not None:
                 self.actions.log("info", f"training continued after {idle_s:.0f} s without a step")
         if self._stalled_at is not None and since < self._stalled_at:
-            return  # that explains who waited
+            return  # explained by the stall
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
@@ -172,7 +172,7 @@ class Stuck(Part):
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
-        """Looks at those that hold the others up, once these have waited for a while."""
+        """Check the members that hold up the others, once these have waited for some time."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers()
@@ -200,7 +200,7 @@ class Stuck(Part):
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
-        """The suspect, unless it has moved since it was suspected: it may be ready, or have returned."""
+        """Return the suspect, unless it has made progress since, is ready or has returned."""
         record = self.roster.get(suspicion.worker)
         if record is None or record.killed_for or record.moved_at > suspicion.since:
             return None
@@ -219,7 +219,7 @@ class Stuck(Part):
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
-        """Names where the members are if none has completed a step for long, though nobody waits."""
+        """Log the members' lines if none has completed a step for long although no worker waits."""
         if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
             return
         now = self.actions.now
@@ -236,7 +236,7 @@ class Stuck(Part):
             self.actions.log("warning", self._idle.sentence(sorted(lines), now))
 
     def _ask_hosts(self) -> None:
-        """Hosts of suspects where nobody waits, who would speak: the others wait in vain if no agent answers there."""
+        """Ask the hosts that have suspects but no waiting worker; if their agents do not answer, waiting is useless."""
         if not self.settings.silence_s:
             return
         if self.worlds.phase is Phase.ENDING or not self._somebody_waits():
@@ -259,12 +259,12 @@ class Stuck(Part):
             self.actions.add(events.ProbeWorkers([*hosts.values()]))
 
     def _somebody_may_wait(self) -> bool:
-        """Whether to look at it: not if nothing would come of that."""
+        """Whether to check for waits; not if no timeout is set."""
         limits = (self.settings.idle_s, self.settings.busy_s, self.settings.busy_warning_s)
         return any(limits) and self._somebody_waits()
 
     def _somebody_waits(self) -> bool:
-        """Asked after every event, so that it must be cheap. What it means is looked at later, and seldom."""
+        """Whether a worker waits. Called after every event, so it must be cheap; the details are checked later."""
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
                 return bool(self.roster.inside)
@@ -307,7 +307,7 @@ class Stuck(Part):
             return
         self._where = self._place_of_wait(first)
         busy_too = self.worlds.phase is not Phase.ENDING or bool(self.roster.inside)
-        # In the world of init() a fence ends the job, and scripts prepare their data there.
+        # In the world of init(), a fence ends the job, and scripts prepare their data there.
         patient = self.settings.elastic and not self.worlds.world.running
         patient = patient and self.worlds.phase is not Phase.GATHERING
         new = [
@@ -335,7 +335,7 @@ class Stuck(Part):
                 record.inside = ""
 
     def _sides(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-        """Members that wait, and those that they wait for."""
+        """Return the members that wait, and those that they wait for."""
         gathering = self.worlds.phase is Phase.GATHERING
         places = self.worlds.world.places
         waiters: list[WorkerRecord] = []
@@ -348,7 +348,7 @@ class Stuck(Part):
             if record.stage is WorkerStage.READY:
                 waiters.append(record)
             elif gathering:
-                # Inside a collective: it is about to be cut, and elastic_timeout_s bounds that.
+                # Members inside a collective are about to be aborted, which elastic_timeout_s bounds.
                 if not record.inside and self.worlds.awaited(record):
                     suspects.append(record)
             elif record.inside or record.stage is WorkerStage.RETURNED:
@@ -391,7 +391,7 @@ class Stuck(Part):
                 pass
 
     def restarted(self) -> None:
-        """The driver was away: no wait from before counts."""
+        """Reset after a restart of the driver: earlier waits do not count."""
         self._silence = Silence(self.settings.silence_s)
         self._forget()
         for record in self.roster.values():
@@ -413,7 +413,7 @@ class Stuck(Part):
             return
         inside = [s for s in waiters if s.inside]
         if not inside or any(s.killed_for for s in self.worlds.live()):
-            return  # who was missing is on its way out
+            return  # the missing worker is already being killed
         due = max(s.waits_since for s in waiters) + limit_s
         if self.actions.now < due:
             self._look_at = min(self.actions.now + self._probe_s, due)
@@ -444,7 +444,7 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                return  # counted differently is no proof
+                return  # different counts are no proof
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
             calls = [Called(0, s.inside, s.line) for s in inside]
@@ -459,7 +459,9 @@ class Stuck(Part):
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """The collectives in which ranks wait, those with the fewest ranks first: these took another branch."""
+        """Describe the collectives in which ranks wait, those with the fewest ranks first, since these took another
+        branch.
+        """
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
             groups.setdefault((record.inside, record.entered), []).append(record)
@@ -486,7 +488,7 @@ class Stuck(Part):
         found = (
             judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
         )
-        # Who explains it comes before what nobody explains.
+        # Findings that blame a worker come first.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
     def _hung(self, finding: Finding) -> None:
@@ -518,7 +520,7 @@ class Stuck(Part):
 
 
 def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
-    """At which lines of the script they wait, if they have said so."""
+    """Return the script lines at which workers wait, if reported."""
     lines = sorted({record.line for record in waiters} - {""})
     more = [f"{len(lines) - NAMED} more lines"] if len(lines) > NAMED else []
     listed = " and ".join([", ".join(lines[:NAMED]), *more])

@@ -1,16 +1,16 @@
-"""Decides whether a worker that others wait for is stuck, slow, or excused. Pure; `stuck` says who waits for whom.
+"""Classification of a worker that others wait for: stuck, slow or excused. Pure; `stuck` determines who waits for whom.
 
-                     nobody waits for it any more, or it got on: forgotten
+                     no worker waits for it any more, or it made progress: forgotten
                         ^
     suspected --two answers to a probe--> IDLE --idle_s--> condemned --dump_s--> to be fenced
-                        |                  ^ |                 ^
-                        |                  | v                 |
+|                  ^ |                 ^
+|                  | v                 |
                         +----------------> BUSY --busy_s-------+
-                        +--under a debugger, or in a phase marked as long--> EXCUSED: only named
+                        +--under a debugger, or in a phase marked as long--> EXCUSED: only logged
 
-A worker's process is looked at from outside, because a thread of its own that says "I am alive" proves nothing about
-the one that trains. Busy is who uses the processor or moves bytes; a step that takes long is no reason to be killed
-for a long time. Idle is who does neither, while others wait for it: a deadlock, a lost peer of some other service.
+A worker's process is observed from outside, because a heartbeat thread proves nothing about the training thread. A
+worker that uses the processor or moves bytes is busy; a long step is no reason to kill it for a long time. A worker
+that does neither while others wait for it is idle: a deadlock, or a lost peer of another service.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-PROBE_S = 5.0  # between two probes; a sixth of the shortest limit, if that is less
-BUSY_CPU = 0.1  # of one processor's time: who uses less ...
+PROBE_S = 5.0  # seconds between two probes; a sixth of the shortest limit, if that is less
+BUSY_CPU = 0.1  # share of one processor; a process that uses less ...
 BUSY_IO = 64 * 1024  # ... and moves fewer bytes per second is idle
 TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
 
 def probe_every_s(settings: Settings) -> float:
-    """How often to look at those that others wait for, and how long to wait before the first look."""
+    """Return the interval between probes of workers that others wait for, and the delay of the first one."""
     limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
     limits += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
     return max(0.1, min([PROBE_S, *limits]))
@@ -57,7 +57,7 @@ class Suspicion:
     """Suspicion against one worker that others wait for. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
-    since: float  # the others wait for it
+    since: float  # since when the others wait for it
     phase: str = ""
     fenced_when_busy: bool = True
     patient: bool = False  # idle counts as busy: a fence would end the job
@@ -66,10 +66,12 @@ class Suspicion:
     traced: bool = False
     cpu: float = 0.0  # share of one processor, between the last two probes
     io: float = 0.0  # bytes per second
-    fence_at: float | None = None  # condemned
+    fence_at: float | None = None  # set once condemned
     _probe: WorkerProbed | None = None
     _probed_at: float = 0.0
-    _named: dict[Verdict, float] | None = None  # how long the others had waited when it was said
+    _named: dict[Verdict, float] | None = (
+        None  # by verdict, how long the others had waited at its last log line
+    )
 
     def wait_since(self, since: float) -> None:
         """Restart the wait: the earlier waiters may have made progress."""
@@ -87,9 +89,9 @@ class Suspicion:
             return
         self.cpu = (event.cpu_s - before.cpu_s) / seconds
         self.io = (event.io_bytes - before.io_bytes) / seconds
-        # Less than before: a child is gone, and took its figures with it.
+        # Less than before: a child has exited, and its figures are no longer included.
         lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
-        # Runnable whenever it is looked at, it would compute, and only gets no processor.
+        # A process that is runnable at every check would compute but gets no processor.
         starved = before.state == RUNNABLE == event.state
         if lively or starved or event.state == ON_DISK:
             self.verdict = Verdict.BUSY
@@ -99,7 +101,7 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """When it is condemned if it goes on like this; None: never."""
+        """Return when it will be condemned if its state does not change; None: never."""
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (
@@ -116,7 +118,7 @@ class Suspicion:
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
-        self.fence_at = None  # it moved before it was fenced
+        self.fence_at = None  # it made progress before it was fenced
         if self.verdict is Verdict.UNKNOWN:
             return Next.NOTHING
         waited = now - self.since
@@ -132,8 +134,8 @@ class Suspicion:
         return Next.NAME
 
     def describe(self, settings: Settings, now: float) -> tuple[str, str]:
-        """``idle``, ``it is fenced in 25 s (--idle-timeout)``: what it does, and what will be done about it, if
-        anything.
+        """Return its state, and what will be done about it if anything: ``idle``, ``it is fenced in 25 s
+        (--idle-timeout)``.
         """
         due = self.fence_due(settings)
         left = "" if due is None else f"to be fenced in {due - now:.0f} s"
@@ -153,7 +155,7 @@ class Suspicion:
         return str(self.verdict.value), ""
 
     def reason(self, now: float, where: str) -> Reason:
-        """Why it is fenced. ``where`` the others waited."""
+        """Return why it is fenced. ``where``: where the others waited."""
         if self.verdict is Verdict.IDLE:
             return because(Why.IDLE, for_s=now - self.idle_since, where=where)
         return because(Why.BUSY, for_s=now - self.since, rates=self.rates(), where=where)
@@ -163,12 +165,12 @@ class Suspicion:
 
 
 class Suspicions:
-    """Everybody who is waited for."""
+    """All workers that others wait for."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._all: dict[Worker, Suspicion] = {}
-        self._condemned: dict[Worker, Suspicion] = {}  # the first to be fenced first
+        self._condemned: dict[Worker, Suspicion] = {}  # in the order in which they will be fenced
 
     def get(self, worker: Worker) -> Suspicion | None:
         return self._all.get(worker)
@@ -177,7 +179,7 @@ class Suspicions:
         return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
-        """These are the suspects now. What is known of them stays, others are forgotten."""
+        """Set the present suspects. Known information about them is kept, that about others is discarded."""
         known = self._all
         self._all = {}
         for new in suspects:
@@ -208,7 +210,7 @@ class Suspicions:
         return verdict
 
     def check(self) -> None:
-        """Tests call it after every event."""
+        """Check invariants; called by tests after every event."""
         for worker, suspicion in self._condemned.items():
             assert self._all.get(worker) is suspicion and suspicion.fence_at is not None
         times = [s.fence_at for s in self._condemned.values() if s.fence_at is not None]
@@ -219,7 +221,7 @@ class Suspicions:
         return None if first is None else first.fence_at
 
     def to_fence(self, now: float) -> list[Suspicion]:
-        """The suspects whose stacks have had time to be written."""
+        """Return the condemned workers whose stacks have had time to be written."""
         due: list[Suspicion] = []
         for suspicion in self._condemned.values():
             if suspicion.fence_at is None or suspicion.fence_at > now:
