@@ -156,9 +156,7 @@ class FileArchive:
         return header is not None and header.outlives
 
     def header(self) -> Header | None:
-        """Return the header of the job in the file, even if its driver could not write the journal completely; else
-        None.
-        """
+        """Return the header of the job in the file, even if the journal is incomplete; None if there is none."""
         if not self.regular:
             return None
         try:
@@ -245,8 +243,9 @@ class FileJournal(Journal):
             self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
     def _abandon(self) -> None:
-        """Mark the journal as incomplete in place, which needs no space, so that the next driver does not resume from a
-        part of it.
+        """Mark the journal as incomplete, in place since that needs no space.
+
+        The next driver must not resume from it.
         """
         try:
             with open(self._archive.path, "r+b") as file:

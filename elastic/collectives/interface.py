@@ -1,7 +1,7 @@
-"""The seam under every collective: one group of ranks, of one generation, on one backend.
+"""Interface of all collectives: one group of ranks, of one generation, on one backend.
 
-Nothing above this seam knows Gloo or NCCL; nothing below it knows State, the optimizer or the driver. Every tensor is
-contiguous and lies on the group's device. Ranks here are indices in the group.
+Code above this interface does not depend on Gloo or NCCL; code below it does not depend on State, the optimizer or the
+driver. Every tensor is contiguous and on the group's device. Ranks are indices in the group.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-# From here on a tensor is reduced alone, from and to its own memory: copying it into a buffer with others, and back,
-# would cost more than it saves. By measurement over Gloo, see benchmarks/negotiation.py.
+# A tensor of at least this size is reduced separately and in place, since copying it to a shared buffer and back would
+# cost more than it saves. Measured over Gloo, see benchmarks/negotiation.py.
 ALONE_BYTES = 1 << 20
-# Of a message: some backends need what lies above, and torch has 31 bits.
+# Maximum tag of a message: some backends use larger ones internally, and torch has 31 bits.
 MAX_TAG = (1 << 30) - 1
 
 
@@ -31,72 +31,79 @@ class Op(enum.IntEnum):
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once (or raise at once)."""
+        """Whether `wait` would return or raise at once."""
 
     def within(self, timeout_s: float) -> bool:
-        """As `wait`, for so long at most. Whether it is done."""
+        """Like `wait`, for at most ``timeout_s`` seconds. Return whether it is done."""
 
     def wait(self) -> None:
-        """Blocks until the result is in place. Raises CollectiveFailed if the group broke or was aborted."""
+        """Block until the result is in place.
+
+        Raises:
+            CollectiveFailed: the group has failed or was aborted.
+        """
 
 
 @runtime_checkable
 class KnowsWhoIsMissing(Protocol):
-    """A work under way that can tell."""
+    """A work in flight that knows which ranks it waits for."""
 
     def missing(self) -> list[int]:
-        """Ranks of the group that have not called it yet, or the oldest collective before it that is not over."""
+        """Return the ranks of the group that have not called it, or the oldest incomplete collective before it."""
 
 
 class Collectives(Protocol):
-    """All calls are asynchronous, in the same order on every rank. Only SUM, MIN, MAX and PRODUCT reach this seam."""
+    """Group of ranks.
+
+    All calls are asynchronous and in the same order on every rank. ``op``: SUM, MIN, MAX or PRODUCT.
+    """
 
     rank: int
     size: int
-    # Whether `allreduce` scales and divides while it reduces, at no cost, and sums of float16 and bfloat16 in
-    # float32, so that they can't overflow before that. The same on every rank.
+    # Whether `allreduce` scales and divides during the reduction, at no cost, and sums float16 and bfloat16 in float32,
+    # so that they cannot overflow before that. Equal on every rank.
     scales_inside: bool
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
-        """In place; every rank's tensor has the same number of elements and dtype.
+        """Reduce in place. Every rank's tensor has the same number of elements and dtype.
 
-        The result is multiplied by ``scale`` and then divided by ``divisor``, which are the same on every rank;
-        integers ignore both. An average is a sum with a divisor: times 1/n differs from it in the last bit.
+        The result is multiplied by ``scale`` and then divided by ``divisor``, which are equal on every rank; integers
+        ignore both. An average is a sum with a divisor; multiplying by 1/n would differ in the last bit.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """In place, from rank ``root``."""
+        """Broadcast in place from rank ``root``."""
 
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        """``outputs[r]`` becomes rank r's tensor; all have one shape."""
+        """Set ``outputs[r]`` to rank r's tensor. All have the same shape."""
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
-        """Rows along dimension 0: ``sent[r]`` rows go to rank r, ``received[r]`` rows come from it."""
+        """Exchange rows along dimension 0: ``sent[r]`` rows are sent to rank r, ``received[r]`` received from it."""
 
     def barrier(self) -> Work:
-        """Done when every rank has called it."""
+        """Complete when every rank has called it."""
 
     def abort(self) -> None:
-        """From any thread, any number of times, never blocks: what waits or is called later raises CollectiveFailed."""
+        """Make all present waits and later calls raise CollectiveFailed. Thread-safe and idempotent; never blocks."""
 
     def drain(self, timeout_s: float) -> bool:
-        """After `abort`: waits until no collective of this group writes into any tensor, ``timeout_s`` at most.
+        """Wait, after `abort`, until no collective of this group writes to any tensor.
 
-        Returns whether that is so. Call it before tensors that were under way are written again.
+        Call it before tensors that were in flight are written again. Returns whether this was so within ``timeout_s``.
         """
 
     def close(self) -> None:
-        """Frees sockets and threads. May take tens of milliseconds: call it off the critical path, after `abort`."""
+        """Free sockets and threads, after `abort`. May take tens of milliseconds, so call it off the critical path."""
 
 
 @runtime_checkable
 class ReducesInto(Protocol):
-    """A group that can leave a reduction in other memory at no cost: nobody has to copy the tensor first."""
+    """A group that can put the result of a reduction into other memory at no cost, which saves a copy of the tensor."""
 
     def allreduce_into(
         self,
@@ -106,29 +113,37 @@ class ReducesInto(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """As `Collectives.allreduce` of ``tensor``, which is only read. ``result`` is like it; they share no memory."""
+        """Like `Collectives.allreduce` of ``tensor``, which is not modified.
+
+        ``result`` is like it; they share no memory.
+        """
 
 
 class MessageWork(Work, Protocol):
-    """One under way."""
+    """A message in flight."""
 
     @property
     def source(self) -> int:
-        """Of one that has been received: from which rank."""
+        """Rank of the sender, once received."""
 
 
 class Messenger(Protocol):
-    """A group that carries messages from one rank to another, and nothing else. Ranks and tensors as above."""
+    """A group for point-to-point messages only. Ranks and tensors as in `Collectives`."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> MessageWork:
-        """What is sent to one rank under one tag, of 0 to MAX_TAG, arrives in this order."""
+        """Send to one rank. Messages with the same receiver and tag, 0 to MAX_TAG, arrive in order."""
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """None: from whichever rank's message comes first; `MessageWork.source` tells. Waiting for it raises
-        TensorMismatch if what was sent has another dtype or number of elements, and names both.
+        """Receive from ``source``; None: from any rank, which `MessageWork.source` returns.
+
+        Waiting for it raises TensorMismatch if the message has another dtype or number of elements; the error names
+        both.
         """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Blocks. Rank 0 waits for each of the others. Raises CollectiveFailed, which there says who did not come: the
-        first of them, or with ``wait_all_ranks`` all. No message can be sent after that.
+        """Block until rank 0 has received a message of each other rank. No message can be sent if it fails.
+
+        Raises:
+            CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with
+                ``wait_all_ranks`` all.
         """

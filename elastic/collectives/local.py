@@ -1,4 +1,4 @@
-"""Collectives of a world of one: every result is known already. Nothing can break, but an abort is honoured."""
+"""Collectives of a world of one: every result is known already. They fail only after an abort."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.errors import CollectiveFailed
 
 
 class LocalCollectives:
-    """One rank. Every work is done when it is returned."""
+    """A group of one rank. Every work is complete when it is returned."""
 
     rank = 0
     size = 1

@@ -1,4 +1,4 @@
-"""What a message says of its tensor, and the error where that is not what its receive expects. Pure but for torch."""
+"""Description of a message's tensor, and the error if it does not match the receive. Pure but for torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.protocol.calls import Called
 
 
 class TensorType(NamedTuple):
-    """Of a contiguous tensor. ``code``: of its dtype, the same in every version of torch."""
+    """Type of a contiguous tensor. ``code`` identifies its dtype, equally in every version of torch."""
 
     nbytes: int
     code: int
@@ -24,7 +24,7 @@ def type_of(tensor: torch.Tensor) -> TensorType:
 
 
 def code_of(dtype: torch.dtype) -> int:
-    """32 bits."""
+    """Return the code of a dtype, 32 bits."""
     return _CODES.get(dtype) or zlib.crc32(str(dtype).encode())
 
 
@@ -35,7 +35,7 @@ _NAMED = {code: dtype for dtype, code in _CODES.items()}
 
 
 def mismatch(source: int, sent: TensorType, to: int, received: TensorType) -> TensorMismatch:
-    """For both ranks of a message that does not fit its receive."""
+    """Return the error for both ranks of a message that does not match its receive."""
     found = (
         Called(source, "send", tensors=_text(sent)),
         Called(to, "recv", tensors=_text(received)),
@@ -44,7 +44,7 @@ def mismatch(source: int, sent: TensorType, to: int, received: TensorType) -> Te
 
 
 def _text(of: TensorType) -> str:
-    """``float32 [5]``: nobody tells the shape, only how many elements there are."""
+    """For example ``float32 [5]``. Messages do not include the shape, only the number of elements."""
     dtype = _NAMED.get(of.code)
     if dtype is None or of.nbytes % dtype.itemsize:
         return f"{of.nbytes} bytes of an unknown dtype"

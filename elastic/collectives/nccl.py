@@ -1,19 +1,19 @@
-"""Collectives over NCCL: the seam on ``ProcessGroupNCCL``, with nonblocking communicators.
+"""Collectives over NCCL: the interface on ``ProcessGroupNCCL``, with nonblocking communicators.
 
-The training thread never waits inside NCCL or CUDA for a peer: it asks whether a collective has completed, in small
-steps, and only then orders its stream behind it. So an abort needs no help from the thread that waits.
+The training thread never waits inside NCCL or CUDA for a peer. It polls whether a collective has completed, and only
+then orders its stream behind it. An abort therefore needs no cooperation of the waiting thread.
 
-A group ends in two phases, each in a thread of its own. `abort` revokes the communicator: its kernels end, and nothing
-is freed, because kernels of peers may still read this rank's memory. `close` frees it; it is called once the next world
-stands, and a member says that it is ready for that only after its own kernels have ended. A communicator that is not
-connected yet, or whose NCCL can't revoke, is aborted and freed at once.
+A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and nothing is
+freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next world is formed; a
+member reports ready for that world only after its own kernels have ended. A communicator that is not connected yet, or
+whose NCCL cannot revoke, is aborted and freed at once.
 
-After an abort the stream runs on, and whatever kernels were waiting for leaves garbage behind: no result and no
-gradient of an aborted step may be used. Nothing that reads a result is queued before its collective is known to be
-good, so parameters never hold such garbage.
+After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and no
+gradient of an aborted step may be used. Nothing that reads a result is queued before its collective is known to have
+succeeded, so parameters never contain such data.
 
-Needs TORCH_NCCL_ASYNC_ERROR_HANDLING=0, else torch's watchdog ends the process when a communicator is aborted. That
-and what else torch and NCCL read stands in the environment from the start: `elastic.rendezvous.nccl_settings`.
+Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
+This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
 
-_SPIN_S = 0.001  # a step's collectives usually end within this: do not sleep before
+_SPIN_S = 0.001  # a step's collectives usually end within this, so do not sleep before
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
 
 
 class Counts(NamedTuple):
-    """Of the collectives of one group, in their order: how many this rank has launched, how many of these its GPU has
-    come to, and how many have ended.
-    """
+    """Progress of the collectives of one group, in order: launched by this rank, reached by its GPU, and ended."""
 
     launched: int
     arrived: int
     done: int
-    took_s: float  # the longest from a launch until the GPU had come to it; what takes less than a look counts as 0
-    failed: bool  # CUDA answers with an error
+    took_s: float  # longest time from a launch until the GPU had reached it; 0 if shorter than the polling interval
+    failed: bool  # CUDA returns an error
 
 
 class NcclCollectives:
@@ -74,31 +72,35 @@ class NcclCollectives:
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
-        self._aborted = False  # that is why
-        self._invalid: Invalid | None = None  # what the script has to change
+        self._aborted = False  # the reason for `_failed`
+        self._invalid: Invalid | None = None  # an error that the script has to fix
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
         self._stopping: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
         self._freed = threading.Event()
-        self._communicator = 0  # NCCL's own pointer, while it is connected and can be revoked
+        self._communicator = 0  # NCCL's pointer, while it is connected and can be revoked
         self._revoking = threading.Lock()
         self._revoked = False
-        self._launching = threading.Lock()  # NCCL must not be asked for errors meanwhile
-        self._built = threading.Event()  # or given up
+        self._launching = threading.Lock()  # NCCL must not be queried for errors during a launch
+        self._built = threading.Event()  # set once built or given up
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
         self._launched = 0
-        self._spare: list[torch.cuda.Event] = []  # so that a step allocates none
-        self._looked_at: tuple[int, float] | None = None  # the first that had not arrived; its age
+        self._spare: list[torch.cuda.Event] = []  # reused events, so that a step allocates none
+        self._looked_at: tuple[int, float] | None = (
+            None  # the first collective that had not been reached, and its age
+        )
         self._took_s = 0.0
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Blocks until the communicator's making has begun on all ranks. Raises CollectiveFailed, also on `abort`.
+        """Block until the communicator's creation has begun on all ranks.
 
-        Raises Invalid, on every rank, where two of them use one GPU.
+        Raises:
+            CollectiveFailed: a rank is late or lost, or on `abort`.
+            Invalid: two ranks use the same GPU. Raised on every rank.
         """
         self._building = threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
@@ -111,19 +113,19 @@ class NcclCollectives:
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._make(store, purpose, bind_host)
-        except Exception as error:  # whatever happens here must reach the thread that waits
+        except Exception as error:  # any error must reach the waiting thread
             self._invalid = error if isinstance(error, Invalid) else None
             self._fail(f"{error}")
         finally:
             self._built.set()
         if self._failed is not None and self._backend is not None:
-            # Again, whoever has aborted before: torch may have had no communicator yet that it could have ended.
+            # Again, in case of an earlier abort, when torch may not have had a communicator to abort yet.
             self._stop()
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Everything of torch's that is used on the way is freed when this returns."""
+        """Create the communicator. A separate function, so that all temporaries are freed when it returns."""
         torch.cuda.set_device(self._device)
-        nccl: Any = c10d.ProcessGroupNCCL  # torch has it only where it was built with CUDA
+        nccl: Any = c10d.ProcessGroupNCCL  # only present in a torch built with CUDA
         options = _options(self._collective_timeout_s)
         ids = self._open_id_store(store, purpose, bind_host)
         self._raise_if_failed()
@@ -133,24 +135,24 @@ class NcclCollectives:
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, dtype=torch.float32, device=self._device)
-        # Once it is connected, peers may have kernels that read what this rank would free: it must be revocable then.
+        # Once it is connected, kernels of peers may read what this rank would free, so it must be revocable by then.
         with self._revoking:
-            # Here torch waits until it is connected. Asked for the pointer before, it would wait with Python's lock.
+            # Here torch waits until it is connected. Querying the pointer before would wait while holding the GIL.
             work = NcclWork(self, backend.allreduce([first]), None)
             self._under_way.append(work)
             if self._freeing is None:
                 self._communicator = _revocable(backend)
         self._raise_if_failed()
-        # Whatever a communicator still connects at its first collective, no training thread has to wait for.
+        # Connections that a communicator makes at its first collective are made here, not in the training thread.
         work.wait()
 
     def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:
-        """NCCL's own threads use the store that its unique id travels by, so it can't be written in Python."""
+        """Return the store for NCCL's unique ID. NCCL's threads use it, so it cannot be implemented in Python."""
         listener = listen(bind_host) if self.rank == 0 else None
         port = b"" if listener is None else str(listener.address.port).encode()
         host = b"" if listener is None else bind_host.encode()
         key = f"{purpose}/nccl/{self.size}"
-        # A rank that comes late is waited for as long as in a collective.
+        # A late rank is awaited as long as in a collective.
         told = store.exchange(
             key,
             self.rank,
@@ -232,7 +234,7 @@ class NcclCollectives:
         return work
 
     def counts(self) -> Counts:
-        """How far its collectives have come. Waits for nothing on the GPU; one thread at a time asks, any one."""
+        """Return the progress of its collectives. Does not wait for the GPU; call it from one thread at a time."""
         launched, now = self._launched, time.monotonic()
         works = list(self._under_way)
         if works:
@@ -242,7 +244,7 @@ class NcclCollectives:
         try:
             waiting = next((work for work in works if not work.finished()), None)
             late = next((work for work in works if not work.has_arrived()), None)
-        except RuntimeError:  # the device refuses every question
+        except RuntimeError:  # the device fails every query
             waiting, late, failed = works[0], works[0], True
         if waiting is not None:
             done = waiting.number - 1
@@ -259,18 +261,18 @@ class NcclCollectives:
         self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """After `abort`: whether no collective's kernel runs any more, and nobody is about to start one."""
+        """Return, after `abort`, whether no collective's kernel runs any more and no thread is about to start one."""
         deadline = time.monotonic() + timeout_s
         ending = [thread for thread in (self._stopping, self._building) if thread is not None]
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self.ended(max(0.0, deadline - time.monotonic())):
-            self._free()  # what outlives a revoke may still hear an abort
+            self._free()  # kernels that outlive a revoke may end on an abort
             return False
         return not any(thread.is_alive() for thread in ending)
 
     def ended(self, timeout_s: float) -> bool:
-        """After `abort`: whether no collective's kernel runs any more. Waits ``timeout_s`` at most."""
+        """Return, after `abort`, whether no kernel of a collective runs any more. Waits up to ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         behind = self._behind_all()
         while any(not work.finished() for work in list(self._under_way)) or not (
@@ -282,8 +284,10 @@ class NcclCollectives:
         return True
 
     def _behind_all(self) -> torch.cuda.Event | None:
-        """An event that comes after all of the group's kernels. Once NCCL has noticed an error, torch takes every
-        collective for completed, whether its kernel has ended or not.
+        """Return an event after all of the group's kernels.
+
+        Once NCCL has detected an error, torch reports every collective as completed, whether its kernel has ended or
+        not.
         """
         if not self._under_way:
             return None
@@ -294,7 +298,7 @@ class NcclCollectives:
         return behind
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits ``timeout_s`` at most (by default, as long as for a connection)."""
+        """Close the group. Waits up to ``timeout_s``, by default the timeout for connecting."""
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self.abort()
         self.drain(max(0.0, deadline - time.monotonic()))
@@ -303,11 +307,14 @@ class NcclCollectives:
         self._under_way.clear()
 
     def freed(self, timeout_s: float) -> bool:
-        """After `close` was called, by whatever thread: whether the GPU has its memory back, ``timeout_s`` at most."""
+        """Return whether the GPU memory has been freed after `close`, possibly by another thread.
+
+        Waits up to ``timeout_s``.
+        """
         return self._freed.wait(timeout_s)
 
     def close_in_forked_child(self) -> None:
-        # CUDA does not survive a fork, so the child can't use the group; its sockets are opened close-on-exec.
+        # CUDA does not support forks, so the child cannot use the group; its sockets are opened close-on-exec.
         self._failed = "process groups can't be used in a forked child"
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:
@@ -321,7 +328,7 @@ class NcclCollectives:
         self._built.set()
 
     def _stop(self) -> None:
-        """Ends what runs on the GPU. Frees nothing, where NCCL can do that."""
+        """End the group's work on the GPU, without freeing memory if NCCL supports that."""
         with self._revoking:
             if self._communicator and not self._revoked:
                 error = nccl_library.revoke(self._communicator)
@@ -332,7 +339,7 @@ class NcclCollectives:
             _abort(self._backend)
 
     def _free(self) -> None:
-        """Once, in a thread of its own: it waits for the kernels, and for a thread of NCCL's that serves its peers."""
+        """Free the group once, in its own thread, which waits for the kernels and for NCCL's thread for its peers."""
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0
@@ -343,7 +350,7 @@ class NcclCollectives:
         for thread in (self._stopping, self._building):
             if thread is not None:
                 thread.join()
-        _abort(self._backend)  # what was connected only then
+        _abort(self._backend)  # anything connected only by then
         self._backend, self._communicator = None, 0
         self._freed.set()
 
@@ -352,7 +359,10 @@ class NcclCollectives:
             raise CollectiveFailed(self._failed, aborted=self._aborted)
 
     def _heed_error(self) -> None:
-        """Fails where NCCL has noticed an error. Torch's `Work.wait` would free the communicator at once for it."""
+        """Fail if NCCL has detected an error.
+
+        Torch's `Work.wait` would immediately free the communicator in that case.
+        """
         if self._failed is not None or not self._launching.acquire(blocking=False):
             return
         try:
@@ -365,13 +375,13 @@ class NcclCollectives:
 
 
 def warm_up(device: torch.device) -> None:
-    """Makes a communicator of this rank alone, reduces, and frees it.
+    """Create a communicator of this rank alone, reduce, and free it.
 
-    The first one of a process loads kernels and looks at the machine: 0.7 s on an H100, later ones took 0.04 s.
+    The first one of a process loads kernels and inspects the machine: 0.7 s on an H100, later ones took 0.04 s.
     """
     nccl: Any = c10d.ProcessGroupNCCL
     backend = None
-    # Whatever is wrong here is said where a group is needed.
+    # Errors are reported when a group is needed.
     with contextlib.suppress(RuntimeError):
         backend = nccl(c10d.HashStore(), 0, 1, _options(_WARM_UP_S))
         backend.eager_connect_single_device(device)
@@ -381,7 +391,7 @@ def warm_up(device: torch.device) -> None:
 
 
 class NcclWork:
-    """A collective under way in one group; ``then`` puts the result in place."""
+    """A collective in flight in one group; ``then`` puts the result in place."""
 
     def __init__(
         self, group: NcclCollectives, work: Any, then: Callable[[], object] | None
@@ -391,39 +401,45 @@ class NcclWork:
         self._complete = threads.Completion(
             None if then is None else functools.partial(self._put, then)
         )
-        self._in_place: torch.cuda.Event | None = None  # what ``then`` has queued comes before it
+        self._in_place: torch.cuda.Event | None = (
+            None  # recorded after the work that ``then`` has queued
+        )
         self.number = 0  # in its group, from 1
         self.launched_at = 0.0
-        # Recorded before it on the stream it was launched from.
+        # Recorded before the collective on the stream it was launched from.
         self._arrived: torch.cuda.Event | None = None
 
     def is_launched(self, number: int, arrived: torch.cuda.Event) -> None:
         self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()
 
     def event_back(self) -> list[torch.cuda.Event]:
-        """It is done: others may record its event."""
+        """Return the work's event for reuse once it is done."""
         event, self._arrived = self._arrived, None
         return [] if event is None else [event]
 
     def has_arrived(self) -> bool:
-        """Whether the GPU has come to it. Raises RuntimeError where the device has failed."""
+        """Whether the GPU has reached it.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         event = self._arrived
         if event is None:
             return True
         with torch.cuda.device(self._group._device):
             come = event.query()
-        return come or self._arrived is not event  # another's meanwhile
+        return come or self._arrived is not event  # reused by another work meanwhile
 
     def done(self) -> bool:
         return self._group._failed is not None or self.finished()
 
     def finished(self) -> bool:
-        """Whether its kernels have ended, with or without success."""
-        with torch.cuda.device(self._group._device):  # any thread asks, and most are on device 0
+        """Whether its kernels have ended, successfully or not."""
+        with torch.cuda.device(self._group._device):  # called from any thread; most are on device 0
             return bool(self._work.is_completed())
 
     def order(self) -> None:
-        """Has the present stream wait for its kernel. Of errors it knows nothing, unlike `wait`."""
+        """Make the present stream wait for its kernel. Unlike `wait`, this does not detect errors."""
         self._work.get_future().wait()
 
     def within(self, timeout_s: float) -> bool:
@@ -444,7 +460,7 @@ class NcclWork:
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)
         self._group._heed_error()
-        # An aborted communicator's kernels end as if all were well: only the flag tells.
+        # An aborted communicator's kernels end without an error; only the flag shows the failure.
         self._group._raise_if_failed()
         try:
             self._work.wait()  # orders the current stream behind it
@@ -453,7 +469,7 @@ class NcclWork:
             self._group._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
         self._complete()
-        if self._in_place is not None:  # another thread, on another stream, may have put it there
+        if self._in_place is not None:  # another thread may have put it there on another stream
             torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
 
     def _put(self, then: Callable[[], object]) -> None:
@@ -474,7 +490,7 @@ def _options(timeout_s: float) -> Any:
 
 
 def _revocable(backend: Any) -> int:
-    """NCCL's own pointer to the communicator of the present device; 0 if it can't be revoked."""
+    """Return NCCL's pointer to the communicator of the present device; 0 if it cannot be revoked."""
     if not (nccl_library.can_revoke() and hasattr(backend, "_comm_ptr")):
         _say_once("this NCCL can't revoke a communicator: version 2.28 and torch 2.8 are required")
         return 0
@@ -491,7 +507,7 @@ def _say_once(why: str) -> None:
 
 
 def _abort(backend: Any) -> None:
-    # An error while aborting changes nothing: the group has failed already.
+    # The group has failed already, so an error during the abort is irrelevant.
     with contextlib.suppress(RuntimeError):
         if backend is not None:
             backend.abort()

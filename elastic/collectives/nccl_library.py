@@ -1,7 +1,7 @@
-"""Calls of NCCL that torch has no word for, on communicators that torch made. Acts.
+"""NCCL functions that torch does not expose, for communicators that torch created. Acts.
 
-`revoke` ends the kernels of a communicator and frees nothing: its memory may still be read by kernels of its peers.
-NCCL has it since 2.28. The functions are looked up in the library that torch itself is linked with.
+`revoke` ends the kernels of a communicator without freeing its memory, which kernels of its peers may still read. NCCL
+supports it since 2.28. The functions are looked up in the library that torch is linked with.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ _DEFAULT = 0  # NCCL_REVOKE_DEFAULT
 
 @functools.cache
 def _linked() -> ctypes.CDLL | None:
-    """Torch's CUDA library: a name that is looked up there is found in the NCCL that it was linked with, or in one that
-    was preloaded in its place.
-    """
+    """Return torch's CUDA library. A symbol is found in the NCCL that it was linked with or in a preloaded one."""
     try:
         return ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -42,9 +40,13 @@ def can_revoke() -> bool:
 
 
 def revoke(communicator: int) -> int:
-    """Begins to end all kernels of a communicator, at once and for good. Waits for nobody, and needs no GPU.
+    """Begin to end all kernels of a communicator permanently. Does not wait and needs no GPU.
 
-    Returns NCCL's error, 0 for none. ``communicator``: as ``_comm_ptr()`` gives it; it must not be freed yet.
+    Args:
+        communicator: from ``_comm_ptr()``, not freed yet.
+
+    Returns:
+        NCCL's error code, 0 for none.
     """
     function = _function("ncclCommRevoke", ctypes.c_void_p, ctypes.c_int)
     assert function is not None, "call can_revoke() before"
@@ -52,8 +54,9 @@ def revoke(communicator: int) -> int:
 
 
 def reported(communicator: int) -> int:
-    """The error that NCCL has noticed on a communicator by itself, 0 for none. Never call it while another thread
-    launches a collective there.
+    """Return the error that NCCL has detected on a communicator, 0 for none.
+
+    Must not be called while another thread launches a collective on it.
     """
     function = _function("ncclCommGetAsyncError", ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
     state = ctypes.c_int(_SUCCESS)
@@ -66,7 +69,7 @@ def _error(result: int) -> int:
 
 
 def words(error: int) -> str:
-    """NCCL's own, for an error."""
+    """Return NCCL's message for an error."""
     library = _linked()
     assert library is not None, "there is no error without NCCL"
     library.ncclGetErrorString.restype = ctypes.c_char_p

@@ -1,6 +1,6 @@
-"""Which GPU this process trains on: one, the same in all threads and groups. Every thread of CUDA's starts on device 0.
+"""The GPU that this process trains on, the same in all threads and groups. CUDA starts every thread on device 0.
 
-What tensors say in the training thread decides; before there are any, what that thread has chosen.
+It is that of the tensors reduced in the training thread; before there are any, the device chosen in that thread.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import torch
 
 from elastic.errors import Invalid
 
-_index: int | None = None  # of the tensors that were reduced
-_chosen: int | None = None  # by torch.cuda.set_device, when it was last looked at
+_index: int | None = None  # of the reduced tensors
+_chosen: int | None = None  # by torch.cuda.set_device, at the last check
 
 
 def meet(device: torch.device) -> None:
-    """A tensor on this device is about to be reduced with other ranks. Raises Invalid for a second GPU."""
+    """Record that a tensor on this device is about to be reduced.
+
+    Raises:
+        Invalid: it is on a second GPU.
+    """
     global _index
     if device.type != "cuda" or device.index is None:
         return
@@ -30,21 +34,26 @@ def meet(device: torch.device) -> None:
 
 
 def settle() -> None:
-    """In the training thread: what it has chosen counts in threads that can't know. Begins nothing on a GPU."""
+    """Use the training thread's device in other threads. Called in the training thread; does not initialize a GPU."""
     global _chosen
     if torch.cuda.is_initialized():
         _chosen = torch.cuda.current_device()
 
 
 def uuid(device: torch.device) -> str:
-    """By which it is known in all processes, whatever numbers they have for it; empty if it has none."""
+    """Return the GPU's UUID, which is the same in all processes; empty if it has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def refuse_shared(uuids: Sequence[str], visible: int) -> None:
-    """Of the GPUs of all ranks of a group. Raises Invalid where two have the same, and so on every rank.
+    """Check that the ranks of a group use different GPUs.
 
-    ``visible``: how many GPUs this process sees.
+    Args:
+        uuids: the GPU of each rank.
+        visible: number of GPUs that this process sees.
+
+    Raises:
+        Invalid: two ranks use the same GPU. Raised on every rank.
     """
     first: dict[str, int] = {}
     for rank, each in enumerate(uuids):
@@ -57,11 +66,11 @@ def refuse_shared(uuids: Sequence[str], visible: int) -> None:
 
 
 def of(type: str) -> torch.device:
-    """The device of this type that this process uses."""
+    """Return the device of this type that this process uses."""
     return device() if type == "cuda" else torch.device(type)
 
 
 def device() -> torch.device:
-    """In any thread."""
+    """Return the GPU of this process, in any thread."""
     known = _index if _index is not None else _chosen
     return torch.device("cuda", torch.cuda.current_device() if known is None else known)

@@ -1,7 +1,7 @@
-"""Threads that are in torch's code. Acts.
+"""Threads that run torch code. Acts.
 
-The interpreter, at its end, ends every thread that comes back to it from C++. Where that unwinds frames of C++, the
-whole process is aborted. So whoever ends the process waits for these first.
+At its exit, the interpreter ends every thread that returns to it from C++. If that unwinds C++ frames, the whole
+process aborts. The exiting thread therefore waits for these threads first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_LEAVE_S = 0.2  # of the time that `finish` has, for threads to leave what they wait for
+_LEAVE_S = 0.2  # part of `finish`'s timeout for threads to leave their waits
 
 _begun: set[threading.Thread] = set()
 _lock = threading.Lock()
@@ -22,11 +22,11 @@ _leave_at: float | None = None
 
 
 class Ending(BaseException):
-    """The process ends, and whoever ends it has waited long enough for this thread."""
+    """The process exits and has waited long enough for this thread."""
 
 
 def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Starts one, which `finish` waits for."""
+    """Start a thread that `finish` waits for."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _lock:
         for ended in [each for each in _begun if not each.is_alive()]:
@@ -37,7 +37,7 @@ def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thr
 
 
 def finish(timeout_s: float) -> bool:
-    """Whether all ended within that time."""
+    """Return whether all threads ended within the timeout."""
     global _leave_at
     until = time.monotonic() + timeout_s
     _leave_at = until - _LEAVE_S
@@ -50,23 +50,25 @@ def finish(timeout_s: float) -> bool:
 
 
 def leave_behind(timeout_s: float) -> None:
-    """Some of them never end. The process does nevertheless, with the exit code that it has: nothing of C++ is taken
-    down around them, and should the interpreter not come to its end in time, it is ended, with their stacks and code 1.
+    """Let the process exit with its exit code although some threads never end.
+
+    C++ objects are not destroyed. If the interpreter does not finish in time, the process is ended with stack dumps and
+    exit code 1.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # glibc only
         c = ctypes.CDLL(None)
         c.on_exit(ctypes.cast(c._exit, ctypes.c_void_p), None)
 
 
 def leave_if_ending() -> None:
-    """For a thread that waits in slices: raises `Ending` once `finish` has waited for long."""
+    """Raise `Ending` in a thread that waits in slices once `finish` has waited for long."""
     if _leave_at is not None and time.monotonic() >= _leave_at:
         raise Ending
 
 
 class Completion:
-    """``then`` puts a collective's result in place: once, and no thread that waits for it is back before."""
+    """Call ``then``, which puts a collective's result in place, exactly once; all waiting threads return after it."""
 
     def __init__(self, then: Callable[[], object] | None) -> None:
         self._then = then

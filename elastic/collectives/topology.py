@@ -1,8 +1,8 @@
-"""Decides how the ranks of a group on the CPU reach each other: shared memory, both, or Gloo. Pure: no clock, no
-network, no memory. Every rank has the same rows, and comes to the same plan.
+"""Choice of how the ranks of a CPU group communicate: shared memory, Gloo or both. Pure: no clock, network or memory.
 
-A host is what processes can share memory in: one boot of one kernel, one namespace of process ids, so that a process
-is found by its id, and one network, so that what is cut off by its network is cut off altogether.
+Every rank has the same rows and therefore computes the same plan. Processes on one host can share memory: they have the
+same boot of one kernel, the same PID namespace, so that a process is found by its ID, and the same network, so that a
+network failure separates all of them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-MAX_LOCAL_RANKS = 64  # ranks of one host that the native group takes
+MAX_LOCAL_RANKS = 64  # maximum number of ranks per host in a native group
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True):
-    """Where processes can find each other; the numbers are inodes of namespaces."""
+    """Environment in which processes can find each other. The numbers are inodes of namespaces."""
 
     boot: str
     processes: int
@@ -25,7 +25,7 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """One process, told apart from any that had or will have its id."""
+    """One process, distinguished from any other with the same ID."""
 
     host: Host
     pid: int
@@ -34,7 +34,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shareable(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a process offers: its descriptor there, and what it must be found to be."""
+    """Memory that a process offers: its descriptor there, and the properties to verify."""
 
     fd: int
     inode: int
@@ -42,31 +42,35 @@ class Shareable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank tells the others before they decide.
+    """What one rank publishes before the decision.
 
-    ``control`` is a control block for the group of its host, in case this rank comes first there; ``staging`` where the
-    rank's staging lies in its arena. ``cores`` is a mask of the cores it may run on, lowest first.
+    ``control`` is a control block for the group of its host, used if this rank is the first there. ``staging`` is the
+    offset of the rank's staging in its arena. ``cores`` is a mask of the cores it may run on, lowest first.
     """
 
-    native: bool  # it was not turned off
+    native: bool  # not turned off
     identity: Identity | None = None
     arena: Shareable | None = None
     control: Shareable | None = None
     staging: int = 0
     cores: bytes = b""
-    why_not: str = ""  # why something of that is missing, and what to do
+    why_not: str = ""  # why any of these is missing, and what to do
 
 
 class Backend(enum.Enum):
-    SHARED = enum.auto()  # all ranks lie on one host
+    SHARED = enum.auto()  # all ranks are on one host
     HIERARCHY = enum.auto()  # several hosts, with several ranks on some
     GLOO = enum.auto()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``hosts`` are the ranks of each, ascending; the hosts stand in the order of their first ranks. ``why`` is why
-    memory is not shared although ranks run on one machine; empty where nothing is amiss.
+    """Result of the choice.
+
+    Args:
+        backend: the backend.
+        hosts: the ranks of each host, ascending; hosts are in the order of their first ranks.
+        why: why ranks on one machine do not share memory; empty if all is as expected.
     """
 
     backend: Backend
@@ -74,12 +78,12 @@ class Plan:
     why: str = ""
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's host, itself among them."""
+        """Return the ranks of this rank's host, including itself."""
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
 def plan(rows: Sequence[RankInfo]) -> Plan:
-    """For a group whose rank r gave ``rows[r]``."""
+    """Return the plan of a group whose rank r published ``rows[r]``."""
     hosts = _hosts(rows)
     if all(len(ranks) == 1 for ranks in hosts):
         return Plan(Backend.GLOO, hosts, _unknown(rows) or _apart(rows))
@@ -92,7 +96,7 @@ def plan(rows: Sequence[RankInfo]) -> Plan:
 
 
 def cores(rows: Sequence[RankInfo], ranks: Sequence[int]) -> int:
-    """How many cores these ranks have between them."""
+    """Return the number of cores that these ranks have together."""
     together = 0
     for rank in ranks:
         together |= int.from_bytes(rows[rank].cores, "little")
@@ -107,7 +111,7 @@ def _hosts(rows: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
 
 
 def _unknown(rows: Sequence[RankInfo]) -> str:
-    """Ranks that can't say where they are may share a host; that is worth a line where it was meant to be used."""
+    """Return a warning if a rank does not know its host, since it may share one that was meant to be used."""
     for rank, row in enumerate(rows):
         if row.native and row.identity is None:
             return f"rank {rank}: {row.why_not}"
@@ -115,7 +119,7 @@ def _unknown(rows: Sequence[RankInfo]) -> str:
 
 
 def _apart(rows: Sequence[RankInfo]) -> str:
-    """Ranks that run on one machine and yet on different hosts, as containers do. Whoever wants that turns it off."""
+    """Return a warning if ranks run on one machine but different hosts, such as containers; empty otherwise."""
     first: dict[str, tuple[int, Host]] = {}
     for rank, row in enumerate(rows):
         if row.native and row.identity is not None:
@@ -131,7 +135,7 @@ def _apart(rows: Sequence[RankInfo]) -> str:
 
 
 def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
-    """The first of the lowest rank. One that is alone on its host shares nothing, and need not be able to."""
+    """Return the first reason against sharing memory. A rank that is alone on its host need not be able to share."""
     for rank, row in enumerate(rows):
         if not row.native:
             return f"rank {rank} has ELASTIC_NATIVE=0: set the same on all ranks"

@@ -1,4 +1,4 @@
-"""What is alike for Gloo and NCCL behind one of torch's process groups."""
+"""Common code of Gloo and NCCL for torch's process groups."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ REDUCE = {
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a vector of bytes: Gloo and NCCL move only some dtypes, but all bytes."""
+    """Return the same memory as a flat uint8 tensor: Gloo and NCCL move only some dtypes, but all bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)

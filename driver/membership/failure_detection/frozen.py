@@ -3,12 +3,11 @@
 Their processes are alive as far as is known, so nothing fails by itself and their world makes no progress:
 
     frozen    its agent has found it unable to run (stopped, or its container is paused): fenced at once if another
-        worker
-              trains with it, is about to, or waits for it; a worker alone in its world may have been stopped on purpose
+              worker trains with it, is about to, or waits for it; a worker that is alone in its world may have been
+              stopped on purpose
     cut off   its host acknowledges nothing any more: fenced at once; if the kill cannot reach it, it is given up
     lost      its whole host is gone, agent included: given up at once, since nothing can be killed there; if all
-        members
-              run there, no worker could continue without the host, and it is awaited
+              members run there, no worker could continue without the host, and it is awaited
 
 Given up means that the world continues without the worker. If it wakes later, its generation is over and its messages
 are ignored.

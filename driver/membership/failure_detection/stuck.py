@@ -459,9 +459,7 @@ class Stuck(Part):
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Describe the collectives in which ranks wait, those with the fewest ranks first, since these took another
-        branch.
-        """
+        """Describe the collectives in which ranks wait, starting with those of the fewest ranks, which diverged."""
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
             groups.setdefault((record.inside, record.entered), []).append(record)

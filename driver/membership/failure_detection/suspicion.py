@@ -134,9 +134,7 @@ class Suspicion:
         return Next.NAME
 
     def describe(self, settings: Settings, now: float) -> tuple[str, str]:
-        """Return its state, and what will be done about it if anything: ``idle``, ``it is fenced in 25 s
-        (--idle-timeout)``.
-        """
+        """Return its state and the consequence, if any: ``idle``, ``it is fenced in 25 s (--idle-timeout)``."""
         due = self.fence_due(settings)
         left = "" if due is None else f"to be fenced in {due - now:.0f} s"
         match self.verdict:

@@ -1,13 +1,13 @@
-"""Decides who carries what when a group has several hosts with several ranks each. Pure.
+"""Division of work between the ranks of a group with several hosts and several ranks per host. Pure.
 
-Two networks are joined here: the memory of a host, and the wire between hosts. Every rank has the number of its host,
-and its index on that host. What crosses the wire is carried by some of the ranks:
+A rank communicates through its host's memory and through the network between hosts. Every rank has the number of its
+host and its index on that host. Some of the ranks, the carriers, send data between hosts:
 
-- Where all hosts have equally many ranks, every rank carries: the ranks with one index form an *inter-node group*, one
-  rank of each host. A host's ranks all send at once, each its own share.
-- Else the *leaders* carry, the ranks with index 0, for all of their host.
+- If all hosts have equally many ranks, every rank is a carrier: the ranks with one index form an *inter-node group*,
+  one rank of each host. All ranks of a host send at once, each its own share.
+- Otherwise the *leaders*, the ranks with index 0, send for all ranks of their host.
 
-Ranks are numbered within the group, in any order on the hosts.
+Ranks are numbered within the group and may be placed on the hosts in any order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-_ALIGNED = 64  # elements: chunks begin at whole cache lines
-AHEAD = 2  # chunks that are reduced on the host before the first has to be back from the wire
+_ALIGNED = 64  # elements: chunks begin at cache lines
+AHEAD = 2  # chunks reduced on the host before the first must return from the network
 
-Parcel = tuple[int, int]  # what one rank sends to another: sender, receiver
+Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where every rank of the group sits, seen by one of them."""
+    """Placement of every rank of the group, seen from one of them."""
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
@@ -49,7 +49,7 @@ class Topology:
         }
 
     def of(self, rank: int) -> tuple[int, int]:
-        """The number of its host, and its index there."""
+        """Return the number of a rank's host, and its index there."""
         return self._ranks[rank]
 
     @property
@@ -66,28 +66,28 @@ class Topology:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host, itself among them, by index."""
+        """The ranks of this host, including this one, by index."""
         return self.hosts[self.host]
 
     @cached_property
     def even(self) -> bool:
-        """Whether all hosts have equally many ranks, so that every rank carries."""
+        """Whether all hosts have equally many ranks, so that every rank is a carrier."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
     def inter_node_group(self) -> int:
-        """Which of the groups across hosts this rank would be in."""
+        """Index of this rank's group across hosts."""
         return self.index if self.even else 0
 
     @property
     def inter_node_ranks(self) -> tuple[int, ...]:
-        """The ranks, by host, with which this one carries; none where its leader does."""
+        """The ranks of this rank's inter-node group, by host; empty if its leader sends for it."""
         if not self.even and self.index > 0:
             return ()
         return tuple(host[self.inter_node_group] for host in self.hosts)
 
     def behind(self, carrier: int) -> tuple[int, ...]:
-        """For whom this one carries."""
+        """Return the ranks for which a carrier sends."""
         return (carrier,) if self.even else self.hosts[self.of(carrier)[0]]
 
 
@@ -95,15 +95,15 @@ class Topology:
 
 
 class Turn(enum.Enum):
-    """What is done with a chunk, in this order."""
+    """Step of a chunk, in this order."""
 
-    REDUCE = enum.auto()  # started: among the ranks of the host
-    CROSS = enum.auto()  # once it is reduced, started: among the hosts
-    SPREAD = enum.auto()  # once it is back, started: from who carried it to the ranks of the host
+    REDUCE = enum.auto()  # start: among the ranks of the host
+    CROSS = enum.auto()  # start once reduced: among the hosts
+    SPREAD = enum.auto()  # start once it is back: from the carrier to the ranks of the host
 
 
 def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Where the chunks of so many elements begin and end: equal ones, of ``chunk_bytes`` at most."""
+    """Divide ``count`` elements into equal chunks of at most ``chunk_bytes``. Return begin and end of each."""
     assert chunk_bytes % (_ALIGNED * element_bytes) == 0
     if count == 0:
         return []
@@ -114,9 +114,9 @@ def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, 
 
 
 def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
-    """The turns of so many chunks: while some are on the wire, others are reduced and spread.
+    """Yield the turns of ``number`` chunks: while some are on the network, others are reduced and spread.
 
-    Nothing in it depends on how fast anything goes, so the ranks of a host start the same in the same order.
+    The order does not depend on timing, so all ranks of a host start the same collectives in the same order.
     """
     for step in range(number + ahead):
         if step < number:
@@ -131,15 +131,15 @@ def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
 
 
 class Route(NamedTuple):
-    """Where a rank receives from, or sends to, on the way of a broadcast; None: nothing to do."""
+    """Peers of a rank in a broadcast; None: no step."""
 
-    first: int | None  # from this index, on this host, so that it comes to who carries
-    cross: int | None  # from this host, across
-    last: int | None  # from this index, on this host
+    first: int | None  # index on this host, to bring the data to the carrier
+    cross: int | None  # host, between hosts
+    last: int | None  # index on this host
 
 
 def route(topology: Topology, root: int) -> Route:
-    """The steps of a rank in the broadcast from ``root``."""
+    """Return the steps of a rank in a broadcast from ``root``."""
     host, index = topology.of(root)
     carrier = index if topology.even else 0
     collects = host == topology.host and index != carrier
@@ -155,22 +155,25 @@ def route(topology: Topology, root: int) -> Route:
 
 
 class Exchange(NamedTuple):
-    """One alltoall of several, among the ranks of a host or across hosts: what goes to and comes from each of them."""
+    """One alltoall among the ranks of a host or across hosts: the parcels sent to and received from each of them."""
 
     sent: list[list[Parcel]]
     received: list[list[Parcel]]
 
 
 class Posting(NamedTuple):
-    """The way of all parcels: to who carries, across, and to who receives. Two of them may not be needed."""
+    """Exchanges of an alltoall: to the carriers, between hosts, and to the receivers.
+
+    Two of them may be unnecessary.
+    """
 
     collect: Exchange | None  # on the host
-    cross: Exchange | None  # across
+    cross: Exchange | None  # between hosts
     deal: Exchange  # on the host
 
 
 def posting(topology: Topology) -> Posting:
-    """The steps of a rank in an alltoall. Parcels travel in order of sender and receiver, host by host."""
+    """Return a rank's exchanges in an alltoall. Parcels are in order of sender and receiver, host by host."""
     everybody = [rank for host in topology.hosts for rank in host]
     own, mine = topology.rank, topology.local_ranks
     collect = None

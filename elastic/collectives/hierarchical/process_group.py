@@ -1,21 +1,21 @@
-"""Collectives of a group with several ranks on each of several hosts: memory within a host, Gloo between hosts.
+"""Collectives of a group with several ranks on several hosts: shared memory within a host, Gloo between hosts.
 
-A large allreduce goes chunk by chunk. The ranks of a host reduce a chunk in shared memory, after which each owns a
-share of it; each reduces its share with the ranks of the same index on the other hosts (an *inter-node group*), and the
-host's ranks read each other's shares. Every byte crosses the wire once per host instead of once per rank, all ranks of
-a host send at once, and while some chunks are on the wire others are in memory. Where hosts have unequally many ranks,
-one rank of each, its leader, sends for all.
+A large allreduce proceeds chunk by chunk. The ranks of a host reduce a chunk in shared memory, after which each owns a
+share of it. Each rank reduces its share with the ranks of the same index on the other hosts (an *inter-node group*),
+and the ranks of the host read each other's shares. Every byte crosses the network once per host instead of once per
+rank, all ranks of a host send at once, and some chunks are on the network while others are in memory. If hosts have
+unequally many ranks, one rank of each, its leader, sends for all.
 
-There is no group over all ranks. Everything is made of the two, the ranks of this host and the inter-node group, so
-that a rank forms as many connections as there are other hosts, not other ranks. A rank that is lost is noticed by those
-of its host and by its inter-node group. Each of them ends both its parts, and so wakes those that wait for it: every
-rank hears of it.
+There is no group of all ranks, only that of this host and the inter-node group, so a rank has as many connections as
+there are other hosts, not other ranks. The ranks of its host and of its inter-node group detect a lost rank. Each of
+them aborts both its groups and so wakes the ranks that wait for it, until every rank has failed.
 
 All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own type
-for the wire, and summed by Gloo in that type. A sum of halves is scaled before it crosses the wire, so that it does not
-overflow; others afterwards, so that an average is the sum divided by the number of ranks, as it is within a host.
+for the network, and summed by Gloo in that type. A half-precision sum is scaled before it crosses the network, so that
+it does not overflow; others are scaled afterwards, so that an average is the sum divided by the number of ranks, as it
+is within a host.
 
-Here is the seam: collectives are carried out by `steps`, in a thread, in order.
+This module is the interface; `steps` carries out the collectives, in a thread, in order.
 """
 
 from __future__ import annotations
@@ -37,29 +37,33 @@ from elastic.collectives.torch_group import as_bytes
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Store
 
-_CLOSE_S = 0.1  # in which what is under way usually ends once it is aborted
+_CLOSE_S = 0.1  # seconds in which work in flight usually ends after an abort
 
 
 class Neighbours(Halves, Protocol):
-    """The ranks of this host, in one group already."""
+    """The connected group of the ranks of this host."""
 
     def close_in_forked_child(self) -> None: ...
 
 
 class InterNodeGroup(Collectives, Protocol):
-    """One rank of each host, not connected yet."""
+    """A group of one rank of each host, not connected yet."""
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
 
     def look(self) -> None:
-        """Fails the group if a connection is gone without a word."""
+        """Fail the group if a connection is gone without notice."""
 
     def close_in_forked_child(self) -> None: ...
 
 
 class HierarchicalCollectives:
-    """One rank of such a group; `connect` first. ``host`` may be a world of one where hosts have unequally many ranks.
-    ``inter_node`` has the ranks of `Topology.inter_node_ranks`, in that order; None where that is empty.
+    """One rank of a hierarchical group; call `connect` first.
+
+    Args:
+        topology: placement of the ranks.
+        host: the ranks of this host; may be a world of one if hosts have unequally many ranks.
+        inter_node: the ranks of `Topology.inter_node_ranks`, in that order; None if there are none.
     """
 
     scales_inside = True
@@ -79,7 +83,7 @@ class HierarchicalCollectives:
         self._inter_node = inter_node
 
         def end_parts() -> None:
-            # Both: whoever waits for this rank in one of them is woken, and ends its other part in turn.
+            # Both, so that ranks that wait for this one in either are woken and abort their other group in turn.
             host.abort()
             if inter_node is not None:
                 inter_node.abort()
@@ -93,7 +97,11 @@ class HierarchicalCollectives:
         )
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Blocks until the inter-node group is connected. Raises CollectiveFailed, also on `abort`."""
+        """Block until the inter-node group is connected.
+
+        Raises:
+            CollectiveFailed: a rank is late or lost, or on `abort`.
+        """
         if self._inter_node is not None:
             self._inter_node.connect(
                 store, f"{purpose}, inter-node group {self._topology.inter_node_group}", bind_host
@@ -143,7 +151,7 @@ class HierarchicalCollectives:
         return drained
 
     def close(self) -> None:
-        """Frees sockets and threads: see `Collectives.close`."""
+        """Free sockets and threads: see `Collectives.close`."""
         self.abort()
         copies = self._steps.copies
         if not self.drain(_CLOSE_S) and copies is not None:
@@ -156,7 +164,7 @@ class HierarchicalCollectives:
         self._host.close()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child: holds none of the parent's sockets, nor the memory of its host."""
+        """Release the parent's sockets and its host's memory in a forked child."""
         self._order.close_in_forked_child("process groups can't be used in a forked child")
         self._host.close_in_forked_child()
         if self._inter_node is not None:

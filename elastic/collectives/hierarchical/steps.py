@@ -1,7 +1,7 @@
-"""The steps of collectives over several hosts, as one rank takes them: each call returns when its result is in place.
+"""Steps of one rank in collectives over several hosts. Each call returns when its result is in place.
 
-Called by one thread at a time. Every rank of a host starts the same on its host in the same order, and so do the ranks
-of an inter-node group. See `plan` for who carries what.
+Called by one thread at a time. All ranks of a host start the same collectives in the same order on their host, as do
+the ranks of an inter-node group. See `plan` for the carriers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 
-# Of a chunk, by one rank: what travels between hosts at a time. Large enough that the wire is seldom idle between two.
-# Of 0.5, 1 and 2 MiB the largest was the fastest: 25 MiB, two hosts of two ranks, single runs on a busy machine.
+# Part of a chunk that one rank sends between hosts at a time; large enough to keep the network busy. Of 0.5, 1 and 2
+# MiB the largest was the fastest: 25 MiB, two hosts of two ranks, single runs on a busy machine.
 SHARE_BYTES = 1 << 21
-LEADER_BYTES = 1 << 22  # of a chunk, by a leader
-SMALL_BYTES = 1 << 15  # of a whole tensor that is not worth cutting
-_COPIES = plan.AHEAD + 2  # of chunks that are under way at once
+LEADER_BYTES = 1 << 22  # part of a chunk that a leader sends
+SMALL_BYTES = 1 << 15  # a smaller tensor is not divided into chunks
+_COPIES = plan.AHEAD + 2  # number of chunks in flight at once
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -36,25 +36,24 @@ class Scale(NamedTuple):
 
 
 class Halves(Collectives, Protocol):
-    """Ranks of one host that can do an allreduce in two halves. Each owns a share of the tensor, which is flat and lies
-    in the arena.
-    """
+    """Ranks of one host that can do an allreduce in two halves. Each owns a share of the flat tensor in the arena."""
 
     def reduce_shares(
         self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        """Every rank's own share becomes the reduction."""
+        """Replace every rank's own share by the reduction."""
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
-        """Every share becomes what its owner has there."""
+        """Replace every share by its owner's."""
 
     def share(self, elements: int, dtype: torch.dtype) -> slice:
-        """Which elements of so many this rank owns; perhaps none."""
+        """Return the elements that this rank owns; may be empty."""
 
 
 class Steps:
-    """``halves`` is the group of ``host``; None among unequal hosts, where nothing is halved. ``wire`` is None for a
-    rank whose leader carries for it.
+    """``halves`` is the group of ``host``; None if hosts are unequal.
+
+    ``wire`` is None if this rank's leader sends for it.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class Steps:
             self._reduce_by_shares(flat, op, scale)
 
     def _reduce_small(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
-        """Among hosts, then on every host: two short steps."""
-        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, and may overflow
+        """Reduce among hosts, then on every host: two short steps."""
+        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, so it may overflow
         wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
         self._wire.run(self._wire.group.allreduce, wide, op)
@@ -150,7 +149,7 @@ class Steps:
             host.finish(work)
 
     def _copies_of(self, pieces: Sequence[torch.Tensor], chunk_bytes: int) -> list[torch.Tensor]:
-        """For every chunk one of a few places in the arena, in turn."""
+        """Return a place in the arena for every chunk; a few places are used in turn."""
         if self.copies is None:
             own = arena.mine()
             self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)
@@ -168,7 +167,7 @@ class Steps:
     # ---- the others ------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """``flat`` are bytes, here and in `allgather`."""
+        """Broadcast ``flat``, a tensor of bytes, like in `allgather`."""
         host, wire = self._host, self._wire
         route = plan.route(self._topology, root)
         spans = plan.chunks(flat.numel(), 1, LEADER_BYTES)
@@ -193,7 +192,7 @@ class Steps:
             host.finish(work)
 
     def allgather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of every rank, by rank."""
+        """Return the bytes of every rank, by rank."""
         topology, host, wire = self._topology, self._host, self._wire
         length = flat.numel()
         if length == 0:
@@ -222,7 +221,7 @@ class Steps:
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> None:
-        """How many rows go from whom to whom has to be known by who carries them, and is gathered first."""
+        """Exchange rows. The carriers must know all row counts, so these are gathered first."""
         topology = self._topology
         own = torch.tensor(sent, dtype=torch.int64, device="cpu").view(torch.uint8)
         table = [row.view(torch.int64).tolist() for row in self.allgather(own)]
@@ -238,7 +237,10 @@ class Steps:
         output.copy_(torch.cat([parcels[sender, topology.rank] for sender in range(topology.size)]))
 
     def barrier(self) -> None:
-        """Two steps where every rank carries: who has passed its inter-node group knows that every host has come."""
+        """Wait for all ranks, in two steps if every rank is a carrier.
+
+        A rank that has passed its inter-node barrier knows that every host has arrived.
+        """
         host, wire = self._host, self._wire
         if not self._topology.even:
             host.run(host.group.barrier)
@@ -254,7 +256,7 @@ def _exchanged(
     table: list[list[int]],
     like: torch.Tensor,
 ) -> dict[Parcel, torch.Tensor]:
-    """The parcels that this rank has after one alltoall among the ranks of a part."""
+    """Return the parcels of this rank after one alltoall among the ranks of a part."""
     sent = [parcels[parcel] for peer in exchange.sent for parcel in peer]
     coming = [parcel for peer in exchange.received for parcel in peer]
     lengths = [table[sender][receiver] for sender, receiver in coming]
@@ -271,7 +273,7 @@ def _exchanged(
 
 
 def _scales(dtype: torch.dtype, op: Op, scale: Scale) -> tuple[Scale, Scale]:
-    """Before and after the wire: a sum of halves is scaled at once, which keeps it small."""
+    """Return the scales before and after the network. A half-precision sum is scaled before, which keeps it small."""
     return (scale, Scale()) if op is Op.SUM and dtype in _HALF else (Scale(), scale)
 
 

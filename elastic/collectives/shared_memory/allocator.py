@@ -1,7 +1,7 @@
-"""Which bytes of a range are lent: first fit, in whole pages. Pure: it touches no memory.
+"""First-fit allocator of whole pages in a range of bytes. Pure: does not access the memory.
 
-First fit keeps what is lent near the front, so that the pages ever touched stay few. A few dozen regions are lent at a
-time (buckets, staging), so that lists are fast enough.
+First fit keeps allocations near the front, so that few pages are ever touched. With a few dozen regions at a time
+(buckets, staging), lists are fast enough.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import bisect
 
 
 class Regions:
-    """Of a range of ``size`` bytes. Not thread-safe."""
+    """Regions in a range of ``size`` bytes. Not thread-safe."""
 
     def __init__(self, size: int, page: int) -> None:
         self._page = page
         self._end = size - size % page
-        self._starts: list[int] = []  # of what is lent, ascending, with the bytes of each
+        self._starts: list[int] = []  # of allocated regions, ascending; `_bytes` has their sizes
         self._bytes: dict[int, int] = {}
-        self.reach = 0  # one past the last byte that was ever lent
+        self.reach = 0  # one past the last byte that was ever allocated
 
     def allocate(self, size: int) -> int | None:
-        """The offset of a region of so many bytes, rounded up to pages; None where no gap is wide enough."""
+        """Return the offset of a new region of ``size`` bytes, rounded up to pages; None if no gap is large enough."""
         if size <= 0:
             raise ValueError(f"a region of {size} bytes")
         needed = -(-size // self._page) * self._page
@@ -40,18 +40,18 @@ class Regions:
         return offset
 
     def free(self, offset: int) -> None:
-        """Of a region that `allocate` returned. What is free on both sides of it becomes one gap with it."""
+        """Free a region that `allocate` returned. Adjacent free space is merged with it."""
         if offset not in self._bytes:
             raise ValueError(f"no region begins at {offset}")
         del self._bytes[offset]
         self._starts.pop(bisect.bisect_left(self._starts, offset))
 
     def size_of(self, offset: int) -> int:
-        """Bytes of the region that begins here, in whole pages."""
+        """Return the size in bytes of the region that begins at this offset, in whole pages."""
         return self._bytes[offset]
 
     def around(self, offset: int) -> int | None:
-        """Where the region begins in which this byte lies; None: it is free."""
+        """Return the offset of the region that contains this byte; None if it is free."""
         position = bisect.bisect_right(self._starts, offset) - 1
         if position < 0:
             return None
@@ -60,5 +60,5 @@ class Regions:
 
     @property
     def lent(self) -> int:
-        """Bytes that are lent now."""
+        """Bytes allocated at present."""
         return sum(self._bytes.values())

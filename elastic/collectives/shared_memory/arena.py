@@ -1,8 +1,8 @@
-"""The memory of this process that the other ranks of its host can map: one range, made once, for tensors and staging.
+"""Memory of this process that the other ranks of its host can map: one range for tensors and staging.
 
-A bucket of gradients that lies here is reduced where it is, by whichever rank gets to it. The range is as large as the
-machine's memory, of which only the pages that were touched count, so that it never grows, and a peer maps it once. It
-has no name: nothing is left behind by a crash, and the size of /dev/shm does not matter.
+A gradient bucket in it is reduced in place, by any rank of the host. The range is as large as the machine's memory, but
+only touched pages are used, so it never grows and a peer maps it once. It has no name: a crash leaves nothing behind,
+and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.collectives.shared_memory import memfd
 from elastic.collectives.shared_memory.allocator import Regions
 from elastic.rendezvous import environment
 
-# 64 ranks that map each other's fit into the address space of a process.
+# Limit that lets 64 ranks map each other's arenas in the address space of a process.
 _MOST_BYTES = 1 << 40
 
 OFF = "ELASTIC_NATIVE is 0"
@@ -39,7 +39,7 @@ _WHAT_TO_DO = {
 
 
 class Region:
-    """Some pages of an arena, zeros at first. They stay lent until `release`; without it, for ever."""
+    """Pages of an arena, initially zero. They remain allocated until `release`."""
 
     def __init__(self, arena: Arena, offset: int, size: int) -> None:
         self._arena = arena
@@ -49,14 +49,18 @@ class Region:
         self._released = False
 
     def release(self) -> None:
-        """Once, at the second call nothing happens. Nobody may write here any more, this process or another."""
+        """Free the region. Idempotent. No process may write to it any more."""
         if not self._released:
             self._released = True
             self._arena._free(self.offset, self.bytes)
 
 
 class Arena:
-    """See `mine`. Raises OSError where the system refuses it. Thread-safe."""
+    """See `mine`. Thread-safe.
+
+    Raises:
+        OSError: the system refuses the memory.
+    """
 
     def __init__(self, size: int) -> None:
         self.bytes = size
@@ -70,24 +74,24 @@ class Arena:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._regions = Regions(size, memfd.PAGE)
-        # A tensor may die at any instruction of any thread, also of the one that holds the lock: so its region is left
-        # here, without a lock, for whoever asks for one next.
+        # A tensor may be freed at any instruction of any thread, even the one that holds the lock. Its region is
+        # therefore added here without a lock and reclaimed by the next allocation.
         self._dead: collections.deque[int] = collections.deque()
         self._held_back: set[int] = set()
 
     def take(self, size: int) -> Region | None:
-        """So many bytes, from the start of a page on. None: the arena is full."""
+        """Allocate ``size`` bytes, aligned to pages. None: the arena is full."""
         with self._lock:
             self._bury()
             offset = self._regions.allocate(size)
             return None if offset is None else Region(self, offset, self._regions.size_of(offset))
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A flat tensor of zeros, whose region returns when the last view of it has died. None: the arena is full."""
+        """Return a flat tensor of zeros, whose region is freed with its last view. None: the arena is full."""
         region = self.take(elements * dtype.itemsize)
         if region is None:
             return None
-        # The storage holds this object, and nothing else does.
+        # Only the storage references this object.
         held = (ctypes.c_char * region.bytes).from_address(region.address)
         weakref.finalize(held, self._die, region).atexit = False
         return torch.frombuffer(held, dtype=dtype, count=elements)
@@ -97,17 +101,18 @@ class Arena:
             region.release()
 
     def touch(self, size: int) -> None:
-        """Makes the pages of the next tensors, of so many bytes together, before they are asked for."""
+        """Allocate the pages of the next tensors, of ``size`` bytes together, in advance."""
         region = self.take(size)
         if region is not None:
             with contextlib.suppress(OSError):  # a kernel before 5.14
                 memfd.populate(region.address, region.bytes)
-            self._dead.append(region.offset)  # and its pages stay
+            self._dead.append(region.offset)  # its pages remain allocated
 
     def quarantine(self, tensor: torch.Tensor) -> bool:
-        """The tensor's region is never lent again: a peer that could not be stopped may still write into it.
+        """Never reuse the tensor's region, since a peer that could not be stopped may still write to it.
 
-        Whether the tensor lies here at all.
+        Returns:
+            Whether the tensor is in this arena.
         """
         offset = self.offset_of(tensor.data_ptr(), tensor.nbytes)
         with self._lock:
@@ -118,13 +123,13 @@ class Arena:
             return True
 
     def offset_of(self, address: int, size: int) -> int | None:
-        """Where in this arena the memory lies; None: not, or not all of it."""
+        """Return the offset of the memory in this arena; None if it is not entirely in it."""
         offset = address - self.address
         return offset if offset >= 0 and offset + size <= self.bytes else None
 
     @property
     def lent(self) -> int:
-        """Bytes that are lent to tensors and groups now."""
+        """Bytes allocated to tensors and groups at present."""
         with self._lock:
             self._bury()
             return self._regions.lent
@@ -140,9 +145,9 @@ class Arena:
             self._regions.free(self._dead.popleft())
 
     def leave_to_parent(self) -> None:
-        """In a forked child: tensors keep their values, but what the child writes into them stays its own."""
+        """Make the memory private in a forked child. Tensors keep their values; the child's writes are not shared."""
         reach = self._regions.reach
-        # Somebody has closed the descriptor: the pages stay shared.
+        # If the descriptor was closed, the pages remain shared.
         with contextlib.suppress(OSError):
             if os.fstat(self.fd).st_ino == self.inode:
                 if reach:
@@ -157,8 +162,9 @@ _watching_forks = False
 
 
 def mine() -> Arena | None:
-    """This process's arena, made when it is first asked for; None where there can be none, for the reason that
-    `why_not` gives. A forked child has none of its parent's.
+    """Return this process's arena, created at the first call; None if it is unavailable, see `why_not`.
+
+    A forked child does not have its parent's.
     """
     if _mine is None and not _why_not:
         with _making:
@@ -185,12 +191,12 @@ def _make() -> None:
 
 
 def why_not() -> str:
-    """Why `mine` is None, and what to do; empty while nothing speaks against it."""
+    """Return why `mine` is None and what to do; empty if it is available."""
     return _why_not
 
 
 def zeros(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of zeros on the CPU, in the arena if there is one with room, else as torch makes it."""
+    """Return a flat tensor of zeros on the CPU, in the arena if it has room."""
     arena = mine() if elements > 0 else None
     tensor = None if arena is None else arena.tensor(elements, dtype)
     return torch.zeros(elements, dtype=dtype, device="cpu") if tensor is None else tensor
@@ -201,7 +207,7 @@ def _sentence(size: int, error: OSError) -> str:
 
 
 def what_to_do(error: OSError) -> str:
-    """Why memory of this process can't be made or mapped, for the user."""
+    """Describe for the user why memory of this process cannot be created or mapped."""
     return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 

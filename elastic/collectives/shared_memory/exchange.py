@@ -1,6 +1,6 @@
-"""The memory that the ranks of one host have in common for one group: what each offers, and how all map it. Acts.
+"""Memory that the ranks of one host share for one group: what each offers, and how all map it. Acts.
 
-A rank makes its offer before it knows whether anybody will take it, so that one exchange is enough for all to decide.
+A rank makes its offer before it knows whether it is used, so that a single exchange suffices for the decision.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from elastic.collectives.topology import RankInfo, Shareable
 
 
 class MemoryOffer:
-    """What this rank offers to a group of ``size`` that is being formed. `withdraw` it once the others have mapped it,
-    or won't. Never raises: a rank that can offer nothing says so in its row.
+    """Memory that this rank offers to a group of ``size`` ranks that is being created.
 
-    ``library`` is None where it is missing, for the reason ``missing``.
+    Call `withdraw` once the other ranks have mapped it or will not. The constructor never raises: a rank that cannot
+    offer memory states this in its row. ``library`` is None if it is unavailable, for the reason ``missing``.
     """
 
     def __init__(self, size: int, native: bool, library: Library | None, missing: str) -> None:
@@ -56,7 +56,11 @@ class MemoryOffer:
         )
 
     def map(self, rows: Sequence[RankInfo], ranks: Sequence[int], rank: int) -> Memory:
-        """What these ranks of one host offered, this one among them. Raises Unreachable."""
+        """Map what these ranks of one host, including this one, offered.
+
+        Raises:
+            Unreachable: the memory of a rank cannot be mapped.
+        """
         held = _Held()
         try:
             arenas = [self._map_arena(held, rows[each], each == rank) for each in ranks]
@@ -98,7 +102,7 @@ class MemoryOffer:
         return mapping.address
 
     def withdraw(self) -> None:
-        """What is mapped stays."""
+        """Withdraw the offer. Existing mappings remain."""
         control, self._control = self._control, None
         staging, self._staging = self._staging, None
         if control is not None:
@@ -108,15 +112,18 @@ class MemoryOffer:
 
 
 class _Held:
-    """What a group has mapped, until it is closed."""
+    """Mappings of a group, until it is closed."""
 
     def __init__(self) -> None:
         self.mappings: list[Mapping] = []
-        self.control: tuple[int, int] | None = None  # address and bytes of this rank's own
+        self.control: tuple[int, int] | None = None  # address and size of this rank's own
         self.staging: Region | None = None
 
     def release(self, quiet: bool) -> None:
-        """``quiet``: no other rank writes into this one's staging any more; else it is never lent again."""
+        """Release the mappings.
+
+        If not ``quiet``, another rank may still write to this one's staging, which is never reused.
+        """
         staging, self.staging = self.staging, None
         if staging is not None and quiet:
             staging.release()

@@ -1,8 +1,8 @@
-"""Copies tensors in host memory into buffers that stay: what moves the bytes of a commit, and of large gradients.
+"""Copies of host tensors into persistent buffers, for commits and large gradients.
 
-Where the C++ library is there, it copies past the caches, all tensors in one call: a third faster than torch, and what
-training needs next stays in the caches. What it can't copy byte by byte, torch copies. With several threads torch
-copies everything: they have more memory bandwidth together than one has alone.
+The C++ library, if available, copies all tensors in one call past the caches: a third faster than torch, and training's
+data remains in the caches. Tensors that cannot be copied byte by byte are copied by torch. With several threads, torch
+copies everything, since they have more memory bandwidth than a single thread.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 
 from elastic.collectives.shared_memory import native_library
 
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass may keep its values elsewhere
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass may store its values elsewhere
 
 
 def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether the tensor's bytes from its first address on are its values in order, and the buffer's are, too."""
+    """Whether the values of both tensors are their consecutive bytes in memory, in order."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and buffer.is_contiguous()
         and not tensor.is_neg()
-        and not tensor.dtype.is_complex  # which may be conjugated lazily
+        and not tensor.dtype.is_complex  # may be conjugated lazily
     )
 
 
 class HostCopy:
-    """From these tensors, and later from others that are like them, into these buffers."""
+    """Copy from these tensors, and later from similar ones, into these buffers."""
 
     def __init__(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
         self._buffers = buffers
@@ -46,7 +46,7 @@ class HostCopy:
         self._from = (ctypes.c_void_p * count)()
 
     def run(self, tensors: list[torch.Tensor], pointers: list[Any]) -> None:
-        """``pointers``: the tensors' first addresses. Complete when it returns."""
+        """Copy. Blocks until done. ``pointers`` are the tensors' addresses."""
         if self._library is None or not self._direct or torch.get_num_threads() > 1:
             torch._foreach_copy_(self._buffers, tensors)
             return

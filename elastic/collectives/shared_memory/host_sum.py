@@ -1,7 +1,8 @@
-"""Adds up a row of tensors in host memory in one pass, by the C++ library's kernels for sums of ranks.
+"""Sum of host tensors in one pass, by the C++ library's reduction kernels.
 
-torch reads and writes memory once for each addition. Gradients are larger than the caches, so that is what adding them
-up costs. Elements are combined in the order of the tensors, one rounding at a time, as torch does it: the same bits.
+torch reads and writes memory once for each addition, which dominates the cost, since gradients are larger than the
+caches. Elements are added in the order of the tensors and rounded after each addition, with the same bits as torch's
+result.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ import torch
 from elastic.collectives.shared_memory import host_copy, native_library
 from elastic.collectives.shared_memory.native_library import DType
 
-# Half precision would be rounded once for the whole row, and not at each addition.
+# Half precision would be rounded once for the whole sum rather than after each addition.
 _DTYPES = {torch.float32: DType.FLOAT32, torch.float64: DType.FLOAT64}
 _SUM = 1  # as in native/kernels.h
 
 
 def may(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `add_up` can be had for tensors of this kind."""
+    """Whether `add_up` supports tensors of this kind."""
     return device.type == "cpu" and dtype in _DTYPES and native_library.load() is not None
 
 
 def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor, divisor: int) -> bool:
-    """``into`` becomes ``((sources[0] + sources[1]) + sources[2] + ...) / divisor``; it may be one of them.
+    """Set ``into``, which may be one of the sources, to ``((sources[0] + sources[1]) + sources[2] + ...) / divisor``.
 
-    Tensors of one shape, of a kind that `may` has. Nothing is done, and False returned, where their bytes are not in
-    one order, or where torch computes in several threads, which have more memory bandwidth together.
+    The tensors have one shape and a dtype that `may` supports.
+
+    Returns:
+        False if nothing was done: the tensors' layouts differ, or torch computes in several threads, which have more
+            memory bandwidth.
     """
     library = native_library.load()
     if library is None or torch.get_num_threads() > 1 or len(sources) > native_library.MAX_RANKS:

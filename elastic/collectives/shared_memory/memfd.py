@@ -1,7 +1,7 @@
-"""Memory without a name that other processes can map: what Python's own ``mmap`` can't do, over libc.
+"""Anonymous memory that other processes can map, through libc, for what Python's ``mmap`` does not support.
 
-Python's keeps a second descriptor for each mapping, tells no address, and can't change what is mapped at one. Every
-call raises OSError.
+Python's ``mmap`` keeps a second descriptor for each mapping, does not return the address, and cannot replace a mapping.
+Every function raises OSError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE = mmap.PAGESIZE
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# Linux's numbers; Python knows them where its headers did.
+# Linux constants, which Python defines only if its headers did.
 _MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -32,8 +32,10 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def create(name: str, size: int) -> int:
-    """A descriptor of ``size`` bytes of zeros, none of which takes a page yet. Freed with its last descriptor and
-    mapping, however the processes end. ``name`` is only seen in /proc.
+    """Return a descriptor of ``size`` bytes of zeros, without allocated pages.
+
+    The memory is freed with its last descriptor and mapping, however the processes end. ``name`` is only shown in
+    /proc.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -47,8 +49,9 @@ def create(name: str, size: int) -> int:
 
 
 def map_shared(fd: int, size: int) -> int:
-    """The address. Pages are taken when they are first touched, and no core dump contains them: writing one would touch
-    them all.
+    """Map the memory and return the address.
+
+    Pages are allocated when first touched. Core dumps exclude them, since writing one would touch them all.
     """
     address = _map(0, size, mmap.MAP_SHARED | _MAP_NORESERVE, fd)
     with contextlib.suppress(OSError):
@@ -61,30 +64,31 @@ def unmap(address: int, size: int) -> None:
 
 
 def make_private(fd: int, address: int, size: int) -> None:
-    """In a forked child: what it writes here from now on, nobody else sees. It still reads what is there."""
+    """Make this range private in a forked child. It keeps its contents, and the child's writes are not shared."""
     try:
         _map(address, size, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)
     except OSError:
-        # Rather a child that ends where it writes than a parent whose gradients it changes.
+        # The child fails on a write, rather than changing its parent's gradients.
         _checked(_libc.mprotect(address, size, mmap.PROT_READ))
 
 
 def give_back(address: int, size: int) -> None:
-    """The pages of this part of a shared mapping return to the system, for all who map it; it reads as zeros."""
+    """Return the pages of this part of a shared mapping to the system, for all processes. It then reads as zeros."""
     try:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))
-    except OSError:  # a kernel that does not know it
+    except OSError:  # not supported by this kernel
         ctypes.memset(address, 0, size)
 
 
 def populate(address: int, size: int) -> None:
-    """Has the system find all pages of this part of a mapping now, for writing."""
+    """Allocate all pages of this part of a mapping for writing."""
     _checked(_libc.madvise(address, size, _MADV_POPULATE_WRITE))
 
 
 def huge(address: int, size: int) -> None:
-    """Asks for huge pages where memory has not been touched yet: the system finds and frees them in a tenth of the
-    time. A kernel without them does nothing.
+    """Request huge pages for untouched memory, which the system allocates and frees in a tenth of the time.
+
+    Has no effect if the kernel does not support them.
     """
     begin = -(-address // PAGE) * PAGE
     if address + size > begin + PAGE:

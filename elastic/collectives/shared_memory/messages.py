@@ -1,4 +1,4 @@
-"""Messages from one rank of a host to another, in shared memory. See native/lanes.h."""
+"""Point-to-point messages between ranks of one host, in shared memory. See native/lanes.h."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from elastic.errors import CollectiveFailed, TensorMismatch
 
 UNDER_WAY = -1  # as kUnderWay in native/lanes.h
-_SLICE_S = 0.05  # how long native code waits before Python may handle a signal
-# Tags of monitored_barrier: torch's have 32 bits.
+_SLICE_S = 0.05  # seconds in native code until Python can handle a signal
+# Tags of monitored_barrier; torch's have 32 bits.
 _HERE, _GO_ON = 1 << 40, 1 << 41
-# Beyond the timeout of monitored_barrier, in which rank 0 names the rank that is missing: a rank that arrived and then
-# leaves the group takes its message along, and would be named instead.
+# Extra seconds after the timeout of monitored_barrier, for rank 0 to name the missing rank. A rank that arrived and
+# then leaves the group withdraws its message and would be named instead.
 _VERDICT_S = 1.0
 
 
 class MessageGroup(Protocol):
-    """What its messages ask of a group; see `SharedCollectives`."""
+    """Operations of a group that its messages use; see `SharedCollectives`."""
 
     rank: int
     size: int
@@ -44,20 +44,20 @@ class MessageGroup(Protocol):
 
 
 class SharedMessage:
-    """One under way. ``peer``: the other rank, None for any."""
+    """A message in flight. ``peer``: the other rank, None for any."""
 
     __slots__ = ("_group", "_peer", "address", "held", "state")
 
     def __init__(self, group: MessageGroup, held: torch.Tensor, peer: int | None) -> None:
         self._group = group
         self._peer = peer
-        self.held = held  # what native code reads or writes
+        self.held = held  # memory that native code reads or writes
         self.state = ctypes.c_int32(UNDER_WAY)
         self.address = ctypes.addressof(self.state)
 
     @property
     def source(self) -> int:
-        """Of one that has been received: from which rank."""
+        """Rank of the sender, once received."""
         return self.state.value
 
     def done(self) -> bool:
@@ -76,7 +76,7 @@ class SharedMessage:
         return True
 
     def missing(self) -> list[int]:
-        """See `KnowsWhoIsMissing`. Of a message from any rank: all others."""
+        """See `KnowsWhoIsMissing`. For a message from any rank: all other ranks."""
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
         return others if self._peer is None else [self._peer]
 
@@ -119,4 +119,4 @@ def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: boo
             f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
         )
     for word in [group.send(nothing, rank, _GO_ON) for rank in others]:
-        word.wait()  # who leaves before it was received takes it along
+        word.wait()  # the message is withdrawn if this rank leaves before it was received

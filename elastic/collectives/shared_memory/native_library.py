@@ -1,10 +1,10 @@
-"""The C++ library of native/: found next to this file, checked, loaded once, and its functions declared.
+"""The C++ library of native/: found next to this file, verified, loaded once, and its functions declared.
 
-Everything works without it, slower: tensors then travel over Gloo, also within a host. So nothing here raises. A file
-that was cut short, or overwritten in part, would end the process when it is mapped or called; the build therefore
-appends the file's SHA-256 to it, and nothing is loaded whose checksum differs.
+Everything works without it, but slower: tensors then use Gloo even within a host. Therefore nothing here raises. A
+truncated or partly overwritten file would crash the process when it is mapped or called, so the build appends the
+file's SHA-256, and a file with another checksum is not loaded.
 
-All functions release the interpreter's lock while they run. Pointers are passed as integers or as arrays of ctypes.
+All functions release the GIL while they run. Pointers are passed as integers or as ctypes arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Library = ctypes.CDLL
 
 
 class DType(enum.IntEnum):
-    """Elements that can be reduced, numbered as in native/kernels.h."""
+    """Reducible dtypes, numbered as in native/kernels.h."""
 
     UINT8 = 0
     INT8 = 1
@@ -40,7 +40,7 @@ class DType(enum.IntEnum):
 
 
 class NativeOptions(ctypes.Structure):
-    """`elastic_options` of native/group.h, which says what they mean."""
+    """`elastic_options` of native/group.h, which documents the fields."""
 
     _fields_ = (
         ("rank", ctypes.c_int32),
@@ -59,7 +59,7 @@ _i32, _i64, _u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _size = ctypes.c_size_t
 _double, _text, _at = ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p
 
-# What each returns, then what it takes: as in native/abi.cc, copy.h, file.h, kernels.h, lent.h and group.h.
+# Return type and argument types, as in native/abi.cc, copy.h, file.h, kernels.h, lent.h and group.h.
 FUNCTIONS = {
     "elastic_abi": (_i32, ()),
     "elastic_kernels_name": (_text, ()),
@@ -99,12 +99,12 @@ FUNCTIONS = {
 
 
 def load() -> Library | None:
-    """The library, or None where there is none that can be used; then `missing` says why."""
+    """Return the library, or None if it is unusable; see `missing` for the reason."""
     return _found()[0]
 
 
 def missing() -> str:
-    """Why `load` gives None and what to do about it, as one line; empty where there is a library."""
+    """Return in one line why `load` returns None and what to do; empty if the library is usable."""
     return _found()[1]
 
 
@@ -114,7 +114,7 @@ def _found() -> tuple[Library | None, str]:
 
 
 def read(file: Path) -> tuple[Library | None, str]:
-    """The library in a file and an empty line, or None and a line that says why not."""
+    """Return the library in a file and an empty line, or None and the reason."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Memory of other processes of this host: who this process is, and what it has mapped of others. Acts.
+"""Memory of other processes on this host: this process's identity, and what it has mapped of others. Acts.
 
-A peer's memory is opened as /proc/PID/fd/N, and used only if the process and the memory are found to be those that the
-peer told: a process id or a number of a descriptor may have gone to another by then. An arena stays mapped for as long
-as its process lives, so that a new generation need not touch all its pages anew.
+A peer's memory is opened as /proc/PID/fd/N and used only if the process and the memory are the ones that the peer
+published, since a process ID or descriptor number may have been reused. An arena remains mapped as long as its process
+lives, so that a new generation need not touch all its pages again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _WHAT_TO_DO[errno.ESRCH] = _WHAT_TO_DO[errno.ENOENT]
 
 
 class Unreachable(Exception):
-    """A peer's memory can't be mapped; a sentence for the user."""
+    """A peer's memory cannot be mapped. The message is for the user."""
 
 
 @dataclass
 class _Mapped:
-    """A peer's memory, mapped here. ``pidfd`` becomes readable when its process is gone."""
+    """Mapping of a peer's memory. ``pidfd`` becomes readable when its process exits."""
 
     owner: Identity
     inode: int
@@ -59,12 +59,12 @@ class _Mapped:
     def drop(self) -> None:
         os.close(self.pidfd)
         if self.keep:
-            # Nobody else has the pages of a process that has gone: the system frees each of them, 50 ms for 100 MB, and
-            # the next world would wait for it. Not by `threading`, whose locks this thread may hold.
+            # No other process has the pages of an exited process, so the system frees each of them: 50 ms for 100 MB,
+            # for which the next world would wait. Not by `threading`, whose locks this thread may hold.
             try:
                 _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
                 return
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no thread is available
                 pass
         memfd.unmap(self.address, self.bytes)
 
@@ -79,7 +79,7 @@ class Mapping:
         self.pidfd = mapped.pidfd
 
     def release(self) -> None:
-        """The memory is not touched any more by this use. Once; later calls do nothing. Never blocks."""
+        """End this use of the memory. Idempotent; never blocks."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             _released.append(mapped)
@@ -88,14 +88,18 @@ class Mapping:
 
 _open: dict[tuple[Identity, int], _Mapped] = {}  # by owner and inode
 _lock = threading.Lock()
-# A group may be freed at any instruction of any thread, also of the one that holds the lock: so what it used is left
-# here, without a lock.
+# A group may be freed at any instruction of any thread, even the one that holds the lock. Released mappings are
+# therefore added here without a lock.
 _released: collections.deque[_Mapped] = collections.deque()
 _watching_forks = False
 
 
 def myself() -> Identity:
-    """This process. Raises Unreachable where the system does not tell what it takes to be found by others."""
+    """Return the identity of this process.
+
+    Raises:
+        Unreachable: the system does not provide it.
+    """
     try:
         with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -106,14 +110,21 @@ def myself() -> Identity:
 
 
 def cores() -> bytes:
-    """On which cores this process may run; see `topology.RankInfo`."""
+    """Return the mask of cores on which this process may run; see `topology.RankInfo`."""
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
 
 def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mapping:
-    """Maps what a process of this host offers. ``keep``: it stays mapped without a use, for as long as the process
-    lives. Raises Unreachable.
+    """Map the memory that a process on this host offers.
+
+    Args:
+        owner: the process.
+        offered: its memory.
+        keep: keep it mapped without a use, as long as the process lives.
+
+    Raises:
+        Unreachable: it cannot be mapped.
     """
     try:
         with _lock:
@@ -126,7 +137,7 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
 
 
 def sweep() -> None:
-    """Unmaps what nobody uses of processes that are gone: until then their memory stays taken."""
+    """Unmap unused memory of exited processes, which remains allocated until then."""
     with _lock:
         for mapped in list(_open.values()):
             _drop_unused(mapped)
@@ -146,7 +157,7 @@ def _find(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _settle() -> None:
-    # Whoever holds the lock does this once it has let go of it.
+    # A thread that holds the lock does this after it has released it.
     while _released and _lock.acquire(blocking=False):
         try:
             while _released:
@@ -166,7 +177,7 @@ def _drop_unused(mapped: _Mapped) -> None:
 
 def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
     with contextlib.ExitStack() as undo:
-        # First of all: from here on the process id can't pass to another without this telling.
+        # First, so that the process ID cannot be reused from here on without detection.
         pidfd = os.pidfd_open(owner.pid)
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
@@ -187,7 +198,7 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _started(process: str) -> int:
-    """When it started. The program's name, which stands before that in parentheses, may contain anything."""
+    """Return the start time of a process. The program's name, in parentheses before it, may contain any characters."""
     with open(f"{_PROC}/{process}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
@@ -197,7 +208,7 @@ def _namespace(kind: str) -> int:
 
 
 def _forked() -> None:
-    """In a forked child: the memory of a peer that dies must not stay taken for as long as the child lives."""
+    """Unmap everything in a forked child, so that it does not keep the memory of a peer that exits."""
     global _lock
     _lock = threading.Lock()
     for mapped in _open.values():

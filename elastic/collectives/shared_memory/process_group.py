@@ -1,8 +1,8 @@
-"""Collectives in shared memory, among ranks of one host: the seam on the native group. See native/group.h.
+"""Collectives in shared memory, among ranks of one host: the interface on the native group. See native/group.h.
 
-The native thread of a group makes progress while the script computes; whoever waits helps. A tensor that lies in this
-process's arena is reduced where it is, any other goes through staging, from which the result goes back, or to where it
-is wanted, if that lies in the arena. All give the same bits.
+A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this process's
+arena is reduced in place. Any other is copied through staging; its result is copied back, or to its destination if that
+is in the arena. All ways give the same bits.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elastic.collectives.shared_memory.messages import SharedMessage
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
 from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 
-# How long native code waits before Python may handle a signal.
+# Seconds in native code until Python can handle a signal.
 _SLICE_S = 0.05
-_CLOSE_S = 0.1  # that closing waits for others to stop writing
+_CLOSE_S = 0.1  # seconds that closing waits for other ranks to stop writing
 
 _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
@@ -43,27 +43,29 @@ _REASONS = {
 }
 _CHILD = "process groups can't be used in a forked child"
 
-# Tensors of groups that another rank may still write into: theirs for ever.
+# Tensors of groups to which another rank may still write; never freed.
 _lost: list[object] = []
 
 
 class Memory(NamedTuple):
-    """What the ranks of a group share, as it is mapped in this process. All lists are by rank."""
+    """Memory that the ranks of a group share, as mapped in this process. All lists are by rank."""
 
     control: int  # address of the control block, elastic_control_bytes(size) long
     arenas: Sequence[tuple[int, int]]  # address and bytes
     staging: Sequence[int]  # offset in the arena
     pidfds: Sequence[int]  # -1: this process
-    # Called once, when nothing here uses any of it; False: another rank may still write into the staging.
+    # Called once, when this process no longer uses the memory. False: another rank may still write to the staging.
     release: Callable[[bool], None]
 
 
 class SharedCollectives:
-    """One group of one generation, on CPU tensors, connected. `abort` works at any time, from any thread.
+    """One connected group of one generation, on CPU tensors. `abort` works at any time, from any thread.
 
-    ``timeout_s`` bounds each wait for another rank. ``oversubscribed``: there are more ranks on this host than cores.
-    ``ranks``: what errors call its ranks, where it is a part of another group; None: as it does itself. ``key``: the
-    same on all ranks, and of no other group of their world.
+    Args:
+        timeout_s: limit of each wait for another rank.
+        oversubscribed: whether this host has more ranks than cores.
+        ranks: names of the ranks in errors, if it is a part of another group; None: their own numbers.
+        key: equal on all ranks and unique in their world.
     """
 
     scales_inside = True
@@ -88,10 +90,10 @@ class SharedCollectives:
         self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
         self._library = library
         self._submitting = threading.Lock()
-        # What native code may still read or write, by ticket: the caller may drop its handle and its tensors.
+        # What native code may still read or write, by ticket, since the caller may drop its handle and its tensors.
         self._held: collections.deque[tuple[int, object]] = collections.deque()
-        self._messages: set[SharedMessage] = set()  # the same of these
-        self._many = 64  # of which those that are over and nobody waits for are looked for
+        self._messages: set[SharedMessage] = set()  # likewise for messages
+        self._many = 64  # size of `_messages` at which complete, unreferenced ones are removed
         self._failed: str | None = None
         self._aborted = False
 
@@ -131,9 +133,10 @@ class SharedCollectives:
     def reduce_shares(
         self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        """The first half of an allreduce: afterwards this rank's `share` holds the result, the rest is as it was.
+        """First half of an allreduce: afterwards this rank's `share` holds the result; the rest is unchanged.
 
-        ``tensor`` lies in the arena on every rank. Raises ValueError where it doesn't.
+        Raises:
+            ValueError: ``tensor`` is not in the arena.
         """
         check(tensor, op)
         return self._submit(
@@ -154,11 +157,18 @@ class SharedCollectives:
         program: Sequence[tuple[int, int] | None],
         divisor: int = 1,
     ) -> Work:
-        """A sum in an order of its own, of rows of ``places`` of any ranks; the first ``elements`` of a row count.
+        """Sum rows of ``places`` of any ranks in a given order; only the first ``elements`` of a row are used.
 
-        ``program``, in postfix: ``(rank, row)`` pushes a value, None replaces the two on top by their sum. The result,
-        rounded and then divided by ``divisor``, replaces row 0 on every rank. ``places`` lies in the arena on every
-        rank, its rows equally far apart; it has as many as this rank needs. Raises ValueError where it doesn't.
+        The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
+
+        Args:
+            places: in the arena on every rank, with equal row strides and as many rows as this rank needs.
+            elements: number of elements of a row to use.
+            program: in postfix notation: ``(rank, row)`` pushes a value, None replaces the top two by their sum.
+            divisor: see above.
+
+        Raises:
+            ValueError: ``places`` is not in the arena.
         """
         check(places, Op.SUM)
         words = [-1 if each is None else each[0] << 16 | each[1] for each in program]
@@ -176,7 +186,7 @@ class SharedCollectives:
         )
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
-        """The second half: every rank's share is copied to all others. ``tensor`` lies in the arena on every rank."""
+        """Second half: copy every rank's share to all others. ``tensor`` must be in the arena on every rank."""
         return self._submit(
             self._library.elastic_spread_shares,
             tensor,
@@ -186,7 +196,7 @@ class SharedCollectives:
         )
 
     def share(self, elements: int, dtype: torch.dtype, rank: int | None = None) -> slice:
-        """Which elements of a flat tensor a rank owns in `reduce_shares`; by default this one."""
+        """Return the elements of a flat tensor that a rank, by default this one, owns in `reduce_shares`."""
         begin, end = ctypes.c_uint64(), ctypes.c_uint64()
         owner = self.rank if rank is None else rank
         self._library.elastic_share(
@@ -225,8 +235,8 @@ class SharedCollectives:
         self._raise_if_failed()
         with self._submitting:
             self._let_go()
-            # Held before it begins: an exception of a signal handler could come between the two, and then its ticket
-            # stays untold. See `_let_go`.
+            # Held before it begins, since an exception of a signal handler could occur in between, and the ticket would
+            # remain unknown. See `_let_go`.
             holding = self._held
             holding.append((0, held))
             ticket = call(self._native.handle, *arguments)
@@ -241,7 +251,7 @@ class SharedCollectives:
         return SharedWork(self, ticket)
 
     def _let_go(self) -> None:
-        """Of what is over. One whose ticket was never told is over when the next one is."""
+        """Release what is complete. An entry with an unknown ticket is complete when the next one is."""
         held = self._held
         while held:
             ticket = held[0][0] or next((later for later, _ in held if later), 0)
@@ -256,11 +266,11 @@ class SharedCollectives:
     # ---- messages, in a group that has nothing else ------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> SharedMessage:
-        """Contiguous; what is sent to one rank under one tag arrives in this order. Over once it has been received."""
+        """Send a contiguous tensor. Messages to one rank with one tag arrive in order. Complete once received."""
         return self._post(self._library.elastic_send, tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> SharedMessage:
-        """Into a contiguous tensor. None: from whichever rank's message comes first; `SharedMessage.source` tells."""
+        """Receive into a contiguous tensor; ``source`` None: from any rank, see `SharedMessage.source`."""
         return self._post(self._library.elastic_receive, tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
@@ -300,20 +310,20 @@ class SharedCollectives:
         self._messages.discard(message)
 
     def named(self, rank: int) -> int:
-        """What errors call this rank."""
+        """Return the name of this rank in errors."""
         return self._ranks[rank]
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
-        """The group has failed, and nobody writes into this message's tensor any more."""
+        """Whether the group has failed and no rank writes to this message's tensor any more."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
-        # It may have arrived before that.
+        # It may have arrived before the failure.
         return self.wait_for(message, 0.0) == _DONE or self.drain(0.0)
 
     def fail(self, why: str, rank: int | None = None) -> CollectiveFailed:
-        """To be raised: from now on the reason for which calls fail here. ``rank``: the one that it is about."""
+        """Fail the group with this reason, and return the error to raise. ``rank``: the rank that it concerns."""
         self._failed = self._failed or why
         self._native.abort()
         return CollectiveFailed(self._failed, aborted=self._aborted, rank=rank)
@@ -324,16 +334,17 @@ class SharedCollectives:
         self._native.abort()
 
     def drain(self, timeout_s: float) -> bool:
-        """See `Collectives.drain`. Where it is False the tensors that were under way must not be used again."""
+        """See `Collectives.drain`. If the result is False, the tensors in flight must not be used again."""
         drained = self._native.drain(timeout_s)
         if drained:
-            self._held = collections.deque()  # another thread may look at the old one
+            self._held = collections.deque()  # another thread may be using the old one
             self._messages = set()
         return drained
 
     def close(self) -> None:
-        """Ends the group's thread and unmaps what was shared: milliseconds. Where another rank may still write, or a
-        call does not return, it is unmapped once nobody holds a work any more.
+        """End the group's thread and unmap the shared memory, within milliseconds.
+
+        If another rank may still write, or a call does not return, it is unmapped once no work is referenced any more.
         """
         self.abort()
         self._native.close()
@@ -341,12 +352,12 @@ class SharedCollectives:
             _lost.append((self._held, self._messages))
 
     def close_in_forked_child(self) -> None:
-        """In a forked child, which has neither the thread nor the others' memory."""
+        """Close in a forked child, which has neither the thread nor the other ranks' memory."""
         self._failed = _CHILD
         self._native.close_in_forked_child()
 
     def failure(self) -> CollectiveFailed | TensorMismatch:
-        """Why a collective failed: what this rank was told, or what the group says."""
+        """Return the error of a failed collective: this rank's own reason, or the group's."""
         if self._native.elsewhere:
             return CollectiveFailed(_CHILD)
         status = self._library.elastic_status(self._native.handle)
@@ -379,7 +390,7 @@ class SharedCollectives:
 
 
 class SharedWork:
-    """A collective under way in one group."""
+    """A collective in flight in one group."""
 
     def __init__(self, group: SharedCollectives, ticket: int) -> None:
         self._group = group
@@ -388,7 +399,7 @@ class SharedWork:
 
     def done(self) -> bool:
         verdict = self._native.done(self._ticket)
-        # One that failed is over when no rank writes into its tensor any more.
+        # A failed one is complete when no rank writes to its tensor any more.
         return verdict == _DONE or (verdict == _FAILED and self._group.drain(0.0))
 
     def within(self, timeout_s: float) -> bool:
@@ -411,14 +422,15 @@ class SharedWork:
         return [rank for rank in range(self._group.size) if found >> rank & 1]
 
     def wait(self) -> None:
-        # The group's own deadline ends this.
+        # The group's own deadline ends this loop.
         while not self.within(_SLICE_S):
             self._group._raise_if_failed()
 
 
 class _Native:
-    """The handle of a native group. Freed when neither the group nor any of its works is left: nobody calls it then.
-    What the ranks share goes before, when the group is closed: a work, or an exception, may be kept for long.
+    """Handle of a native group, freed when neither the group nor any of its works is left.
+
+    The shared memory is released earlier, when the group is closed, since a work or an exception may be kept for long.
     """
 
     def __init__(
@@ -457,7 +469,7 @@ class _Native:
 
     @property
     def elsewhere(self) -> bool:
-        """This is a forked child: thread and locks are the parent's, and what the ranks share is not mapped here."""
+        """Whether this is a forked child, in which threads, locks and shared memory are unavailable."""
         return self._forgotten or os.getpid() != self._pid
 
     def done(self, ticket: int) -> int:
@@ -489,7 +501,7 @@ class _Native:
         if not self._closed and not self.elsewhere:
             self._closed = True
             self._library.elastic_close(self.handle)
-            # A rank that was in the middle of a chunk is soon through with it.
+            # A rank in the middle of a chunk completes it soon.
             if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
                 self._let_go(True)
 
@@ -497,7 +509,7 @@ class _Native:
         self._forgotten = True
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When the interpreter ends, modules are taken apart in any order; what is held here ends with the process.
+        # At interpreter exit, modules are destroyed in any order, and these resources end with the process.
         if at_the_end() or not getattr(self, "handle", None) or self.elsewhere:
             return
         self.close()
