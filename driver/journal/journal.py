@@ -49,7 +49,7 @@ FORCED = 8  # after this many times SNAPSHOT_EVERY, a snapshot is taken at any m
 
 
 class Machine(Protocol):
-    """What is replayed: Membership, or a substitute in tests."""
+    """State machine to replay: Membership, or a substitute in tests."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 

@@ -1,6 +1,6 @@
 """Valid part of a journal that several drivers have written, each in its own chapters, piece by piece. Pure.
 
-A chapter begins with a record that starts a journal anew, or with one that names the record it continues from. The
+A chapter begins with a record that starts a journal over, or with one that names the record it continues from. The
 valid records are found from the end. Records that a replaced driver wrote too late are not on this path, nor are
 incomplete ones. See `elastic.driver.ray.journal`.
 """

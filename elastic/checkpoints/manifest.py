@@ -110,7 +110,7 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank has written.
+    """Record of the files and tensors that one rank has written.
 
     Args:
         format: version of the format.

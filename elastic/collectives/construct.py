@@ -46,7 +46,7 @@ def prepare_gpu(device: torch.device) -> None:
 
 
 class Abortable(Protocol):
-    """What the link thread can abort and a forked child must release."""
+    """Resource that the link thread can abort and a forked child must release."""
 
     def abort(self) -> None: ...
 

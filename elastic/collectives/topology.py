@@ -42,7 +42,7 @@ class Shareable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank publishes before the decision.
+    """Information that one rank publishes before the decision.
 
     ``control`` is a control block for the group of its host, used if this rank is the first there. ``staging`` is the
     offset of the rank's staging in its arena. ``cores`` is a mask of the cores it may run on, lowest first.

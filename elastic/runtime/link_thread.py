@@ -159,7 +159,7 @@ class LinkThread:
             case messages.World():
                 if (
                     session.recovery.stands_by
-                ):  # not reported as waiting, since it may have stood by for hours
+                ):  # not reported as waiting, since it may have been a standby for hours
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":

@@ -35,9 +35,9 @@ MOST = {
     "help": 0,
     "docs": 9,
     "messages": 73,
-    "docstrings": 980,
-    "first lines": 815,
-    "comments": 370,
+    "docstrings": 787,
+    "first lines": 637,
+    "comments": 306,
 }
 
 

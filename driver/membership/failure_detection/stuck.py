@@ -68,7 +68,7 @@ class Stuck(Part):
         """The workers that slow the others down although all make progress."""
         return self._stragglers.named
 
-    # ---- what is told ----------------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
         """Handle a report of a worker's progress or process; return whether it was one."""
@@ -282,7 +282,7 @@ class Stuck(Part):
         return False
 
     def _look(self) -> None:
-        """Update which workers wait, for whom, and since when."""
+        """Update the waiting workers, the suspects that they wait for, and the start of each wait."""
         now = self.actions.now
         self._look_at = now + self._probe_s
         if self._unnamed:

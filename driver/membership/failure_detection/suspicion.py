@@ -1,4 +1,4 @@
-"""Classification of a worker that others wait for: stuck, slow or excused. Pure; `stuck` determines who waits for whom.
+"""Classification of a worker that others wait for: stuck, slow or excused. Pure; `stuck` determines the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^

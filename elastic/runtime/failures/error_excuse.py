@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ErrorExcuse:
-    """What a worker knows about its own end."""
+    """Signs that this worker or its job is about to end."""
 
     leaving: str = ""  # reason of its request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint

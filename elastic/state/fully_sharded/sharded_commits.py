@@ -141,7 +141,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks of a world hold, by rank. ``arenas`` and ``lasting``: see `Choice`."""
+    """Inventories, hosts and memory of the ranks of a world, by rank. ``arenas`` and ``lasting``: see `Choice`."""
 
     inventories: Sequence[Inventory]
     hosts: tuple[str, ...]
