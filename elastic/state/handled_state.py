@@ -169,6 +169,14 @@ class HandledState(_OfThisProcess, ObjectState):
             return None
         if models and partitioned:
             raise sharding.refuse_together(models[0].name, partitioned[0].name)
+        if models:
+            modules = [value for value in self._referred() if isinstance(value, torch.nn.Module)]
+            known = {id(parameter) for module in modules for parameter in module.parameters()}
+            for stepped in self._of_kind(OptimizerStateHandler):
+                for group in stepped.value.param_groups:
+                    for parameter in group["params"]:
+                        if id(parameter) not in known:
+                            raise sharding.refuse_stale(stepped.name, parameter)
         for part in partitioned:
             shard_checks.check_trained(part.name, part.value, self._referred())
         if not isinstance(copies, int) or copies < 0:

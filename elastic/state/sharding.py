@@ -185,6 +185,16 @@ def refuse_optimizer(name: str) -> NotElastic:
     return refuse(f"the model that state.{name} trains", Fixed.PARAMETERS)
 
 
+def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
+    """The error for an optimizer in a state with a fully sharded model that trains a parameter of no model there."""
+    return NotElastic(
+        f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state:"
+        " fully_shard replaces parameters, so that an optimizer made before it trains none of them; make the optimizer"
+        " after fully_shard, and add all models that it trains to the state",
+        Fixed.PARAMETERS,
+    )
+
+
 def refuse_together(model: str, optimizer: str) -> NotElastic:
     """The error for a state with a fully sharded model and an optimizer that is sharded by itself."""
     return NotElastic(

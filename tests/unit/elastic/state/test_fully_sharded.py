@@ -65,6 +65,26 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("when", ["before all", "between"])
+def test_an_optimizer_made_before_fully_shard_is_refused(four, when):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    if when == "between":
+        fully_shard(model[0])
+    optimizer = torch.optim.SGD(model.parameters())
+    fully_shard(model)
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=model, optimizer=optimizer)
+    assert refused.value.kind is Fixed.PARAMETERS
+
+
+def test_a_second_optimizer_of_a_plain_model_in_the_state_is_no_stale_one(four):
+    model, head = network(), nn.Linear(1, 1)
+    one, two = (torch.optim.SGD(each.parameters()) for each in (model, head))
+    TorchState(model=model, head=head, one=one, two=two)
+
+
 def test_a_dtensor_within_a_value_of_a_state_is_refused_when_it_is_made_and_at_a_commit(four):
     model = network()
     optimizer = torch.optim.SGD(model.parameters())
