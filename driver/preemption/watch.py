@@ -125,8 +125,8 @@ class Watch:
     def _run(self, source: Source) -> None:
         if not source.here():
             if self._wanted != AUTO:
-                text = "it does not respond when asked for preemption notices; retrying"
-                self._tell(self._log, "warning", f"{source.name} is {text}")
+                text = "does not respond when asked for preemption notices; retrying"
+                self._tell(self._log, "warning", f"{source.name} {text}")
             else:
                 return
         self._tell(self._log, "debug", f"watching for preemption notices from {source.name}")

@@ -5,6 +5,7 @@ Every rank of the group takes part, with or without an optimizer of its own, and
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -36,10 +37,11 @@ def find(
     differs = own is not None and list(own) != lines
     lowest = torch.tensor([-group.rank if differs else _NOBODY], dtype=torch.int64, device=device)
     group.allreduce(lowest, Op.MAX).wait()
-    if int(lowest) == _NOBODY:
-        return Found(first, None, lines, lines)
-    other = -int(lowest)
-    return Found(first, other, lines, _share(group, device, other, own))
+    other = None if int(lowest) == _NOBODY else -int(lowest)
+    other_lines = lines if other is None else _share(group, device, other, own)
+    with contextlib.suppress(CollectiveFailed):
+        group.barrier().wait()  # a rank that raises leaves the group: by then all ranks have the lines
+    return Found(first, other, lines, other_lines)
 
 
 def words(found: Found) -> str:

@@ -250,7 +250,7 @@ def test_a_file_that_others_could_have_written_is_refused(rank, size):
 def test_what_a_config_can_not_be_is_refused(rank, size):
     for wrong, said in (
         ({"dispatchers": 0}, "dispatchers is 0: pass 1 or more"),
-        ({"dispatcher_side": "both"}, "give compute or training"),
+        ({"dispatcher_side": "both"}, "pass compute or training"),
         ({"timeout": 0}, "more than 0"),
         ({"addresses": {}}, wording.NONE),
     ):

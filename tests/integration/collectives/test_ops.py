@@ -172,4 +172,4 @@ def test_optimizer_state_is_overwritten_in_place_and_dropped(rank, size):
     lbfgs = torch.optim.LBFGS(model.parameters())
     raises(ValueError, "LBFGS", broadcast_optimizer_state, lbfgs, 0)
     other = torch.optim.SGD([torch.ones(2 + rank, requires_grad=True)], lr=0.1)
-    raises(ValueError, "ranks' optimizers", broadcast_optimizer_state, other, 0)
+    raises(ValueError, "optimizers differ between ranks", broadcast_optimizer_state, other, 0)

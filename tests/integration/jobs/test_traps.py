@@ -40,7 +40,7 @@ def test_a_newcomer_is_a_world_of_one_until_elastic_run(job):
     for name in ("hello", "again"):
         assert greeted["localhost:0#1", name] == 2.0
         assert greeted["localhost:1#2", name] == 1.0
-    assert len([line for line in training.lines if "world of one" in line]) == 1
+    assert len([line for line in training.lines if "world of size 1" in line]) == 1
     newcomer = next(r for r in history.all("greeted") if r["worker"] == "localhost:1#2")
     assert newcomer["rank"] != 0
 
