@@ -35,8 +35,8 @@ MOST = {
     "help": 0,
     "docs": 9,
     "messages": 73,
-    "docstrings": 787,
-    "first lines": 637,
+    "docstrings": 788,
+    "first lines": 645,
     "comments": 306,
 }
 

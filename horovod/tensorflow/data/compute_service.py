@@ -75,9 +75,9 @@ class TfDataServiceConfig:
             made = {**config, "key": bytes.fromhex(config["key"])}
             return msgspec.convert(made, TfDataServiceConfig)
         except KeyError as error:
-            raise Invalid(f"no config of a tf.data service: it lacks {error}") from None
+            raise Invalid(f"not a config of a tf.data service: it lacks {error}") from None
         except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise Invalid(f"no config of a tf.data service: {error}") from None
+            raise Invalid(f"not a config of a tf.data service: {error}") from None
 
     def write(self, filename: str | os.PathLike[str]) -> None:
         """As JSON. Readers see all of it or nothing, and nobody but this user may read it. Raises Invalid."""

@@ -39,7 +39,7 @@ class FakeLauncher:
         self.environments[worker] = dict(env)
         self._alive.add(worker)
         if command[0] in self._missing:
-            self.exit(worker, 127, reason=f"there is no program {command[0]!r}")
+            self.exit(worker, 127, reason=f"cannot start {command[0]!r}: it does not exist")
 
     def exit(self, worker: Worker, code: int, *, reason: str = "", output: str = "") -> None:
         """The worker's process ends."""
