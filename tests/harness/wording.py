@@ -18,7 +18,10 @@ def _begins(kind: str) -> str:
 
 
 # The beginnings of lines that are put together of parts.
+AS_IN_WORLD_OF_ONE = "act as in a world of size 1"
+COULD_NOT_BE_KILLED = "localhost:%d#1 could not be killed"
 DERIVED = {"RECOVERED", "CHANGED"}
+PRELOADED_PROCESS = "did not use the preloaded process"
 RECOVERED = _begins("recovery")
 AGENT_ENDS_SIGTERM = "the agent exits: SIGTERM"
 ALL_HOLD = "all hold"

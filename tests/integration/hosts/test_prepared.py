@@ -136,7 +136,7 @@ async def test_one_with_another_environment_is_started_anew_and_the_log_says_why
     host.start(B, [sys.executable, str(script)], OMP_NUM_THREADS="3")
     assert host.launcher.agent.pid(B) != ready
     assert (await host.exit()).code == 0
-    [line] = [line for line in host.log if "preloaded process" in line]
+    [line] = [line for line in host.log if wording.PRELOADED_PROCESS in line]
     assert line.endswith(wording.NOT_FROM_PREPARED_PROCESS)
     assert not psutil.pid_exists(ready)
 

@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_frozen_worker_that_not_even_sigkill_ends(job):
         training = at_work(job, 3)
         pid = pid_of(training, 1)
         cgroup.freeze(pid)
-        training.wait_for("localhost:1#1 could not be killed")
+        training.wait_for(wording.COULD_NOT_BE_KILLED % 1)
         training.wait_for_world(2)
         training.until(lambda: recoveries(training) > 0, "a recovery while the process still lives")
         assert training.events("WorkerExited") == []
@@ -144,7 +144,7 @@ def test_who_wakes_after_it_was_given_up_changes_nothing_and_ends(job, tmp_path,
     pid = pid_of(training, 0)  # rank 0, the source of all state
     (training.folder / "withheld").touch()
     os.kill(pid, signal.SIGSTOP)
-    training.wait_for("localhost:0#1 could not be killed")
+    training.wait_for(wording.COULD_NOT_BE_KILLED % 0)
     training.wait_for_world(2)
     training.until(lambda: recoveries(training) > 0, "a recovery without it")
     written = len(History(training).by_worker["localhost:0#1"])

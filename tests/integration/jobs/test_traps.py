@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness import wording
 from harness.history import RETURN, SCRIPTS, STAY_AWAY, History, sizes, started
 
 pytestmark = pytest.mark.forked
@@ -40,7 +41,7 @@ def test_a_newcomer_is_a_world_of_one_until_elastic_run(job):
     for name in ("hello", "again"):
         assert greeted["localhost:0#1", name] == 2.0
         assert greeted["localhost:1#2", name] == 1.0
-    assert len([line for line in training.lines if "world of size 1" in line]) == 1
+    assert len([line for line in training.lines if wording.AS_IN_WORLD_OF_ONE in line]) == 1
     newcomer = next(r for r in history.all("greeted") if r["worker"] == "localhost:1#2")
     assert newcomer["rank"] != 0
 

@@ -137,7 +137,7 @@ async def test_a_program_that_is_missing_is_an_exit_with_a_reason(kind):
         host.launcher.start(A, ["/no/such/program"], {"PATH": "/bin"})
         exited = await host.exit()
         assert (exited.worker, exited.code) == (A, 127)
-        assert "does not exist" in exited.reason and "/no/such/program" in exited.reason
+        assert "/no/such/program" in exited.reason
 
 
 async def test_what_a_worker_does_is_told_when_it_is_asked(kind):
