@@ -42,11 +42,17 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
             f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
         )
-    if any(zero.is_zero(each) or zero.is_divided(each) for each in state.handled()):
+    if any(map(zero.is_zero, state.handled())):
         raise Invalid(
-            "--checkpoint-dir: the state has an optimizer of which each rank keeps a part (ZeroRedundancyOptimizer, or"
-            " DistributedOptimizer with zero=1), and checkpoints of parts of optimizers are not written; save in the"
-            " training function, with consolidate_state_dict(), or train without --checkpoint-dir"
+            "--checkpoint-dir: the state has a ZeroRedundancyOptimizer, of which each rank keeps a part, and such parts"
+            " are not written to checkpoints; save it in the training function, with consolidate_state_dict(), or train"
+            " without --checkpoint-dir"
+        )
+    if any(map(zero.is_divided, state.handled())):
+        raise Invalid(
+            "--checkpoint-dir: the state has a DistributedOptimizer with zero=1, of which each rank keeps a part, and"
+            " such parts are not written to checkpoints; leave zero=1 out, or train without --checkpoint-dir and save"
+            " the model alone in the training function"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import elastic
-from elastic.driver.reasons import Why
 from harness.history import SCRIPTS
+from harness.sharded_jobs import (
+    AGAIN,
+    APART,
+    BACK,
+    GONE,
+    PLACES,
+    at_once,
+    ends_without_two_shards,
+    example_survives_a_kill,
+    of_two_that_stayed,
+    results,
+    twenty,
+    twice,
+)
 
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
@@ -19,21 +30,6 @@ fsdp = pytest.importorskip("fsdp")
 pytestmark = pytest.mark.forked("torch.distributed.fsdp")
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
-GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
-BACK = "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50"
-APART: dict[str, Any] = {
-    "ELASTIC_NATIVE": "0"
-}  # no memory of a worker outlives it, as on different hosts
-PLACES = (
-    "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
-)  # fmt: skip
-
-
-def at_once(folder: Path, rule: str) -> str:
-    """A rule that strikes several workers: from a file, which makes them wait for each other."""
-    file = folder / "rules"
-    file.write_text(rule)
-    return f"@{file}"
 
 
 def trained(
@@ -46,7 +42,7 @@ def trained(
         env={"STEPS": str(steps), "ELASTIC_FAILPOINTS": rules} | env,
     )
     training.succeed(250 + 4 * steps)  # of which each tenth may wait for a worker to start
-    return [json.loads(file.read_text()) for file in sorted(training.folder.glob("out/*.json"))]
+    return results(training)
 
 
 def check(found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain") -> None:
@@ -84,23 +80,12 @@ def test_replicas_become_shards_after_a_kill_and_replicas_again_after_a_join(job
 
 @pytest.mark.nightly
 def test_shards_that_no_worker_holds_end_the_job(job: Any, tmp_path: Path):
-    rule = at_once(tmp_path, "backward kill slot=1,2 step=5 victims=2")
-    training = job(
-        f"-np 4 --min-np 2 {GONE}",
-        ["python", SCRIPTS / "fsdp.py"],
-        env=APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": rule},
-    )
-    assert training.wait(120) != 0
-    (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.SHARDS_LOST.value
+    ends_without_two_shards(job, "fsdp.py", tmp_path)
 
 
 @pytest.mark.nightly
 def test_the_example_goes_on_after_a_kill(job: Any):
-    training = job("-np 3 --min-np 2", ["python", EXAMPLES / "fsdp_elastic.py"])
-    training.until(lambda: "step 50" in training.output, "step 50", 100)
-    training.kill(0)
-    assert "step 200" in training.succeed(200)
+    example_survives_a_kill(job, EXAMPLES / "fsdp_elastic.py")
 
 
 @pytest.mark.nightly
@@ -122,16 +107,14 @@ def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str, tmp_p
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("place", ["rendezvous", "state-copy", "shard-moved", "shard-placed"])
+@pytest.mark.parametrize("place", AGAIN)
 def test_a_second_kill_while_the_others_recover(job: Any, place: str):
     """``state-copy`` only has a place where somebody has joined."""
     if place == "state-copy":
         rules = "backward kill slot=1 incarnation=1 step=5; state-copy kill slot=1 incarnation=2"
         found = trained(job, rules, BACK, 24, FULL="10")
         return check(found, 24)
-    generation = " generation=2" if place == "rendezvous" else ""
-    rules = f"backward kill slot=1 step=5; {place} kill slot=3 size={4 if generation else 3}{generation} step=5"
-    found = trained(job, rules, COPIES="2", **APART)
+    found = trained(job, twice(place), COPIES="2", **APART)
     check(found)
     assert len(found) == 2
 
@@ -140,17 +123,7 @@ def test_a_second_kill_while_the_others_recover(job: Any, place: str):
 def test_workers_that_leave_together_take_no_shard_along(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # in which no other job is found
-    training = job(
-        "-np 4 --min-np 1",
-        ["python", SCRIPTS / "fsdp.py"],
-        env={"STEPS": "300", "XDG_RUNTIME_DIR": str(tmp_path)},
-    )
-    training.until(lambda: len(training.worlds()) >= 2, "a world of elastic.run", 90)
-    elastic.Job().scale(2)
-    training.wait_for_world(2, 60)
-    training.succeed(250)
-    found = [json.loads(file.read_text()) for file in training.folder.glob("out/*.json")]
+    found = of_two_that_stayed(job, "fsdp.py", tmp_path, monkeypatch, 300)
     check(found, 300)
     assert len(found) == 2
 
@@ -168,13 +141,8 @@ def test_two_copies_survive_the_loss_of_any_two_at_once(job: Any, slots: str, tm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("apart", [False, True])
 def test_twenty_kills_and_joins(job: Any, apart: bool):
-    places = [*PLACES, "backward", "shard-mirror"] * 2
-    rules = [
-        f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"
-        for kill, place in enumerate(places)
-    ]
-    steps = 10 * len(places) + 5
-    found = trained(job, "; ".join(rules), BACK, steps, FULL="10", **(APART if apart else {}))
+    rules, steps = twenty()
+    found = trained(job, rules, BACK, steps, FULL="10", **(APART if apart else {}))
     check(found, steps)
     assert len(found) == 4
 

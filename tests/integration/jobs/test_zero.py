@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import elastic
-from elastic.driver.reasons import Why
 from harness.history import SCRIPTS
+from harness.sharded_jobs import (
+    AGAIN,
+    APART,
+    BACK,
+    GONE,
+    PLACES,
+    ends_without_two_shards,
+    example_survives_a_kill,
+    of_two_that_stayed,
+    results,
+    twenty,
+    twice,
+)
 
 sys.path.append(str(SCRIPTS))
 zero = pytest.importorskip("zero")
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
-GONE = "--blacklist-cooldown-range 100 100"  # a killed worker does not return
-BACK = "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50"
-APART: dict[str, Any] = {
-    "ELASTIC_NATIVE": "0"
-}  # no memory of a worker outlives it, as on different hosts
-PLACES = (
-    "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
-)  # fmt: skip
 
 
 def trained(
@@ -38,7 +40,7 @@ def trained(
         env={"STEPS": str(steps), "WORKERS": str(workers), "ELASTIC_FAILPOINTS": rules} | env,
     )
     training.succeed(250 + 4 * steps)  # of which each tenth may wait for a worker to start
-    return [json.loads(file.read_text()) for file in sorted(training.folder.glob("out/*.json"))]
+    return results(training)
 
 
 def check(found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain") -> None:
@@ -103,16 +105,14 @@ def test_a_copy_on_another_host_survives_a_kill(job: Any, place: str):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("place", ["rendezvous", "state-copy", "shard-moved", "shard-placed"])
+@pytest.mark.parametrize("place", AGAIN)
 def test_a_second_kill_while_the_others_recover(job: Any, place: str):
     """``state-copy`` only has a place where a worker has joined."""
     if place == "state-copy":
         rules = "backward kill slot=1 incarnation=1 step=5; state-copy kill slot=1 incarnation=2"
         found = trained(job, rules, BACK, 24, FULL="10")
         return check(found, 24)
-    generation = " generation=2" if place == "rendezvous" else ""
-    rules = f"backward kill slot=1 step=5; {place} kill slot=3 size={4 if generation else 3}{generation} step=5"
-    found = trained(job, rules, COPIES="2", **APART)
+    found = trained(job, twice(place), COPIES="2", **APART)
     check(found)
     assert len(found) == 2
 
@@ -132,53 +132,26 @@ def test_features_survive_a_kill_and_a_join(job: Any, feature: str):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("apart", [False, True])
 def test_twenty_kills_and_joins(job: Any, apart: bool):
-    places = [*PLACES, "backward", "shard-mirror"] * 2
-    rules = [
-        f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"
-        for kill, place in enumerate(places)
-    ]
-    steps = 10 * len(places) + 5
-    found = trained(job, "; ".join(rules), BACK, steps, FULL="10", **(APART if apart else {}))
+    rules, steps = twenty()
+    found = trained(job, rules, BACK, steps, FULL="10", **(APART if apart else {}))
     check(found, steps)
     assert len(found) == 4
 
 
 @pytest.mark.nightly
 def test_the_example_goes_on_after_a_kill(job: Any):
-    training = job("-np 3 --min-np 2", ["python", EXAMPLES / "zero_elastic.py"])
-    training.until(lambda: "step 50" in training.output, "step 50", 100)
-    training.kill(0)
-    assert "step 200" in training.succeed(200)
+    example_survives_a_kill(job, EXAMPLES / "zero_elastic.py")
 
 
 @pytest.mark.nightly
 def test_entries_that_no_worker_holds_end_the_job(job: Any, tmp_path: Path):
-    rules = tmp_path / "rules"
-    rules.write_text("backward kill slot=1,2 step=5 victims=2")
-    training = job(
-        f"-np 4 --min-np 2 {GONE}",
-        ["python", SCRIPTS / "zero.py"],
-        env=APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": f"@{rules}"},
-    )
-    assert training.wait(120) != 0
-    (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.SHARDS_LOST.value
+    ends_without_two_shards(job, "zero.py", tmp_path)
 
 
 @pytest.mark.nightly
 def test_workers_that_leave_together_take_no_entry_along(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # in which no other job is found
-    training = job(
-        "-np 4 --min-np 1",
-        ["python", SCRIPTS / "zero.py"],
-        env={"STEPS": "300", "XDG_RUNTIME_DIR": str(tmp_path)},
-    )
-    training.until(lambda: len(training.worlds()) >= 2, "a world of elastic.run", 90)
-    elastic.Job().scale(2)
-    training.wait_for_world(2, 60)
-    training.succeed(250)
-    found = [json.loads(file.read_text()) for file in training.folder.glob("out/*.json")]
+    found = of_two_that_stayed(job, "zero.py", tmp_path, monkeypatch, 300)
     check(found, 300)
     assert len(found) == 2

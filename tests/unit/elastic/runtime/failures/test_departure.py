@@ -67,12 +67,16 @@ def test_error_is_not_excused_where_no_world_could_follow(case):
     assert not excuse_error(recovery)
 
 
-@pytest.fixture
-def session():
+def session_of(*, elastic: bool) -> Session:
     link = create_autospec(Link, instance=True)
-    found = Session(dataclasses.replace(environment.read({}), elastic=True), link)
+    found = Session(dataclasses.replace(environment.read({}), elastic=elastic), link)
     training(found.recovery)
     return found
+
+
+@pytest.fixture
+def session():
+    return session_of(elastic=True)
 
 
 @pytest.fixture
@@ -139,10 +143,7 @@ def test_error_of_a_worker_without_children_is_raised_at_once(session, monkeypat
 @pytest.fixture
 def fixed():
     """Of a job of a fixed size."""
-    link = create_autospec(Link, instance=True)
-    found = Session(dataclasses.replace(environment.read({}), elastic=False), link)
-    training(found.recovery)
-    return found
+    return session_of(elastic=False)
 
 
 def later(monkeypatch, session, happens):
