@@ -30,7 +30,6 @@ class Why(enum.Enum):
     """What led to an action."""
 
     TOLD = "told"  # somebody else's own words
-    UNKNOWN = "unknown"  # of a sentence that an older version of this program has written
     # A worker is started.
     FIRST_START = "first start"
     SLOT_IS_FREE = "slot is free"
@@ -373,7 +372,6 @@ def _stopped(facts: Mapping[str, Any]) -> str:
 
 SENTENCES: dict[Why, Sentence] = {
     Why.TOLD: "{text}",
-    Why.UNKNOWN: "{text}",
     Why.FIRST_START: "first start",
     Why.SLOT_IS_FREE: "its slot is free again",
     Why.TO_STAND_BY: "standby for the next lost worker",

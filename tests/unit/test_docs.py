@@ -40,6 +40,9 @@ _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _COMMAND = re.compile(r"(?:^|[\s`(])((?:elasticrun|horovodrun)(?: [a-z0-9]+)?)((?: +[^`|\n#]*)?)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
+_FILE = re.compile(
+    r"`((?:elastic|driver|chaos|horovod|tests|benchmarks|examples|native|charts|docs)/[\w/.-]+\.\w+)`"
+)
 _MODULE = re.compile(r"python3? (?:-u )?-m (elastic[\w.]*|tests\.gpu)")
 _CHAOS = re.compile(r"python3? -m elastic\.chaos ([a-z]+)([^`|#\n]*)")
 _SCRIPT = re.compile(r"python3? (?:-u )?((?:examples|benchmarks|tests|docs)/[\w/]+\.py)")
@@ -183,6 +186,15 @@ def test_every_program_that_is_named_is_there():
             assert parts.with_suffix(".py").exists() or parts.is_dir(), f"{page.name}: {module}"
             seen += 1
     assert seen > 10
+
+
+def test_every_file_that_is_named_is_there():
+    seen = 0
+    for page in PAGES:
+        for file in _FILE.findall(page.read_text()):
+            assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
+            seen += 1
+    assert seen > 30
 
 
 def test_every_target_of_make_that_is_named_is_there():

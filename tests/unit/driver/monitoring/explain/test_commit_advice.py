@@ -41,7 +41,7 @@ def advice(commits: int) -> list[dict]:
     said = Times(training=30.0)
     story.note(events.WorkerSpent(ONE, 1, said, "training", number), [], 31.0)
     exited = events.WorkerExited(TWO, -9)
-    story.note(exited, [events.BreakWorld(1, [ONE], because(Why.UNKNOWN, text="x"))], 41.0)
+    story.note(exited, [events.BreakWorld(1, [ONE], because(Why.TOLD, text="x"))], 41.0)
     story.note(
         events.WorkerReady(ONE, 1, number, STORE, running=True), [world(2, commits, ONE)], 41.5
     )

@@ -54,7 +54,7 @@ def evil_job(told) -> None:
         told(events.WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
     told(events.WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
     raised = events.WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
-    told(raised, [events.EndJob(1, because(Why.UNKNOWN, text=EVIL))], 20.0)
+    told(raised, [events.EndJob(1, because(Why.TOLD, text=EVIL))], 20.0)
     told(events.WorkerExited(one, 1, "", EVIL), [], 21.0)
 
 
