@@ -1,6 +1,6 @@
 """Trains the model of ``fsdp.py`` with checkpoints. What it has learned is compared bit for bit wherever it begins.
 
-STEPS  how many.   FEATURE  see ``fsdp.py``.   SLOW  seconds of pause after each step.
+STEPS  how many.   FEATURE, LEAST  see ``fsdp.py``.   SLOW  seconds of pause after each step.
 In each world rank 0 writes a line of ``begins.jsonl``: the step, the ranks, and whether the bits are those of the
 commit.
 """
@@ -41,7 +41,11 @@ def main() -> None:
     steps = int(os.environ["STEPS"])
     dist.init_process_group()
     training = fsdp.Training(os.environ.get("FEATURE", "plain"), sharded=True)
-    more = {f"optimizer{number}": each for number, each in enumerate(training.optimizers)}
+    more: dict[str, Any] = {
+        f"optimizer{number}": each for number, each in enumerate(training.optimizers)
+    }
+    if "LEAST" in os.environ:
+        more["least_shards"] = int(os.environ["LEAST"])
     state = elastic.TorchState(
         model=training.model,
         schedule=training.schedule,

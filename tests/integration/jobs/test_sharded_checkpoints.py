@@ -85,6 +85,17 @@ def test_any_number_of_workers_goes_on_bit_for_bit(job: Any, tmp_path: Path, fea
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_replicas_write_each_row_once_and_any_number_of_workers_goes_on(job: Any, tmp_path: Path):
+    folder, flags, before = tmp_path / "all", "--min-np 2 --checkpoint-every 3commits", 0
+    for size, steps in ((4, 4), (3, 6), (2, 8), (4, 10)):
+        (found,) = trained(job, folder, size, steps, flags, LEAST="2")
+        assert (found["step"], found["size"], found["same"]) == (before, size, True)
+        before = steps
+    assert checkpoints_cli.main(["--verify", str(folder)]) == 0
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_survivors_go_back_to_a_checkpoint_in_their_processes_where_shards_are_lost(
     job: Any, tmp_path: Path
