@@ -104,6 +104,29 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
     a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder)
 
 
+def every_process_gets_sigterm(training: Job, loaders_of_a_worker: int) -> None:
+    """Loaders get it first, and the driver after each, as often as there are processes."""
+    below = psutil.Process(training.driver.pid).children(recursive=True)
+    loaders = [child for each in workers(training) for child in each.children()]
+    assert len(loaders) >= 2 * loaders_of_a_worker
+    for each in [*loaders, *(other for other in below if other not in loaders)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGTERM)
+        training.driver.send_signal(signal.SIGTERM)
+
+
+def a_last_checkpoint_was_made(training: Job) -> None:
+    assert training.wait(30) == 143
+    [ended] = [
+        record["event"]
+        for record in training.records()
+        if any(action["type"] == "EndJob" for action in record.get("actions") or [])
+    ]
+    assert ended["type"] == "CheckpointMade"
+    last = training.worlds()[-1]
+    assert len(last["members"]) == 2 and ended["commit"][0] == last["generation"]
+
+
 @pytest.mark.parametrize("size", ["-np 2 --min-np 2", "-np 2"], ids=["elastic", "fixed"])
 def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path, size):
     """As from Slurm and systemd. Loader workers get it first, and user code raises because of them. A wrapper that is
@@ -114,23 +137,22 @@ def test_every_process_gets_sigterm_and_a_last_checkpoint_is_made(job, tmp_path,
     training = job(flags, TRAINING, env={"LOADERS": "2"})
     asked = "the two that the script asks for"
     training.until(lambda: len(training.events("CheckpointMade")) >= 2, asked)
-    below = psutil.Process(training.driver.pid).children(recursive=True)
-    loaders = [child for each in workers(training) for child in each.children()]
-    assert len(loaders) == 4
-    for each in [*loaders, *(other for other in below if other not in loaders)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(signal.SIGTERM)
-        training.driver.send_signal(signal.SIGTERM)
-    assert training.wait(30) == 143
-    [ended] = [
-        record["event"]
-        for record in training.records()
-        if any(action["type"] == "EndJob" for action in record.get("actions") or [])
-    ]
-    assert ended["type"] == "CheckpointMade"
-    last = training.worlds()[-1]
-    assert len(last["members"]) == 2 and last["checkpoint"]
-    assert ended["commit"][0] == last["generation"]
+    every_process_gets_sigterm(training, loaders_of_a_worker=2)
+    a_last_checkpoint_was_made(training)
+    assert training.worlds()[-1]["checkpoint"], "the loaders' ends raised on both ranks"
+
+
+@pytest.mark.nightly
+def test_sigterm_to_every_process_of_a_keras_job_with_loaders_makes_a_last_checkpoint(
+    job, tmp_path
+):
+    folder = tmp_path / "checkpoints"
+    flags = f"-np 2 --min-np 1 --checkpoint-every 1h --checkpoint-dir {folder}"
+    training = job(flags, ["python", str(SCRIPTS / "keras_loaders.py")])
+    for rank in range(2):
+        training.wait_for(f"rank {rank} has committed", 120)
+    every_process_gets_sigterm(training, loaders_of_a_worker=2)
+    a_last_checkpoint_was_made(training)
 
 
 def test_all_hosts_leave_the_list_and_come_back(job, tmp_path):
