@@ -219,6 +219,7 @@ def _train_in_worlds(
             if observer is not None:
                 observer.begin()
             value = unwrapped(rt.session, train)
+            rt.settle()
             durable.finish(rt, state)
             durable.returned(rt)
             rt.training.returned()

@@ -102,6 +102,41 @@ class Collectives(Protocol):
 
 
 @runtime_checkable
+class GathersAndScatters(Protocol):
+    """A group with native collectives for models whose parameters are sharded.
+
+    Without them, an all-gather fills a list of tensors, and a reduce-scatter is an alltoall and a local reduction.
+    """
+
+    def allgather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Set ``output``, of ``size`` times as many elements, to the ranks' tensors, one after the other."""
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, scale: float = 1.0, divisor: int = 1
+    ) -> Work:
+        """Set ``output`` to the sum of the ranks' parts for this rank, multiplied by ``scale`` / ``divisor``.
+
+        ``tensor`` has ``size`` times as many elements, the parts in the order of the ranks. Floating point only. The
+        order of the additions is the backend's, and half precision may be summed in half precision.
+        """
+
+
+@runtime_checkable
+class StreamOrdered(Protocol):
+    """A work on a GPU after which operators can be queued without waiting on the host."""
+
+    def follow(self) -> None:
+        """Make the current stream wait for the collective.
+
+        The collective can still fail after this returns and leave invalid values, which operators behind it then read.
+        `Runtime.settle` raises in that case, and must be called before any value is kept.
+
+        Raises:
+            CollectiveFailed: the group has failed already.
+        """
+
+
+@runtime_checkable
 class ReducesInto(Protocol):
     """A group that can put the result of a reduction into other memory at no cost, which saves a copy of the tensor."""
 

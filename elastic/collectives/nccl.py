@@ -1,7 +1,9 @@
 """Collectives over NCCL: the interface on ``ProcessGroupNCCL``, with nonblocking communicators.
 
 The training thread never waits inside NCCL or CUDA for a peer. It polls whether a collective has completed, and only
-then orders its stream behind it. An abort therefore needs no cooperation of the waiting thread.
+then orders its stream behind it. An abort therefore needs no cooperation of the waiting thread. On a side stream, as
+those on which FSDP2 communicates, it does not wait at all: the stream waits (`NcclWork.follow`), and `settle` polls at
+the next commit.
 
 A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and nothing is
 freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next world is formed; a
@@ -9,8 +11,9 @@ member reports ready for that world only after its own kernels have ended. A com
 whose NCCL cannot revoke, is aborted and freed at once.
 
 After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and no
-gradient of an aborted step may be used. Nothing that reads a result is queued before its collective is known to have
-succeeded, so parameters never contain such data.
+gradient of an aborted step may be used. Unless a side stream follows a collective, nothing that reads a result is
+queued before the collective is known to have succeeded. After a side stream has followed one, parameters can contain
+such data, until the newest commit is restored; no commit can, because it calls `settle` first.
 
 Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
 This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
@@ -92,6 +95,7 @@ class NcclCollectives:
             None  # the first collective that had not been reached, and its age
         )
         self._took_s = 0.0
+        self._followed: NcclWork | None = None  # the last one that a stream follows, until `settle`
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -193,6 +197,23 @@ class NcclCollectives:
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
         return self.submit("allgather", [[as_bytes(each) for each in outputs]], [as_bytes(tensor)])
 
+    def allgather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        return self.submit("_allgather_base", as_bytes(output), as_bytes(tensor))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, scale: float = 1.0, divisor: int = 1
+    ) -> Work:
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = self._scaled_sum(scale, divisor)
+        return self.submit("_reduce_scatter_base", output.detach(), tensor.detach(), options)
+
+    def _scaled_sum(self, scale: float, divisor: int) -> Any:
+        """Return the operator with which NCCL scales what it sends, at no cost, as torch's FSDP2 expects."""
+        if scale == 1.0 and divisor in (1, self.size):
+            return c10d.ReduceOp.SUM if divisor == 1 else c10d.ReduceOp.AVG
+        premultiplied: Any = c10d._make_nccl_premul_sum
+        return premultiplied(scale / divisor)
+
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
@@ -232,6 +253,35 @@ class NcclCollectives:
         self._under_way.append(work)
         self._launched += 1
         return work
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether streams follow a collective whose outcome is not known yet."""
+        return self._followed is not None
+
+    def settle(self) -> None:
+        """Wait until all collectives that streams follow have ended.
+
+        Raises:
+            CollectiveFailed: the group has failed; results of its last collectives may be invalid.
+        """
+        followed, self._followed = self._followed, None
+        if followed is not None:
+            followed.wait_on_host()  # NCCL runs the collectives of a communicator in order
+
+    def followed_since(self) -> float | None:
+        """Return the launch time of the oldest collective that has not ended, if streams follow any; else None.
+
+        Fails the group if NCCL has detected an error. The training thread may wait in CUDA, where it cannot do so.
+        """
+        if self._followed is None:
+            return None
+        self._heed_error()
+        try:
+            under_way = (work for work in list(self._under_way) if not work.finished())
+            return next((work.launched_at for work in under_way), None)
+        except RuntimeError:  # the device fails every query
+            return None
 
     def counts(self) -> Counts:
         """Return the progress of its collectives. Does not wait for the GPU; call it from one thread at a time."""
@@ -451,7 +501,19 @@ class NcclWork:
         self.wait()
         return True
 
-    def wait(self) -> None:
+    def follow(self) -> None:
+        """Make the current stream wait for the collective; see `StreamOrdered`."""
+        self._group._raise_if_failed()
+        self._group._followed = self
+        self.order()
+        self._put_in_place()
+
+    def wait_on_host(self) -> None:
+        """Block until the collective's kernels have ended.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+        """
         began = time.monotonic()
         while not self.done():
             waited = time.monotonic() - began
@@ -462,12 +524,18 @@ class NcclWork:
         self._group._heed_error()
         # An aborted communicator's kernels end without an error; only the flag shows the failure.
         self._group._raise_if_failed()
+
+    def wait(self) -> None:
+        self.wait_on_host()
         try:
             self._work.wait()  # orders the current stream behind it
         except RuntimeError as error:
             self._group._communicator = 0  # torch has freed it
             self._group._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
+        self._put_in_place()
+
+    def _put_in_place(self) -> None:
         self._complete()
         if self._in_place is not None:  # another thread may have put it there on another stream
             torch.cuda.current_stream(self._group._device).wait_event(self._in_place)

@@ -111,7 +111,8 @@ class LinkThread:
                 self._end_at = min(self._end_at, now + STAY_S)
         if now >= self._end_at and not session.recovery.ending.checkpoint_wanted:
             _die_of_sigterm()
-        news = self._progress.tell(now, session.groups.launches, user_line.of_thread)
+        groups = session.groups
+        news = self._progress.tell(now, groups.launches, user_line.of_thread, groups.followed_since)
         if session.env.elastic and session.recovery.phase is Phase.TRAINING:
             recovery = session.recovery
             news += self._progress.pace(now, recovery.generation, recovery.agreed())

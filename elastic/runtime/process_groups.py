@@ -170,6 +170,15 @@ class Groups:
     def find(self, key: GroupKey) -> Collectives | None:
         return self._made.get(key)
 
+    def unsettled(self) -> list[NcclCollectives]:
+        """Return the groups with collectives that streams follow, whose outcome is not known yet."""
+        on_gpus = [
+            cast("NcclCollectives", group)
+            for (_, device_type, _), group in list(self._made.items())
+            if device_type == "cuda"
+        ]
+        return [group for group in on_gpus if group.unsettled]
+
     def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         """Create the group, collectively among the ranks of the key.
 
@@ -336,6 +345,14 @@ class Groups:
                 name = _named(purpose, members, place)
                 found.append(messages.Launches(name, len(members), *counts))
         return found[: messages.LAUNCHES_LIMIT]
+
+    def followed_since(self) -> float | None:
+        """Return the launch time of the oldest collective that only streams wait for; called in the link thread.
+
+        Fails the groups of which NCCL has detected an error: no thread of this package waits for them.
+        """
+        found = [group.followed_since() for group in self.unsettled()]
+        return min((at for at in found if at is not None), default=None)
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ WAIT_S = 1.0  # seconds in one collective until the driver is notified
 REPEAT_S = 5.0  # seconds between two reports of the same wait, since a worker that falls silent may be stuck in it
 LOOK_S = WAIT_S  # maximum seconds between two checks, so that no wait is detected late
 PACE_S = 30.0  # seconds between two reports of the total wait
+ON_GPU = "a collective that the GPU waits for"
 
 
 class ProgressCounter:
@@ -76,6 +77,7 @@ class ProgressCounter:
         now: float,
         gpu: Callable[[], list[messages.Launches]] = list,
         line: Callable[[int], str] = lambda thread: "",
+        followed_since: Callable[[], float | None] = lambda: None,
     ) -> list[messages.Message]:
         """Return the messages that are due to the driver.
 
@@ -83,9 +85,13 @@ class ProgressCounter:
             now: seconds.
             gpu: called at each check of a lasting wait; returns the progress of GPU groups.
             line: returns the script line of the waiting thread; called if a wait is reported.
+            followed_since: called unless the training thread waits; returns the launch time of the oldest collective
+                for which only the GPU waits, or None.
         """
         said: list[messages.Message] = []
         at, inside, since = (self.generation, self.entered), self.inside, self._since
+        if not inside and (launched_at := followed_since()) is not None:
+            inside, since = ON_GPU, launched_at
         waits = bool(inside) and now - since >= WAIT_S
         phase = self.phase
         launches = gpu() if waits else []

@@ -132,6 +132,14 @@ class Runtime:
         """
         return self._groups.engine()
 
+    def settle(self) -> None:
+        """Wait for collectives for which only streams of the GPU wait. Call it before values are kept.
+
+        Raises:
+            PeerLost: a rank was lost, and results of these collectives may be invalid.
+        """
+        self._groups.settle()
+
     def guard(self, name: str) -> Guard:
         """Context for collectives in the training thread: turns CollectiveFailed into PeerLost and notifies the driver.
 

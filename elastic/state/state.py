@@ -71,6 +71,7 @@ class State:
         rt.commits.may_commit()
         before = rt.account.begin("committing", time.monotonic())
         try:
+            rt.settle()
             self._save_whole()
             rt.commits.committed()
             step_count.committed(getattr(self, "step", None))
@@ -102,6 +103,7 @@ class State:
             self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
         rt = lifecycle.active()
         if rt is not None:
+            rt.settle()
             rt.commits.check()
 
     def save(self) -> None:

@@ -2,8 +2,8 @@
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
 allgather if it is small; a reduce becomes an allreduce of a copy; a reduce_scatter becomes an alltoall whose rows each
-rank sums up. As torch.distributed requires, all ranks of a group must make the same calls in the same order, with
-tensors of matching shapes.
+rank sums up, unless the group has one. As torch.distributed requires, all ranks of a group must make the same calls in
+the same order, with tensors of matching shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic.collectives.algorithms import sparse
-from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.interface import Collectives, GathersAndScatters, Op, Work
 from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
@@ -151,7 +151,10 @@ def allgather(group: Collectives, outputs: Sequence[torch.Tensor], tensor: torch
 def allgather_into(group: Collectives, output: torch.Tensor, tensor: torch.Tensor) -> Begun:
     """Gather the ranks' tensors into ``output``, one after the other, whatever its shape."""
     begun = Begun()
-    if tensor.numel():
+    if tensor.numel() and isinstance(group, GathersAndScatters):
+        place = _in_row(begun, output, read=False)
+        begun.works.append(group.allgather_into(place.view(-1), _row(tensor)))
+    elif tensor.numel():
         place = _in_row(begun, output, read=False)
         places = list(place.view(-1).split(tensor.numel()))
         begun.works.append(group.allgather(places, _row(tensor)))
@@ -248,6 +251,14 @@ def reduce_scatter(
     else:
         rows = _joined([reductions.reducible(each.detach(), reduction) for each in inputs])
     length = place.numel()
+    if (
+        reduction.op is Op.SUM
+        and rows.is_floating_point()
+        and isinstance(group, GathersAndScatters)
+    ):
+        flat = _in_row(begun, place, read=False).view(-1)
+        begun.works.append(group.reduce_scatter(flat, rows, *reduction.scale(size)))
+        return begun
     parts = rows.new_empty((size, length))
     each = [length] * size
     begun.works.append(group.alltoall(parts.view(-1), rows, each, each))

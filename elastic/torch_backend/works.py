@@ -22,7 +22,7 @@ from torch import distributed
 from torch.autograd import Variable
 
 from elastic.collectives import threads
-from elastic.collectives.interface import KnowsWhoIsMissing, Work
+from elastic.collectives.interface import KnowsWhoIsMissing, StreamOrdered, Work
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.protocol import calls
 from elastic.torch_backend.collective_calls import Begun
@@ -100,6 +100,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the collective and put the results in place.
 
+        On a side stream of a GPU, only the stream waits: FSDP2 queues a whole step on such streams, ahead of the GPU.
+
         Args:
             timeout: defaults to that of the process group.
 
@@ -115,7 +117,28 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             self.complete(limit_s)
             return True
         with self._owner.guard(self._name), recorded(f"{self._name} wait"):
-            self.complete(limit_s)
+            if not (_on_side_stream() and self._follow()):
+                self.complete(limit_s)
+        return True
+
+    def _follow(self) -> bool:
+        """Make the current stream wait and put the results in place on it. Return whether the works support it.
+
+        Raises:
+            CollectiveFailed: the group has failed already.
+        """
+        with self._lock:
+            begun = self._begun
+            if begun is None or self._future is not None:
+                return False
+            works = [work for work in begun.works if isinstance(work, StreamOrdered)]
+            if len(works) != len(begun.works):
+                return False
+            for work in works:
+                work.follow()
+            for then in begun.thens:
+                then()
+            self._begun = None
         return True
 
     def is_completed(self) -> bool:
@@ -206,6 +229,13 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
 
 
 setattr(ElasticWork, "_source_rank", ElasticWork.source_rank)  # noqa: B010 - torch's name for it
+
+
+def _on_side_stream() -> bool:
+    """Return whether the current stream of the current GPU is not its default stream."""
+    return (
+        torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
+    )
 
 
 def recorded(what: str) -> AbstractContextManager[object]:

@@ -123,6 +123,12 @@ class GuardedGroups:
         broken = functools.partial(session.mark_broken, generation)
         return session.groups.engine(generation, place, broken)
 
+    def settle(self) -> None:
+        """See `Runtime.settle`."""
+        for group in self._session.groups.unsettled():
+            with Guard(self, "the step's collectives on the GPU"):
+                group.settle()
+
     # ---- around a collective -------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> int:

@@ -6,6 +6,7 @@ local tensor and its spec are replaced. This relies on private names of torch, s
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,8 @@ def obstacle(model: nn.Module) -> str | None:
             f"is fully sharded, which elastic.run follows with torch {' and '.join(TESTED)}, and this is torch"
             f" {torch.__version__}"
         )
+    # `remesh` needs it. Imported there, it would take 0.2 s of the first recovery.
+    importlib.import_module("torch.distributed.tensor.debug")
     size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
     for group in _groups(model):

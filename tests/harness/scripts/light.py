@@ -1,3 +1,10 @@
-"""``import light`` before anything that imports torch: see `elastic.chaos.hosts.workers.light_torch`."""
+"""``import light`` before anything that imports torch: see `elastic.chaos.hosts.workers.light_torch`.
 
-from elastic.chaos.hosts.workers import light_torch  # noqa: F401
+Does nothing with ``SHARDED`` in the environment: DTensor needs the modules that a light torch lacks.
+"""
+
+import importlib
+import os
+
+if "SHARDED" not in os.environ:
+    importlib.import_module("elastic.chaos.hosts.workers.light_torch")

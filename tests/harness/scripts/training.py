@@ -12,6 +12,7 @@ WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` t
 HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
 ENDS     a file, and no number of steps, ends the training. PACE: seconds of rest after each step.
+SHARDED  the parameters are sharded by FSDP2.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if "FAKE_GPUS" in os.environ:
     os.environ.setdefault("FAKE_HOST", HOST)  # GPUs of its own
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ.get("STEPS", "10"))
+SHARDED = "SHARDED" in os.environ
 NEVER = -1
 
 
@@ -134,16 +136,34 @@ class State(elastic.TorchState):
         super().restore()
 
 
+def gathered(tensor: Any) -> torch.Tensor:
+    """On the CPU, from all ranks where it is sharded."""
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().cpu()
+
+
+def shard(model: Any) -> None:
+    """Gradients are summed up, as `elastic.Sum` does."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group()
+    for module in (model[0], model[2], model):
+        fully_shard(module).set_gradient_divide_factor(1.0)
+
+
 def digest(state: State) -> str:
-    """Of everything that must be equal: parameters, the optimizer's state and options, the Python values."""
+    """Of everything that must be equal: parameters, the optimizer's state and options, the Python values. Collective
+    where the parameters are sharded.
+    """
     whole = hashlib.sha256(f"{state.step} {state.seen}".encode())
     for tensor in state.model.state_dict().values():
-        whole.update(tensor.cpu().numpy().tobytes())
+        whole.update(gathered(tensor).numpy().tobytes())
     kept = state.optimizer.state_dict()
     for entries in kept["state"].values():
         for name, value in sorted(entries.items()):
             content = (
-                value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else str(value)
+                gathered(value).numpy().tobytes() if isinstance(value, torch.Tensor) else str(value)
             )
             whole.update(name.encode())
             whole.update(content if isinstance(content, bytes) else content.encode())
@@ -191,6 +211,8 @@ def one_step(state: State) -> float:
     loss.backward()
     optimizer.step()
     problem.change_options(state.step, optimizer)
+    if SHARDED:  # without a collective that would fail instead of the step's own
+        return float(loss.detach())
     return float(elastic.allreduce(loss.detach(), op=elastic.Sum, name="loss"))
 
 
@@ -245,15 +267,22 @@ def main() -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(elastic.local_rank() % torch.cuda.device_count())
     model = problem.model(SLOT if own_weights else 0, 9 if wider else 8).to(DEVICE)
+    if SHARDED:
+        shard(model)
     descent = problem.optimizer(os.environ.get("OPTIMIZER", "SGD"), model)
-    optimizer = elastic.DistributedOptimizer(
-        descent, named_parameters=model.named_parameters(), op=elastic.Sum
+    optimizer = (
+        descent
+        if SHARDED
+        else elastic.DistributedOptimizer(
+            descent, named_parameters=model.named_parameters(), op=elastic.Sum
+        )
     )
     # `seen` grows in place: a commit has to copy it, not to refer to it.
     state = State(model=model, optimizer=optimizer, step=0, seen=[])
     state.register_reset_callbacks([lambda: at("reset", state.step)])
     model[0].register_forward_hook(lambda *_: at("forward", state.step))
-    list(model.parameters())[1].register_hook(lambda _: at("backward", state.step))
+    if not SHARDED:
+        list(model.parameters())[1].register_hook(lambda _: at("backward", state.step))
     optimizer.register_step_post_hook(lambda *_: at("optimizer", state.step))
     at("before run", NEVER)
     step = careless_step if "CARELESS" in os.environ else one_step
@@ -280,7 +309,7 @@ def main() -> None:
         at("end", state.step)
 
     train(state)
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    flat = torch.cat([gathered(p).reshape(-1) for p in model.parameters()])
     record("done", step=state.step, sha=digest(state), parameters=flat.tolist())
 
 

@@ -444,6 +444,87 @@ def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(mo
     assert not torchs.backend.aborted_in
 
 
+# ---- streams that follow a collective ------------------------------------------------------------------------------
+
+
+def test_follow_orders_the_stream_and_waits_for_nothing_else(nccl):
+    tensor = torch.ones(3)
+    work = nccl.group.allreduce(tensor, Op.SUM, scale=0.5)
+    work.follow()
+    assert nccl.kernel.work.get_future.return_value.wait.called
+    assert tensor.tolist() == [0.5, 0.5, 0.5]  # queued behind it
+    assert not nccl.kernel.completed and nccl.group.unsettled
+
+
+def test_settle_returns_once_the_last_followed_collective_has_ended(nccl):
+    nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
+    nccl.kernel.completed = True
+    nccl.group.settle()
+    assert not nccl.group.unsettled
+    nccl.group.settle()
+
+
+def test_settle_raises_where_an_abort_ended_a_followed_collective(nccl):
+    nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
+    nccl.group.abort()
+    assert nccl.group.drain(5.0) and nccl.kernel.completed
+    with pytest.raises(CollectiveFailed):
+        nccl.group.settle()
+
+
+def test_settle_raises_at_the_timeout_of_a_launched_collective(nccl):
+    nccl.group._launched_timeout_s = 0.0
+    nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
+    with pytest.raises(CollectiveFailed):
+        nccl.group.settle()
+
+
+def test_follow_of_a_failed_group_raises(nccl):
+    work = nccl.group.allreduce(torch.ones(3), Op.SUM)
+    nccl.group.abort()
+    with pytest.raises(CollectiveFailed):
+        work.follow()
+
+
+def test_followed_since_is_the_launch_of_the_oldest_collective_under_way(nccl):
+    first, second = (nccl.group.allreduce(torch.ones(3), Op.SUM) for _ in range(2))
+    assert nccl.group.followed_since() is None  # nothing is followed
+    second.follow()
+    assert nccl.group.followed_since() == first.launched_at
+    nccl.kernel.completed = True
+    assert nccl.group.followed_since() is None
+
+
+def test_followed_since_fails_the_group_on_an_error_that_nccl_has_detected(nccl, monkeypatch):
+    nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
+    nccl.group._communicator = 1
+    monkeypatch.setattr(nccl_library, "reported", lambda communicator: 6)
+    monkeypatch.setattr(nccl_library, "words", create_autospec(nccl_library.words))
+    monkeypatch.setattr(nccl_library, "revoke", lambda communicator: 0)
+    nccl.group.followed_since()
+    nccl.kernel.completed = True
+    with pytest.raises(CollectiveFailed):
+        nccl.group.settle()
+
+
+@pytest.mark.parametrize(
+    ("scale", "divisor", "op"),
+    [(1.0, 1, c10d.ReduceOp.SUM), (1.0, 2, c10d.ReduceOp.AVG), (0.5, 1, None), (1.0, 3, None)],
+)
+def test_reduce_scatter_leaves_the_scaling_to_nccl(nccl, monkeypatch, scale, divisor, op):
+    premultiplied = create_autospec(c10d._make_nccl_premul_sum, return_value=c10d.ReduceOp.SUM)
+    monkeypatch.setattr(c10d, "_make_nccl_premul_sum", premultiplied)
+    torchs: Any = c10d.Backend
+    scatter = create_autospec(torchs._reduce_scatter_base, return_value=nccl.kernel.work)
+    nccl.backend.torchs._reduce_scatter_base = scatter
+    nccl.group.reduce_scatter(torch.zeros(2), torch.ones(4), scale, divisor)
+    options = scatter.call_args.args[-1]
+    if op is None:
+        premultiplied.assert_called_once_with(scale / divisor)
+    else:
+        assert options.reduceOp == op
+
+
 # ---- how far it has come -------------------------------------------------------------------------------------------
 
 

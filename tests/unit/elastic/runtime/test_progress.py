@@ -7,7 +7,7 @@ import pytest
 import elastic
 from elastic.errors import Invalid
 from elastic.protocol import messages as protocol
-from elastic.runtime.progress import LOOK_S, PACE_S, ProgressCounter
+from elastic.runtime.progress import LOOK_S, ON_GPU, PACE_S, ProgressCounter
 from harness.golden import raises
 
 
@@ -216,3 +216,22 @@ def test_long_phase_without_a_job_does_nothing_and_passes_exceptions_on():
 def test_a_long_phase_needs_a_name():
     with raises(Invalid), elastic.long_phase(""):
         pass
+
+
+def test_collective_that_only_the_gpu_waits_for_is_reported_like_a_wait():
+    progress = ProgressCounter()
+    progress.enter(2, "reduce_scatter", 9.0)
+    progress.leave(9.0)
+    assert progress.tell(10.5, followed_since=lambda: 9.9) == []
+    (said,) = progress.tell(11.0, followed_since=lambda: 9.9)
+    assert isinstance(said, protocol.Progress)
+    assert said.inside == ON_GPU and said.waited_s == pytest.approx(1.1) and said.entered == 1
+    (over,) = progress.tell(12.0, followed_since=lambda: None)
+    assert isinstance(over, protocol.Progress) and over.inside == ""
+
+
+def test_the_wait_of_the_training_thread_is_reported_before_that_of_the_gpu():
+    progress = ProgressCounter()
+    progress.enter(2, "allreduce.loss", 10.0)
+    (said,) = progress.tell(11.5, followed_since=lambda: 1.0)
+    assert isinstance(said, protocol.Progress) and said.inside == "allreduce.loss"

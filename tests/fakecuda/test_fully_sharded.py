@@ -1,0 +1,56 @@
+"""Fully sharded models on made-up GPUs: FSDP2 over NCCL, on streams that the training thread does not wait for."""
+
+import pytest
+
+from fakecuda.replay import replayed
+from harness import wording
+from harness.history import History, sizes, started
+
+pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
+
+
+def check(training, optimizer="Adam"):
+    """To the bit, as one process that adds up the gradients of so many ranks."""
+    history = History(training)
+    history.check_commits_kept()
+    history.check_written()
+    losses, parameters = replayed(history, optimizer)
+    done = history.all("done")
+    assert done
+    for record in done:
+        assert record["step"] == len(losses)
+        assert record["parameters"] == parameters.tolist()
+    assert wording.NOT_MADE_UP not in training.output
+    assert wording.SPOILT not in training.output
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "kernel:die,rank=1,nth=40",
+        *(
+            pytest.param(rule, marks=pytest.mark.slow)
+            for rule in (
+                "kernel:die,rank=0,nth=41",
+                "kernel:die,rank=2,nth=42",
+                "launch:die,rank=1,nth=43",
+                "kernel:freeze,rank=1,nth=44",
+                "kernel:error,rank=1,nth=45",
+            )
+        ),
+    ],
+)
+def test_fault_within_a_step_of_which_no_result_was_waited_for(job, fake_cuda, rule):
+    training = started(
+        job,
+        3,
+        **fake_cuda(gpus=3, FAKE_FAULTS=f"{rule},once=struck"),
+        DEVICE="cuda",
+        SHARDED="1",
+        OPTIMIZER="Adam",
+        STEPS="12",
+    )
+    training.succeed(200)
+    assert (training.folder / "struck").exists(), "no fault"
+    assert len(sizes(training)) >= 3
+    check(training)
