@@ -203,16 +203,18 @@ class NcclCollectives:
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        options = c10d.ReduceScatterOptions()
-        options.reduceOp = self._scaled_sum(scale, divisor)
-        return self.submit("_reduce_scatter_base", output.detach(), tensor.detach(), options)
-
-    def _scaled_sum(self, scale: float, divisor: int) -> Any:
-        """Return the operator with which NCCL scales what it sends, at no cost, as torch's FSDP2 expects."""
-        if scale == 1.0 and divisor in (1, self.size):
-            return c10d.ReduceOp.SUM if divisor == 1 else c10d.ReduceOp.AVG
-        premultiplied: Any = c10d._make_nccl_premul_sum
-        return premultiplied(scale / divisor)
+        options, then = c10d.ReduceScatterOptions(), None
+        result = output.detach()
+        if scale == 1.0 and divisor == self.size:
+            options.reduceOp = c10d.ReduceOp.AVG  # type: ignore[assignment]
+        elif tensor.dtype is torch.bfloat16:
+            # As a premultiplied sum it could be 0: torch passes a float32 where NCCL reads a bfloat16
+            # (pytorch/pytorch#190745).
+            then = functools.partial(dtypes_and_ops.rescale_, result, scale, divisor)
+        elif scale != divisor:
+            premultiplied: Any = c10d._make_nccl_premul_sum
+            options.reduceOp = premultiplied(scale / divisor)
+        return self.submit("_reduce_scatter_base", result, tensor.detach(), options, then=then)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]

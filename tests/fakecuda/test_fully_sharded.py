@@ -4,7 +4,7 @@ import pytest
 
 from fakecuda.replay import replayed
 from harness import wording
-from harness.history import History, sizes, started
+from harness.history import SCRIPTS, History, sizes, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 
@@ -54,3 +54,9 @@ def test_fault_within_a_step_of_which_no_result_was_waited_for(job, fake_cuda, r
     assert (training.folder / "struck").exists(), "no fault"
     assert len(sizes(training)) >= 3
     check(training)
+
+
+@pytest.mark.slow
+def test_reduce_scatters_and_all_gathers_of_each_dtype_on_each_stream(job, fake_cuda):
+    training = job("-np 3", ["python", SCRIPTS / "scatters_on_gpus.py"], env=fake_cuda(gpus=3))
+    assert training.succeed(200).count("found all right") == 3

@@ -310,50 +310,86 @@ ncclResult_t collective(ncclComm* comm, cudaStream_t stream, Header header, cons
 
 enum Kind { kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kAllToAll };
 
-bool reducible(ncclDataType_t dtype, ncclRedOp_t op) {
-  double probe = 0;
-  return op >= ncclSum && op <= ncclAvg && typed(&probe, dtype, [](auto*) {});
+// Factors of sums that multiply each rank's elements first, by operator: the numbers after NCCL's own.
+std::mutex premultiplying;
+std::map<int, double> factors;
+
+double factor_of(ncclRedOp_t op) {
+  std::lock_guard<std::mutex> lock(premultiplying);
+  auto found = factors.find(op);
+  return found == factors.end() ? 1.0 : found->second;
 }
 
-// The reduction of everybody's elements from `first` on.
-void reduce(const Gathered& gathered, size_t first, size_t count, ncclDataType_t dtype, ncclRedOp_t op, char* out) {
-  const size_t offset = first * width(dtype);
-  std::vector<char> sum(gathered[0].begin() + static_cast<long>(offset),
-                        gathered[0].begin() + static_cast<long>(offset + count * width(dtype)));
-  for (size_t rank = 1; rank < gathered.size(); rank++)
-    reduce_into(sum.data(), gathered[rank].data() + offset, count, dtype, op);
+bool reducible(ncclDataType_t dtype, ncclRedOp_t op) {
+  double probe = 0;
+  std::lock_guard<std::mutex> lock(premultiplying);
+  return ((op >= ncclSum && op <= ncclAvg) || factors.count(op)) && typed(&probe, dtype, [](auto*) {});
+}
+
+// The reduction of all ranks' elements from `first` on.
+void reduce(const Gathered& gathered, size_t first, size_t count, ncclDataType_t dtype, ncclRedOp_t op, double factor,
+            char* out) {
+  const size_t offset = first * width(dtype), bytes = count * width(dtype);
+  std::vector<char> sum, next;
+  for (size_t rank = 0; rank < gathered.size(); rank++) {
+    const char* at = gathered[rank].data() + offset;
+    next.assign(at, at + bytes);
+    if (op > ncclAvg) multiply(next.data(), count, dtype, factor);
+    if (rank == 0) sum = next;
+    else reduce_into(sum.data(), next.data(), count, dtype, op);
+  }
   if (op == ncclAvg) average(sum.data(), count, dtype, static_cast<int>(gathered.size()));
   std::copy(sum.begin(), sum.end(), out);
 }
 
 }  // namespace
 
+NCCL_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype,
+                                               ncclScalarResidence_t, ncclComm_t) {
+  double factor = 0;
+  if (!typed(scalar, dtype, [&](auto* value) { factor = static_cast<double>(*value); })) return ncclInvalidArgument;
+  std::lock_guard<std::mutex> lock(premultiplying);
+  int number = ncclNumOps;
+  while (factors.count(number)) number++;
+  factors[number] = factor;
+  *op = static_cast<ncclRedOp_t>(number);
+  return ncclSuccess;
+}
+
+NCCL_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t) {
+  std::lock_guard<std::mutex> lock(premultiplying);
+  return factors.erase(op) ? ncclSuccess : ncclInvalidArgument;
+}
+
 NCCL_API ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                     ncclComm_t comm, cudaStream_t stream) {
   if (!reducible(dtype, op)) return ncclInvalidArgument;
+  const double factor = factor_of(op);
   const size_t bytes = count * width(dtype);
   return collective(comm, stream, {kAllReduce, dtype, op, 0, count}, in, bytes, out, bytes,
-                    [=](const Gathered& gathered, char* to) { reduce(gathered, 0, count, dtype, op, to); });
+                    [=](const Gathered& gathered, char* to) { reduce(gathered, 0, count, dtype, op, factor, to); });
 }
 
 NCCL_API ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                  int root, ncclComm_t comm, cudaStream_t stream) {
   if (!reducible(dtype, op)) return ncclInvalidArgument;
+  const double factor = factor_of(op);
   const size_t bytes = count * width(dtype);
   const bool mine = comm && comm->rank == root;
   return collective(comm, stream, {kReduce, dtype, op, root, count}, in, bytes, mine ? out : nullptr, mine ? bytes : 0,
                     [=](const Gathered& gathered, char* to) {
-                      if (mine) reduce(gathered, 0, count, dtype, op, to);
+                      if (mine) reduce(gathered, 0, count, dtype, op, factor, to);
                     });
 }
 
 NCCL_API ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                         ncclComm_t comm, cudaStream_t stream) {
   if (!reducible(dtype, op) || !comm) return ncclInvalidArgument;
+  const double factor = factor_of(op);
   const size_t bytes = count * width(dtype), first = count * static_cast<size_t>(comm->rank);
   return collective(comm, stream, {kReduceScatter, dtype, op, 0, count}, in, bytes * static_cast<size_t>(comm->size),
                     out, bytes,
-                    [=](const Gathered& gathered, char* to) { reduce(gathered, first, count, dtype, op, to); });
+                    [=](const Gathered& gathered, char* to) { reduce(gathered, first, count, dtype, op, factor, to); });
 }
 
 NCCL_API ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t dtype, int root,

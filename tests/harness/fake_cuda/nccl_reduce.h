@@ -51,6 +51,11 @@ void divide(T* values, size_t count, int by) {
   for (size_t i = 0; i < count; i++) values[i] = static_cast<T>(values[i] / static_cast<T>(by));
 }
 
+template <class T>
+void scale(T* values, size_t count, double factor) {
+  for (size_t i = 0; i < count; i++) values[i] = static_cast<T>(values[i] * static_cast<T>(factor));
+}
+
 // Calls `use` with a pointer of the dtype's type; false where the dtype can't be reduced.
 template <class Use>
 bool typed(void* at, ncclDataType_t dtype, const Use& use) {
@@ -73,6 +78,11 @@ inline bool reduce_into(void* into, const void* from, size_t count, ncclDataType
   return typed(into, dtype, [&](auto* values) {
     accumulate(values, static_cast<const std::remove_pointer_t<decltype(values)>*>(from), count, op);
   });
+}
+
+// The first step of a premultiplied sum.
+inline void multiply(void* values, size_t count, ncclDataType_t dtype, double factor) {
+  typed(values, dtype, [&](auto* each) { scale(each, count, factor); });
 }
 
 // The last step of an average.
