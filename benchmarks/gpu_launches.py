@@ -1,6 +1,10 @@
 """What does a step ask of a GPU? Beside torch's DistributedDataParallel, counted on the made-up CUDA runtime.
 
     python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
+    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
+
+With --fsdp the whole step of a model of so many layers, each sharded by FSDP2, is counted over the process group of
+this package and over torch's NCCL.
 
 A count is that of a step with reduction less that of one without, of one rank of two. The counts are those that a GPU
 would see; launches of operators on many tensors are counted as torch's multi_tensor_apply would split them. The host's
@@ -9,6 +13,7 @@ time is not a GPU machine's: a launch costs another amount there.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groups
 import shown
+from elastic.torch_backend import registration
 from hooks import Many, alone, ours
 
 STEPS = 5
@@ -50,14 +56,59 @@ WAYS: dict[str, Callable[[Many], Callable[[], None]]] = {
 }
 
 
+def fully_sharded(layers: int, elements: int, backend: str) -> Callable[[], None]:
+    """Return a step of a model of square layers, with AdamW."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    registration.register()
+    group: Any = distributed.new_group(backend=backend)
+    mesh = DeviceMesh.from_group(group, "cuda")
+    torch.manual_seed(0)
+    width = round(elements**0.5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).cuda()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.randn(8, width, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
 def counted(parameters: int, elements: int) -> dict[str, dict[str, float]]:
     """By way and count, of a step."""
+    torch.cuda.set_device(distributed.get_rank())
+    return counts_of(
+        {
+            name: functools.partial(way, Many(parameters, elements).cuda())
+            for name, way in WAYS.items()
+        }
+    )
+
+
+def counted_sharded(layers: int, elements: int) -> dict[str, dict[str, float]]:
+    """By backend and count, of a whole step."""
+    torch.cuda.set_device(distributed.get_rank())
+    return counts_of(
+        {
+            backend: functools.partial(fully_sharded, layers, elements, backend)
+            for backend in ("elastic", "nccl")
+        }
+    )
+
+
+def counts_of(ways: dict[str, Callable[[], Callable[[], None]]]) -> dict[str, dict[str, float]]:
     import fake_cuda  # type: ignore[import-not-found]  # on the path of a process that start.py starts
 
-    torch.cuda.set_device(distributed.get_rank())
     found = {}
-    for name, way in WAYS.items():
-        step = way(Many(parameters, elements).cuda())
+    for name, way in ways.items():
+        step = way()
         for _ in range(3):
             step()
         torch.cuda.synchronize()
@@ -76,8 +127,17 @@ def main() -> None:
     parser = shown.options_of(__doc__)
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--elements", type=int, default=4096)
+    parser.add_argument("--fsdp", type=int, metavar="LAYERS", help="count a step of FSDP2 instead")
     asked = parser.parse_args()
     figures = {}
+    if asked.fsdp:
+        found = groups.ask(counted_sharded, 2, asked.fsdp, asked.elements)
+        table = shown.table(f"FSDP2, {asked.fsdp} layers of {asked.elements} weights", "", *SHOWN)
+        for name, counts in found.items():
+            table.add_row(name, *(f"{counts[each]:.4g}" for each in SHOWN))
+        Console(width=200).print(table)
+        shown.write_json(asked.json, found)
+        return
     for parameters in asked.parameters:
         found = groups.ask(counted, 2, parameters, asked.elements)
         title = f"{parameters} parameters of {asked.elements} elements"

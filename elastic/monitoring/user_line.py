@@ -7,12 +7,8 @@ import sys
 import sysconfig
 from types import FrameType
 
-# A line of theirs tells nothing: who has called them does.
-_LIBRARIES = {
-    "accelerate", "cloudpickle", "datasets", "elastic", "horovod", "jax", "keras", "lightning", "lightning_fabric",
-    "lightning_utilities", "numpy", "pytorch_lightning", "runpy", "tensorflow", "tf_keras", "torch", "transformers",
-    "typing_extensions",
-}  # fmt: skip
+from elastic.rendezvous.script_files import LIBRARIES
+
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = "site-packages"
 
@@ -31,4 +27,4 @@ def _is_of_a_library(frame: FrameType) -> bool:
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     path = frame.f_code.co_filename
     standard = path.startswith(("<frozen", _STANDARD)) and _INSTALLED not in path
-    return room in _LIBRARIES or standard
+    return room in LIBRARIES or standard

@@ -7,6 +7,12 @@ import sysconfig
 from collections.abc import Mapping
 
 MOST = 200  # files
+# Frameworks, which may be installed outside of site-packages, such as a torch built from its sources.
+LIBRARIES = frozenset({
+    "accelerate", "cloudpickle", "datasets", "elastic", "horovod", "jax", "keras", "lightning", "lightning_fabric",
+    "lightning_utilities", "numpy", "pytorch_lightning", "runpy", "tensorflow", "tf_keras", "torch", "transformers",
+    "typing_extensions",
+})  # fmt: skip
 
 
 def script_files(modules: Mapping[str, object]) -> list[str]:
@@ -15,7 +21,7 @@ def script_files(modules: Mapping[str, object]) -> list[str]:
     found: list[str] = []
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name.partition(".")[0] in ("elastic", "horovod"):
+        if not isinstance(file, str) or name.partition(".")[0] in LIBRARIES:
             continue
         if not file.endswith(".py") or file.startswith(standard):
             continue

@@ -60,20 +60,25 @@ class Strike:
         return f"{self.kind}: {'; '.join(self.rules)}{killed}"
 
 
-def strikes(seed: int, count: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Strike]:
-    """Each kind as often as every other one, in random order. The first ones are the same for every ``count``."""
+def strikes(
+    seed: int, count: int, kinds: tuple[str, ...] = KINDS, communicators: int = 2
+) -> Iterator[Strike]:
+    """Each kind as often as every other one, in random order. The first ones are the same for every ``count``.
+
+    ``communicators``: how many a new world creates.
+    """
     dice = random.Random(seed)
     left: list[str] = []
     for _ in range(count):
         if not left:
             left = dice.sample(kinds, len(kinds))
-        yield _strike(left.pop(), dice)
+        yield _strike(left.pop(), dice, communicators)
 
 
-def _strike(kind: str, dice: random.Random) -> Strike:
+def _strike(kind: str, dice: random.Random, communicators: int) -> Strike:
     one, other = dice.sample(range(FULL), 2)  # ranks
     gpu = f"host={dice.choice(HOSTS)},device={dice.randrange(GPUS)}"
-    soon, second = f"nth={dice.randint(1, 8)}", f"nth={dice.randint(1, 2)}"
+    soon, second = f"nth={dice.randint(1, 8)}", f"nth={dice.randint(1, communicators)}"
     late = f"nth={dice.randint(1, 150)}"
     code = f"code={dice.choice(CODES)}"
     error, death = (f"kernel:{what},rank={other},{soon}" for what in ("error", "die"))

@@ -24,3 +24,14 @@ def test_a_hundred_gradients_take_a_handful_of_launches_and_no_wait_inside_cuda(
     assert ours["launches"] <= 10
     assert ours["collectives"] == 2
     assert ours["synchronizations"] < 1
+
+
+def test_a_step_of_fsdp2_takes_no_more_than_over_torchs_nccl_and_does_not_wait(fake_cuda, tmp_path):
+    file = tmp_path / "figures.json"
+    words = (sys.executable, PROGRAM, "--fsdp", "4", "--json", file)
+    output_of(*words, env=os.environ | fake_cuda(gpus=2), timeout=200)
+    figures = json.loads(file.read_text())
+    ours, torchs = figures["elastic"], figures["nccl"]
+    for each in ("launches", "launched_bytes", "collectives", "copies", "allocations"):
+        assert ours[each] <= torchs[each], each
+    assert ours["synchronizations"] == 0

@@ -29,5 +29,6 @@ def test_installed_modules_and_those_without_a_file_are_left_out():
         "built": module(None),
         "installed": module("/venv/site-packages/package/a.py"),
         "elastic.run_loop": module("/src/elastic/run_loop.py"),
+        "torch.distributed.rendezvous": module("/src/pytorch/torch/distributed/rendezvous.py"),
     }
     assert script_files(modules) == ["/app.zip/model.py"]
