@@ -1,4 +1,4 @@
-"""The actions that were decided for the present event, in order, and its time. Decides nothing."""
+"""Actions decided for the current event, in order, and the time of the event. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from elastic.driver.reasons import Reason
 
 
 class ActionList:
-    """Shared by those that decide together. ``now`` is the time of the event, in seconds on the caller's clock."""
+    """The actions shared by the parts of a membership. ``now``: time of the event, in seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self.now = 0.0

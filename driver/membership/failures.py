@@ -1,7 +1,7 @@
-"""Decides what it means that a collective broke, an exception came up, or a process ended. Deterministic.
+"""Decisions about broken collectives, exceptions and exits of workers. Deterministic.
 
-In elastic.run a failure is everybody's occasion to go on from the last commit; outside it, and in a job that is not
-elastic, it ends the job, and the question is only who is to blame: see `root_cause`.
+Inside elastic.run, a failure makes all workers resume from the last commit. Outside it, and in a job that is not
+elastic, it ends the job; `root_cause` then determines the cause.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.tracebacks import exception_line
 
-UNCAUGHT = 1  # Python's exit code after an exception that nobody caught
+UNCAUGHT = 1  # Python's exit code after an uncaught exception
 
 
 class Failures(Part):
-    """One method per event; what they need below."""
+    """Handles failures and exits, one method per event."""
 
     def handle(self, event: Event) -> bool:
         """Handle a failure or an exit; return whether it was one."""
@@ -57,7 +57,7 @@ class Failures(Part):
         if not (self.settings.elastic or self.worlds.stopping or self.worlds.all_go):
             self._complain(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
-            # Many workers report one failure; only the first of a generation comes this far.
+            # Many workers report the same failure; only the first report of a generation gets here.
             worker, text = str(event.worker), event.reason
             broke = because(Why.COLLECTIVE_BROKE, worker=worker, text=text)
             if event.calls:
@@ -75,11 +75,11 @@ class Failures(Part):
         if event.differs:
             verdict = because(Why.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
-            return  # it is on its way out
+            return  # it is already leaving
         if not self.settings.elastic:
             self._complain(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
-            # Others are inside elastic.run: they go on, and it starts anew.
+            # The workers inside elastic.run continue, and this one is restarted.
             self.staff.dismiss(record, because(Why.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(record, because(Why.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
@@ -91,7 +91,7 @@ class Failures(Part):
             self._complain(record, verdict)
 
     def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
-        """Why a job of a fixed size ends with a collective."""
+        """Return why a job of a fixed size ends with a broken collective."""
         if event.differs:
             return because(Why.CALLS_DIFFER, text=event.reason)
         return because(Why.LOST_PEER, who=self.worlds.named(record), text=event.reason)
@@ -109,14 +109,14 @@ class Failures(Part):
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
             if self.worlds.root_cause_search is None:
-                by = self.actions.now + self.settings.leave_s  # its exit brings the exit code
+                by = self.actions.now + self.settings.leave_s  # its exit reports the exit code
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             who, summary = self.worlds.named(record), event.summary
             verdict = because(Why.SCRIPT_RAISED, who=who, summary=summary, trace=trace)
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and event.calls:
-            # All its ranks were told the same, and would be again.
+            # All ranks received the same calls, and would again after a retry.
             self.worlds.end(1, because(Why.TENSORS_DIFFER, summary=event.summary))
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
@@ -140,14 +140,17 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
-        """Its interpreter, with torch in it, takes seconds to end. The others, cut off from it, go on at once."""
+        """Handle a worker that is about to exit; the others, disconnected from it, continue at once.
+
+        Its interpreter, with torch loaded, takes seconds to end.
+        """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:
             return
         if event.generation != self.worlds.generation or record.stage not in AT_STAKE:
             return
         if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
-            return  # nobody waits for it, so that it may take its time: its exit brings the end
+            return  # no worker waits for it, so it has time to exit; its exit ends the job
         self.staff.dismiss(record, because(Why.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
         lost = because(Why.LOST_EXITED, worker=worker, exit=ended)
@@ -158,7 +161,7 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def exited(self, event: WorkerExited) -> None:
-        self.worlds.signs.heard(event.worker)  # nobody waits for its answer
+        self.worlds.signs.heard(event.worker)  # no worker waits for its answer any more
         record = self.roster.remove(event.worker)
         if record is None:
             return
@@ -166,10 +169,10 @@ class Failures(Part):
         worker = str(event.worker)
         lost = because(Why.LOST_EXITED, worker=worker, exit=exit_text)
         if record.killed_for is not None:
-            # The reason was given when it was killed. Only where its exit ends the job it is given again.
+            # The reason was logged when it was killed. It is repeated only if the exit ends the job.
             ended = f"{ended}, as requested"
             lost = because(Why.LOST_KILLED, worker=worker, killed_for=record.killed_for)
-        # Who is killed by SIGKILL can't say why, and what an earlier worker wrote is no reason for a later one.
+        # A worker killed by SIGKILL cannot report why, and an earlier worker's output does not explain a later exit.
         if event.output and event.code != -signal.SIGKILL:
             self.staff.last_output = event.output.rstrip()
         elif record.stage is not WorkerStage.DISMISSED:
@@ -204,19 +207,24 @@ class Failures(Part):
             if record.stage is not WorkerStage.DISMISSED:
                 self.worlds.lose(record, lost)
 
-    # ---- all begin anew ----------------------------------------------------------------------------------------------
+    # ---- restart from the beginning ----------------------------------------------------------------------------------
 
     def _nothing_to_lose(self) -> bool:
-        """Whether all may begin anew: --reset-limit says how often, nobody has come as far as elastic.run, and no
-        worker's script has failed, which it would do again.
+        """Return whether all workers may restart from the beginning without losing progress.
+
+        This requires --reset-limit, which bounds the number of restarts, that no worker has entered elastic.run, and
+        that no worker's script has failed, since it would fail again.
         """
         if self.settings.reset_limit is None:
-            return False  # a script without elastic.run is not started again unasked
+            return False  # a script without elastic.run is restarted only on request
         failed = self.staff.slots.any_failed() or self.roster.any_at(WorkerStage.DISMISSED)
         return not (self.worlds.trained or self.worlds.completed or failed)
 
     def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
-        """In an elastic job: a member was killed, and others had noticed first."""
+        """Return whether this exit is the cause of a reported failure and all workers may restart.
+
+        Elastic jobs only: a member was killed, and others reported the failure before its exit.
+        """
         search = self.worlds.root_cause_search
         killed = event.code < 0 or record.killed_for is not None
         if search is None or not self.settings.elastic or not search.settles(event.worker):
@@ -225,8 +233,9 @@ class Failures(Part):
         return killed and member and self._nothing_to_lose()
 
     def _begin_anew(self, why: Reason) -> None:
-        """Start again from the beginning: no worker was in elastic.run, and those that wait for a lost peer can't
-        continue.
+        """Restart all workers from the beginning.
+
+        No worker had entered elastic.run, and those that wait for a lost peer cannot continue.
         """
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
@@ -236,11 +245,12 @@ class Failures(Part):
             if record.stage is not WorkerStage.STARTING:
                 self.staff.discard(record, stranded)
 
-    # ---- the verdict -----------------------------------------------------------------------------------------------
+    # ---- the cause -------------------------------------------------------------------------------------------------
 
     def _complain(self, record: WorkerRecord, verdict: Reason) -> None:
-        """Record that a worker can't continue because of another one. The next exit explains it, else this is the
-        reason.
+        """Record that a worker cannot continue because of another one.
+
+        The next exit explains the failure; if none follows, ``verdict`` is the reason.
         """
         if self.worlds.root_cause_search is None:
             if self.worlds.completed:
@@ -262,9 +272,9 @@ class Failures(Part):
             return
         if search is not None and search.root_cause == event.worker and search.verdict:
             self.worlds.end(exit_code(event.code), search.verdict)
-        # Who is killed by SIGKILL can't say why.
-        says = "\n" in event.output.strip() and event.code != -signal.SIGKILL
-        wrote = event.output.rstrip() if says else ""
+        # A worker killed by SIGKILL cannot report why.
+        explains = "\n" in event.output.strip() and event.code != -signal.SIGKILL
+        wrote = event.output.rstrip() if explains else ""
         outside = self.settings.elastic
         facts: dict[str, bool | str] = {"early": early, "outside": outside, "wrote": wrote}
         if event.code != UNCAUGHT and exception_line(wrote):
@@ -293,7 +303,7 @@ class Failures(Part):
             self.worlds.end(1, fails)
 
     def _ran_to_its_end(self, record: WorkerRecord) -> bool:
-        """A program without elastic.run, or without init() even, that came to its end."""
+        """Return whether a program without elastic.run, possibly without init(), ran to its end."""
         outside = not record.running and record.stage is not WorkerStage.DISMISSED
         here = not self.worlds.generation or record.worker in self.worlds.world.places
         return outside and here and not record.leaving and self.worlds.root_cause_search is None

@@ -1,20 +1,21 @@
-"""Decides who trains together. Deterministic: no clock, no network, no logger. See docs/architecture.md.
+"""Decisions about which workers train together. Deterministic: no clock, network or logger. See docs/architecture.md.
 
     GATHERING --all expected are ready--> TRAINING --worker lost / collective broke--> GATHERING
         ^                                  |  ^
         |                          newcomer ready, or a member leaves
         |                                  v  |  called off
         +--all stopped-- STOPPING <--all answered-- PREPARING
+
     TRAINING --a member returned--> ENDING --all returned--> DONE         any phase --> DONE (failed)
 
-Every world has a generation, and every event about a world carries it: what belongs to an older one is dropped by one
-line at the top of each handler. A worker that is lost is dead before the world shrinks: exits are reported by the
-agent that reaped the process, and whoever cannot be reached is killed first.
+Every world has a generation, and every event about a world carries it; each handler starts by dropping events of older
+generations. A lost worker is dead before the world shrinks: exits are reported by the agent that reaped the process,
+and a worker that cannot be reached is killed first.
 
-Here is which part answers which event, and what is looked at after each. `worlds` has the transitions between phases,
-`worker_reports` what workers say, `failures` what broken worlds and dead workers mean, `reconnect` what is said
-again, `frozen` and `stuck` who holds the others up, `notices` whose machine goes away, `requests` what operators want,
-`worker_pool` which processes run, `root_cause` whose fault it was.
+This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
+transitions between phases, `worker_reports` the workers' reports, `failures` broken worlds and dead workers,
+`reconnect` repeated reports after a lost connection, `frozen` and `stuck` workers that hold up the others, `notices`
+preemption, `requests` operator requests, `worker_pool` the processes, and `root_cause` the attribution of failures.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
 
 
 class Membership:
-    """One job's membership. Feed it events with their time, perform the actions it returns, in order."""
+    """Membership of one job. Pass it events with their time, and perform the actions that it returns, in order."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -58,7 +59,7 @@ class Membership:
         self.stop = Stop(self.worlds)
         self.deadlines = Deadlines(self.worlds)
 
-    # ---- what others may ask ---------------------------------------------------------------------------------------
+    # ---- public state ----------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -66,7 +67,7 @@ class Membership:
 
     @property
     def roster(self) -> Roster:
-        """Every live process."""
+        """All live processes."""
         return self.worlds.roster
 
     @property
@@ -75,17 +76,17 @@ class Membership:
 
     @property
     def members(self) -> list[Worker]:
-        """Members of the last world, in rank order, dead ones included."""
+        """Members of the last world in rank order, including dead ones."""
         return self.worlds.members
 
     @property
     def over(self) -> bool:
-        """Whether the outcome is decided."""
+        """Return whether the outcome is decided."""
         return self.worlds.over
 
     @property
     def verdict(self) -> events.EndJob | None:
-        """How the job ends, once that is decided."""
+        """The outcome of the job, once decided."""
         return self.worlds.verdict
 
     @property
@@ -95,21 +96,21 @@ class Membership:
 
     @property
     def drained(self) -> list[str]:
-        """Hosts that an operator wants empty."""
+        """Hosts that an operator has drained."""
         slots = self.worlds.staff.slots
         return [host for host in slots.hosts if slots.drained(host)]
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """The workers that slow the others down although all make progress."""
+        """The workers that slow down the others although all make progress."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
-        """The worker's place in the last published world; None if it has none."""
+        """Return the worker's place in the last published world; None if it has none."""
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
-        """When to send TimePassed, if nothing else happens before. Always later than the last event."""
+        """Return when to send TimePassed if no other event occurs before. Always later than the last event."""
         return None if self.over else min(self._deadlines(), default=None)
 
     def _deadlines(self) -> Iterator[float]:
@@ -122,7 +123,11 @@ class Membership:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
-        """Decide the actions for an event, in order. Raises IllegalEvent on an impossible one."""
+        """Return the actions for an event, in order.
+
+        Raises:
+            IllegalEvent: the event is impossible in the current state.
+        """
         self.story.append(event)
         self.worlds.actions.begin(now)
         try:
@@ -145,7 +150,7 @@ class Membership:
 
     def _dispatch(self, event: events.Event) -> None:
         self.stop.heard(event)
-        # The most frequent first.
+        # The most frequent events first.
         parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices)
         if any(part.handle(event) for part in parts):
             return
@@ -174,7 +179,7 @@ class Membership:
             case events.ScaleRequested() | events.DrainRequested() | events.RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
             case events.TimePassed() | events.WorkerSpent():
-                pass  # deadlines are looked at after every event
+                pass  # deadlines are checked after every event
             case _:
                 raise IllegalEvent("no handler for it")
 
@@ -192,14 +197,14 @@ class Membership:
         self.deadlines.overdue()
 
     def _after_the_end(self, event: events.Event) -> None:
-        """The outcome is decided: who comes late is let go."""
+        """Handle an event after the outcome is decided: late workers are released."""
         match event:
             case events.WorkerExited():
                 self.roster.remove(event.worker)
             case events.WorkerConnected() | events.WorkerReady() if event.worker in self.roster:
                 self.worlds.staff.release(self.roster[event.worker], because(Why.JOB_ENDED))
             case events.WorkerReconnected() if self._has_finished(event.worker):
-                self.reconnections.reconnected(event)  # what follows its training still runs
+                self.reconnections.reconnected(event)  # code after its training still runs
             case events.WorkerReconnected():
                 self.worlds.actions.add(events.LetGo(event.worker, because(Why.JOB_ENDED)))
             case events.HostReported():
@@ -230,7 +235,7 @@ class Membership:
         return record is not None and record.stage is WorkerStage.FINISHED
 
     def check(self) -> None:
-        """Asserts the invariants; tests call it after every event."""
+        """Assert the invariants; called by tests after every event."""
         self.stuck.check()
         slots = {record.slot for record in self.roster.values()}
         assert len(slots) == len(self.roster), "two live processes in one slot"
@@ -239,8 +244,6 @@ class Membership:
         leaving = sum(record.leaving is not None for record in live)
         assert len(live) <= self.worlds.staff.workers_max + leaving
         deadline = self.next_deadline()
-        assert deadline is None or deadline > self.worlds.actions.now, (
-            "a deadline that would be met for ever"
-        )
+        assert deadline is None or deadline > self.worlds.actions.now, "a deadline in the past"
         if self.phase in (Phase.TRAINING, Phase.PREPARING):
             assert all(record.stage is WorkerStage.MEMBER for record in live), live

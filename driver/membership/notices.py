@@ -1,12 +1,12 @@
-"""Decides what follows when a machine has announced its end. Deterministic.
+"""Decisions about machines that will be reclaimed. Deterministic.
 
-    announced --> its workers leave at the next check, if enough others stay; nobody is started there
-              --> HURRY_S before the end they leave however few stay
-    withdrawn --> those that have not left yet stay
+    announced --> its workers leave at the next check if enough others stay; no worker is started there
+              --> HURRY_S before the end they leave regardless of how few stay
+    withdrawn --> workers that have not left yet stay
 
-Where all members are on such machines, nobody could go on: they train on, and a checkpoint is asked for at once and
-again shortly before the end. Where the driver's own machine goes, and with it everybody, the job ends once that is
-made: the same command goes on from it.
+If all members run on such machines, no worker could continue: they keep training, and a checkpoint is requested at
+once and again shortly before the end. If the driver's own machine is reclaimed, and with it all workers, the job ends
+once that checkpoint is durable; rerunning the command resumes from it.
 """
 
 from __future__ import annotations
@@ -28,46 +28,48 @@ from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Commit
 
-HURRY_S = 10.0  # before the end
-LAST_CHECKPOINT_S = 20.0  # before the end
-APART_S = 1.0  # the first and the last checkpoint are at least that far from each other, or one
-# Before the end: then the job ends where the driver's machine goes too, checkpoint or not.
+HURRY_S = 10.0  # seconds before the end
+LAST_CHECKPOINT_S = 20.0  # seconds before the end
+# Minimum interval between the first and the last checkpoint; if less time remains, only one is made.
+APART_S = 1.0
+# Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
 LAST_S = 3.0
-GONE_S = 60.0  # after the end a host may be tried again: it is another machine by then, or it was a false alarm
-UNKNOWN_S = 600.0  # taken for the time until then where nobody says it
-STOPPED = 143  # the exit code, as if SIGTERM had come; a batch system may run the job again
+# A host may be used again this long after the end: it is another machine by then, or it was a false alarm.
+GONE_S = 60.0
+UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
+STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
 
 
 @dataclass
 class Departure:
-    """One machine's end. ``by``: on the caller's clock, None if not known."""
+    """The announced end of one machine. ``by``: time on the caller's clock; None if unknown."""
 
     text: str
     by: float | None
     alone: bool
 
     def before(self, seconds: float, since: float) -> float | None:
-        """So long before the end; later, where there is little time."""
+        """Return the time ``seconds`` before the end, or halfway to it if less than twice that remains at ``since``."""
         return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
 
 
 class Notices(Part):
-    """Which machines have announced their end."""
+    """Tracks the machines that will be reclaimed, and decides what their workers do."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
         self.announced: dict[str, Departure] = {}
         self._hurry_at: dict[str, float] = {}
-        # Where everybody goes: when to ask for a checkpoint, and whether the last one of them was asked for.
+        # Used if all machines are reclaimed: when to request checkpoints, and whether the last one was requested.
         self._ask_at: list[float] = []
         self._all_go = False
         self._last_asked = False
-        self._asked_in: int | None = None  # the generation; until there is an answer
-        self._earlier = False  # the next answer is to the request before the last one
-        self._last_by: float | None = None  # the end that the last one was scheduled for
-        self._newest: Commit | None = None  # that is durable
+        self._asked_in: int | None = None  # generation that was asked; None once answered
+        self._earlier = False  # the next answer belongs to the request before the last one
+        self._last_by: float | None = None  # the end for which the last one is scheduled
+        self._newest: Commit | None = None  # newest durable commit
         self._end_at: float | None = None
-        self._looked_at: tuple[int, int, int] | None = None  # what members were looked at for
+        self._looked_at: tuple[int, int, int] | None = None  # at the last check
 
     def handle(self, event: Event) -> bool:
         """Handle a notice about a machine; return whether it was one."""
@@ -88,7 +90,7 @@ class Notices(Part):
             self._stays(event.host)
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Discovery's list: who has left it comes back as another machine."""
+        """Handle a new list from discovery: a host that left it returns as another machine."""
         for host in self.announced.keys() - hosts.keys():
             self._clear(host)
             for record in self.roster.hosts.get(host, {}).values():
@@ -96,7 +98,7 @@ class Notices(Part):
                     record.unlisted, record.noticed = True, False
 
     def checkpoint_made(self, event: CheckpointMade) -> None:
-        """The newest commit that no machine takes along."""
+        """Record the newest commit that survives the loss of all machines."""
         self._newest = max(self._newest or event.commit, event.commit)
         if self._earlier:
             self._earlier = False
@@ -121,18 +123,18 @@ class Notices(Part):
             self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
             by = known.by  # of two notices the earlier end counts
-        one = self.announced[host] = Departure(notice.text, by, alone)
+        departure = self.announced[host] = Departure(notice.text, by, alone)
         self._looked_at = None
         if alone:
-            self._end_at = one.before(LAST_S, now)
+            self._end_at = departure.before(LAST_S, now)
         if alone or not self.settings.elastic:
-            return  # there is nobody else who could go on, and until then it trains
+            return  # no other worker could continue, so it trains until then
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
-        hurry_at = one.before(HURRY_S, now)
+        hurry_at = departure.before(HURRY_S, now)
         if hurry_at is not None:
             self._hurry_at[host] = hurry_at
         for record in [*self.roster.hosts.get(host, {}).values()]:
-            # Where every process of a machine got SIGTERM, its agent's notice says how long there is.
+            # If every process of a machine received SIGTERM, its agent's notice states the remaining time.
             leaving = record.leaving
             asked = leaving is not None and leaving.kind is Why.TOLD
             if record.in_plans and (asked or leaving is None):
@@ -150,7 +152,7 @@ class Notices(Part):
         self.staff.slots.reopen(host)
         for record in self.roster.hosts.get(host, {}).values():
             leaving = record.leaving
-            drained = leaving is not None and leaving.kind is Why.DRAINED  # by an operator, too
+            drained = leaving is not None and leaving.kind is Why.DRAINED  # also by an operator
             if record.in_plans and not drained and (record.noticed or leaving == why):
                 record.leaving, record.noticed = None, False
 
@@ -163,11 +165,11 @@ class Notices(Part):
     def _why(self, host: str) -> Reason:
         return because(Why.HOST_LEAVES, host=host, notice=self.announced[host].text)
 
-    # ---- all of them -----------------------------------------------------------------------------------------------
+    # ---- all machines ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """After every event: does everybody go?"""
-        # Looking at all members after each of very many events would take too long where nothing has changed.
+        """Check after every event whether all machines will be reclaimed."""
+        # Checking all members after every event would take too long if nothing has changed.
         basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
         if basis != self._looked_at:
             self._looked_at = basis
@@ -180,24 +182,24 @@ class Notices(Part):
         # A job of a fixed size ends with its first machine.
         elastic = self.settings.elastic
         gone = bool(going) and None not in going if elastic else any(going)
-        everybody = gone and self.worlds.world.running
-        if everybody:
+        all_leave = gone and self.worlds.world.running
+        if all_leave:
             ends = [each.by for each in going if each is not None]
             known = [by for by in ends if by is not None]
             last = (max if elastic else min)(known) if len(known) == len(ends) else None
             if not self._all_go:
-                self._everybody_goes(last)
+                self._all_leave(last)
             elif last != self._last_by and self.settings.restarts is not None:
                 self._schedule(last)
-        if not everybody:
+        if not all_leave:
             self._ask_at, self._last_asked, self._asked_in = [], False, None
             self._earlier = False
         elif self._asked_in not in (None, self.worlds.generation):
-            self._ask_at.insert(0, self.actions.now)  # the world that was asked is over
+            self._ask_at.insert(0, self.actions.now)  # the generation that was asked is over
             self._asked_in, self._earlier = None, False
-        self._all_go = self.worlds.all_go = everybody
+        self._all_go = self.worlds.all_go = all_leave
 
-    def _everybody_goes(self, last: float | None) -> None:
+    def _all_leave(self, last: float | None) -> None:
         if self.settings.restarts is None:
             text = "all machines of this job will be reclaimed, and its commits are in memory only"
             self.actions.log("error", f"{text}; with --checkpoint-dir it could be resumed")
@@ -209,7 +211,10 @@ class Notices(Part):
         self._schedule(last)
 
     def _schedule(self, last: float | None) -> None:
-        """The last checkpoint, before this end; ``last`` is None where that is not known. An earlier end may follow."""
+        """Schedule the last checkpoint before the end at ``last``; None if the end is unknown.
+
+        An earlier end reschedules it.
+        """
         now, self._last_by = self.actions.now, last
         self._ask_at = [at for at in self._ask_at if at <= now]
         if last is None:
@@ -232,7 +237,7 @@ class Notices(Part):
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def deadlines(self) -> Iterator[float]:
-        """When to look again."""
+        """Yield the times of the next checks."""
         yield from self._hurry_at.values()
         if self._ask_at and self.worlds.phase is Phase.TRAINING:
             yield self._ask_at[0]
@@ -240,7 +245,7 @@ class Notices(Part):
             yield self._end_at
 
     def overdue(self) -> None:
-        """From here on there is little time."""
+        """Handle machines that have little time left."""
         for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():
@@ -250,7 +255,7 @@ class Notices(Part):
             self._end()
 
     def _ask(self) -> None:
-        """For a checkpoint, where everybody goes."""
+        """Request a due checkpoint if all machines will be reclaimed."""
         if not self._ask_at or self.worlds.phase is not Phase.TRAINING:
             return
         if self.actions.expired(self._ask_at[0]):

@@ -1,4 +1,4 @@
-"""Base of the parts of a membership: the worlds, and the objects that they share. Decides nothing."""
+"""Base class of the parts of a membership, with the objects that they share. Decides nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elastic.driver.membership.worlds.worlds import Worlds
 
 
 class Part:
-    """Has its own fields. Of the other parts it knows those that it was given, by their public names."""
+    """One part of a membership. It uses other parts only if they are passed to it, by their public names."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds

@@ -1,12 +1,12 @@
-"""Decides what a worker is told again when its connection is replaced, and what a restarted driver relies on. Pure.
+"""Decisions about messages that are repeated after a reconnection or a driver failover. Pure.
 
-A connection that breaks loses what was under way in it, in both directions. The worker opens another, says where it
-stands and repeats what has had no answer (see `recovery`); here is the other half: whatever holds for that worker now
-is said again. Everything that is repeated is harmless to who has heard it: it carries its generation, its change, or
-ends what is over anyway.
+A connection that breaks loses the messages in flight in both directions. The worker reconnects, reports its state and
+repeats unanswered messages (see `recovery`). This module is the driver's side: it repeats the decisions that currently
+hold for that worker. A repeated message is harmless to a worker that received it before: it carries its generation or
+its change, or ends something that is over anyway.
 
-The same serves a driver that was restarted: it reads its journal, and takes nothing of what it decided last for done.
-The agents tell which processes run, these connect again, and all is said to them that holds.
+The same applies after a driver failover: the new driver reads the journal and assumes that none of the last decisions
+was carried out. The agents report which processes run, the workers reconnect, and current decisions are repeated.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Why, because
 
-UNTIL_IT_IS_BACK = (Why.CONNECTION_LOST, Why.NOT_BACK)  # why it is to be killed
+# reasons for a kill that a reconnection cancels
+UNTIL_IT_IS_BACK = (Why.CONNECTION_LOST, Why.NOT_BACK)
 
 
 class Reconnections(Part):
-    """Repeat the current decisions to one worker."""
+    """Repeats the current decisions to workers that reconnect."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
         if record is None:
-            # Given up and reported dead, and yet it lives: nobody trains with it.
+            # Reported dead, but still alive: no other worker trains with it.
             self.actions.add(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:
@@ -91,15 +92,18 @@ class Reconnections(Part):
             case Phase.STOPPING if at_work:
                 self.actions.add(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
-                # It may be held at a change that was called off while nobody could tell it so.
+                # It may be held at a change that was called off while it was disconnected.
                 self.actions.add(
                     CallOffChange(generation, change.number, [worker], because(Why.RECONNECTED))
                 )
 
-    # ---- a whole host, or everybody --------------------------------------------------------------------------------
+    # ---- a whole host, or all hosts --------------------------------------------------------------------------------
 
     def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
-        """The workers that should run on the host and do not. Others that run there are killed, again if necessary."""
+        """Yield an exit for each worker that should run on the host but does not.
+
+        Workers that run there although they should not are killed, again if necessary.
+        """
         running = set(event.running)
         here = self.roster.hosts.get(event.host, {})
         for worker in event.running:

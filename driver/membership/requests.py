@@ -1,11 +1,11 @@
-"""Decides what becomes of an operator's request: another size, a host without workers, a worker that is to leave.
+"""Decisions about operator requests: scale the job, drain a host, remove a worker. Deterministic.
 
-Deterministic. Nothing is lost by any of them: who leaves does so at a check that all have agreed on. Each is answered
-with what follows, or with why nothing does.
+No progress is lost: workers leave at a check that all members have agreed on. Each request is answered with its
+effect, or with the reason for refusing it.
 
-    scale    the largest world has this size from here on; of those that are too many the last ranks leave
-    drain    nobody is started on the host; its workers leave if enough others stay, as at a notice of its end
-    remove   the worker leaves, and its slot stays empty unless there are too few, as after a SIGTERM
+    scale    set the size of the largest world; surplus members leave, highest ranks first
+    drain    start no workers on the host; its workers leave if enough others stay, as after a preemption notice
+    remove   the worker leaves, and its slot stays empty unless there are too few workers, as after SIGTERM
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.reasons import Fact, Reason, Why, because
 from elastic.driver.settings import UNBOUNDED
 
-NAMED = 4  # drained hosts
+NAMED = 4  # drained hosts named in an answer
 
 
 class OperatorRequests(Part):
-    """Has no fields of its own: the wanted size is the staff's, drained hosts are the slots'."""
+    """Handles operator requests. Stateless: the requested size is stored in the staff, drained hosts in the slots."""
 
     def handle(self, event: Event) -> bool:
-        """Whether it was a request."""
+        """Handle a request; return whether the event was one."""
         match event:
             case ScaleRequested(request, workers):
                 self._answer(request, *self._scale(workers))
@@ -55,7 +55,7 @@ class OperatorRequests(Part):
         self.staff.asked = workers
         for record in self.roster.in_plans():
             if record.leaving is not None and record.leaving.kind is Why.SCALED_DOWN:
-                record.leaving = None  # of those that have not left yet some may stay
+                record.leaving = None  # some of those that have not left yet may stay
         leave = self._thin_out(workers)
         slots = self.staff.slots.open(self.actions.now)
         had = None if before == UNBOUNDED else before
@@ -68,7 +68,7 @@ class OperatorRequests(Part):
         )
 
     def _thin_out(self, workers: int) -> int:
-        """Asks those that are too many to leave, and returns how many they are."""
+        """Ask surplus workers to leave, and return their number."""
         surplus = self._surplus(workers)
         for record in surplus:
             why = because(Why.SCALED_DOWN, workers=workers)
@@ -76,7 +76,7 @@ class OperatorRequests(Part):
         return len(surplus)
 
     def _surplus(self, workers: int) -> list[WorkerRecord]:
-        """The surplus workers: the last ranks among the members, and the most recently started among the others."""
+        """Return the surplus workers: the last ranks of the members, and the most recently started of the others."""
         staying = [record for record in self.roster.in_plans() if record.leaving is None]
         places = self.worlds.world.places
         members = [record for record in staying if record.worker in places]
@@ -112,7 +112,7 @@ class OperatorRequests(Part):
             leaving = record.leaving
             if record.in_plans and leaving is not None and leaving.kind is Why.DRAINED:
                 record.leaving, record.noticed = None, False
-        self._thin_out(self.staff.workers_max)  # it may have been made smaller meanwhile
+        self._thin_out(self.staff.workers_max)  # it may have been reduced meanwhile
         return True, because(Why.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:

@@ -16,31 +16,32 @@ INDEXED = ("stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "in
 
 
 class WorkerStage(enum.Enum):
-    """How far a live process has come."""
+    """Stage of a live process."""
 
-    STARTING = "starting"  # the process runs, init() was not called yet
+    STARTING = "starting"  # the process runs but has not called init() yet
     CONNECTED = "connected"  # in init(), or in user code before elastic.run
     READY = "ready"  # waits for a world
-    MEMBER = "member"  # part of the present world
+    MEMBER = "member"  # part of the current world
     RETURNED = "returned"  # its function returned; keeps its sockets until all have
-    FINISHED = "finished"  # told that all is done; user code after elastic.run may still go on
-    DISMISSED = "dismissed"  # told to leave, or about to die: not part of any plan
+    # notified that all have returned; user code after elastic.run may still run
+    FINISHED = "finished"
+    DISMISSED = "dismissed"  # asked to leave, or about to die: not part of any plan
 
-    # The roster looks stages up many times in each event, and an enum's own hash is computed in Python.
+    # The roster looks up stages many times in each event, and an enum's own hash is computed in Python.
     __hash__ = object.__hash__
 
 
-# Others train with it, or are about to.
+# Stages in which others train with the worker, or are about to.
 AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """One live process. ``_at`` are times, ``_by`` deadlines, in seconds on the caller's clock."""
+    """State of one live process. ``_at`` are times and ``_by`` deadlines, in seconds on the caller's clock."""
 
     worker: Worker
     started_at: float
-    first_place: Place  # what it was promised at its start
+    first_place: Place  # assigned at its start
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
     commit: Commit | None = None
@@ -48,32 +49,32 @@ class WorkerRecord:
     layout: str = ""
     running: bool = False  # inside elastic.run
     resumed_at: float | None = None  # its first collective completed
-    leaving: Reason | None = None  # why it wants or has to leave; None: it stays
+    leaving: Reason | None = None  # why it leaves; None: it stays
     unlisted: bool = False  # leaving because its host left the list, so there is no hurry
-    # Leaving because its machine has announced its end, and there is time yet.
+    # Leaving because its machine will be reclaimed, with time left.
     noticed: bool = False
-    exit_by: float | None = None  # must be gone by then, or is killed
-    exit_why: Reason | None = None  # given when it is killed for that
-    killed_for: Reason | None = None  # why a kill was ordered; None: none was
-    stands_by: bool = False  # was told that it has to wait for a place
-    rejected: str = ""  # the digest of the layout that its own should have been
-    readies: int = 0  # the number of its latest Ready
-    frozen: str = ""  # how, as its agent sees it; empty: it runs
-    inside: str = ""  # the collective of the present generation that it waits in
-    last_inside: str = ""  # ... or waited in before
-    line: str = ""  # of the script, at which it is, as it said last
-    said_at: float = 0.0  # when it said so last
-    gpu: list[Launches] = field(default_factory=list)  # how far its GPU is, as it said then
-    gpu_since: float = 0.0  # it has said the same
-    entered: int = 0  # collectives of the present generation, when it was last heard of
-    phase: str = ""  # what the user marks as long
-    waits_since: float = 0.0  # inside a collective, ready, or returned
-    moved_at: float = 0.0  # it was last known to get on
+    exit_by: float | None = None  # killed if it has not exited by then
+    exit_why: Reason | None = None  # reason of that kill
+    killed_for: Reason | None = None  # why a kill was ordered; not None iff one was
+    stands_by: bool = False  # was notified that it has to wait for a place
+    rejected: str = ""  # digest of the layout that was expected of it
+    readies: int = 0  # number of its latest Ready message
+    frozen: str = ""  # how it is frozen, as its agent reports; empty: it runs
+    inside: str = ""  # the collective of the current generation in which it waits
+    last_inside: str = ""  # ... or waited before
+    line: str = ""  # script line at which it was last reported
+    said_at: float = 0.0  # time of its last report
+    gpu: list[Launches] = field(default_factory=list)  # progress of its GPU at that time
+    gpu_since: float = 0.0  # time since which the GPU's progress is unchanged
+    entered: int = 0  # collectives of the current generation as of its last report
+    phase: str = ""  # phase that the user marks as long
+    waits_since: float = 0.0  # since when it is inside a collective, ready, or returned
+    moved_at: float = 0.0  # last known progress
 
     _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The roster hears of what it looks workers up by."""
+        """Set a field, and update the roster's indexes."""
         object.__setattr__(self, name, value)
         if name in INDEXED and self._filed is not None:
             self._filed(self, name)
@@ -84,41 +85,41 @@ class WorkerRecord:
 
     @property
     def in_plans(self) -> bool:
-        """Whether it may be part of the next world."""
+        """Return whether it may be part of the next world."""
         return self.stage not in (WorkerStage.FINISHED, WorkerStage.DISMISSED)
 
     @property
     def patient(self) -> bool:
-        """Whether it leaves only if enough others stay."""
+        """Return whether it leaves only if enough others stay."""
         return self.unlisted or self.noticed
 
     @property
     def hurried(self) -> bool:
-        """Whether it leaves however few stay."""
+        """Return whether it leaves regardless of how few stay."""
         return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
-        """The worker waits in no collective now; earlier suspicions do not count."""
+        """Record that the worker waits in no collective now; earlier suspicions do not count."""
         if self.inside:
             self.inside = ""
         self.moved_at = now
 
 
 class Roster(dict[Worker, WorkerRecord]):
-    """Every live process, by worker, and by what is asked for after each of very many events."""
+    """All live processes by worker, with indexes for frequent queries."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.version = 0  # grows when a process comes or goes
-        self.shifts = 0  # grows when somebody's part in what comes next may have changed
+        self.version = 0  # incremented when a process is added or removed
+        self.shifts = 0  # incremented when a worker's role in later decisions may have changed
         self.leavers: dict[Worker, WorkerRecord] = {}
-        # A heap; those that were put off included.
+        # A heap that may contain outdated deadlines.
         self._exits: list[tuple[float, int, Worker]] = []
         self._filed_exits = 0
         self.inside: dict[Worker, WorkerRecord] = {}  # members that wait in a collective
         self.frozen: dict[Worker, WorkerRecord] = {}  # ready or members, and not being killed
         self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
-        # Ordered: the first of a plain dict takes long to find once many before it are gone.
+        # Ordered: finding the first item of a plain dict is slow after many removals.
         self._stages: dict[WorkerStage, OrderedDict[Worker, WorkerRecord]] = {
             s: OrderedDict() for s in WorkerStage
         }
@@ -133,7 +134,7 @@ class Roster(dict[Worker, WorkerRecord]):
             self._file(record, name)
 
     def remove(self, worker: Worker) -> WorkerRecord | None:
-        """The process is gone; None if there was none."""
+        """Remove an exited process and return its record; None if it is unknown."""
         record = self.get(worker)
         if record is None:
             return None
@@ -172,7 +173,7 @@ class Roster(dict[Worker, WorkerRecord]):
                 index.pop(worker, None)
 
     def first_exit_by(self) -> float | None:
-        """When the first must be gone."""
+        """Return the earliest deadline for an exit."""
         while self._exits:
             exit_by, _, worker = self._exits[0]
             record = self.get(worker)
@@ -182,7 +183,10 @@ class Roster(dict[Worker, WorkerRecord]):
         return None
 
     def overdue(self, now: float) -> list[WorkerRecord]:
-        """The workers that should have exited, the longest overdue first. Set another deadline for each, or none."""
+        """Return the workers that should have exited, longest overdue first, and clear their deadlines.
+
+        The caller sets another deadline for each, or none.
+        """
         found: dict[Worker, WorkerRecord] = {}
         while (exit_by := self.first_exit_by()) is not None and exit_by <= now:
             worker = heapq.heappop(self._exits)[2]
@@ -190,22 +194,22 @@ class Roster(dict[Worker, WorkerRecord]):
         return list(found.values())
 
     def at(self, *stages: WorkerStage) -> list[WorkerRecord]:
-        """In the order in which they came there."""
+        """Return the workers at these stages, in the order in which they reached them."""
         return [record for stage in stages for record in self._stages[stage].values()]
 
     def count(self, stage: WorkerStage) -> int:
-        """How many are there."""
+        """Return the number of workers at a stage."""
         return len(self._stages[stage])
 
     def any_at(self, *stages: WorkerStage) -> bool:
         return any(self._stages[stage] for stage in stages)
 
     def first_at(self, *stages: WorkerStage) -> Iterator[WorkerRecord]:
-        """The same, one after the other."""
+        """Iterate over the workers at these stages, in the order of `at`."""
         return (record for stage in stages for record in self._stages[stage].values())
 
     def staying(self) -> int:
-        """How many are here to stay."""
+        """Return the number of workers that do not leave."""
         here = (
             len(self)
             - len(self._stages[WorkerStage.FINISHED])
@@ -217,6 +221,6 @@ class Roster(dict[Worker, WorkerRecord]):
         return (s for s in self.values() if s.in_plans)
 
     def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
-        """The workers of ``members`` that are alive and were not dismissed, in that order."""
+        """Return the records of ``members`` that are alive and not dismissed, in that order."""
         found = (self.get(worker) for worker in members)
         return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]

@@ -1,11 +1,11 @@
-"""Writes the whole state of a Membership as JSON, and makes a Membership from it again. Pure. Decides nothing.
+"""Serialization of the whole state of a Membership as JSON, and its restoration. Pure. Decides nothing.
 
 A snapshot is a table of objects, ``{"kinds": [[name, field, ...], ...], "objects": [[kind, part, ...], ...], "root":
-[n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or ``["inf"]`` and the like. So what is
-shared stays shared, and dictionaries have keys of any kind. Every field that an object has is written, whatever its
-class declares; a class or a type of value that is not named here is an error when the snapshot is taken: a new field
-can't be lost without a word. The settings are no part of it: they are in the header of the journal, and with them the
-names of extra environment, never its values.
+[n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or a float such as ``["inf"]``. Shared
+objects therefore stay shared, and dictionaries may have keys of any type. All fields of an object are written, whether
+its class declares them or not. A class or type that is not listed here raises an error when the snapshot is taken, so
+that a new field cannot be lost silently. The settings are not included: they are in the header of the journal, which
+has the names of additional environment variables but never their values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from elastic.errors import ElasticError, Invalid
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Launches, Place, Times, Value, Worker
 
-OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
+OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by identity
     *(
         Membership,
         Worlds,
@@ -98,13 +98,13 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, Why)
-STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
+STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )
-METHODS = {(Roster, "_file")}  # kept in fields
-# Begun anew with each event; the caller has them.
+METHODS = {(Roster, "_file")}  # bound methods stored in fields
+# Reset with each event; the caller has the contents.
 PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
 
 _NAMED: dict[str, type] = {
@@ -118,7 +118,7 @@ Part = str | int | float | bool | list[Any] | None
 
 
 class NotTaken(ElasticError, TypeError):
-    """Something in the state is of no known kind: a bug, and not the end of the job."""
+    """The state contains an object of an unknown type. This is a bug, but it does not end the job."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -132,15 +132,16 @@ _decode = msgspec.json.Decoder(_Snapshot).decode
 
 
 def taken(membership: Membership) -> bytes:
-    """All that it knows, between two events. Raises NotTaken."""
+    """Return the whole state of a membership between two events. Raises NotTaken."""
     with _nothing_collected():
         return _encode(_Taking(membership).snapshot)
 
 
 def restored(data: bytes, settings: Settings) -> Membership:
-    """A Membership that answers every event as the other one would.
+    """Restore a Membership that answers every event as the original would.
 
-    Raises Invalid where the snapshot is none, or is of another version of this program.
+    Raises:
+        Invalid: the data are no snapshot, or were written by another version of this program.
     """
     try:
         with _nothing_collected():
@@ -158,7 +159,7 @@ def restored(data: bytes, settings: Settings) -> Membership:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Half a million lists and no garbage among them: looking for some again and again takes six times the rest."""
+    """Disable garbage collection: with half a million live lists and no garbage, it would take six times the rest."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -168,16 +169,19 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-# ---- to be written -------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------------------------
 
 
 class _Taking:
-    """One walk over all objects. What can be filled later waits in a queue: the depth of the graph does not matter."""
+    """One walk over all objects.
+
+    Objects that can be filled later are queued, so that the depth of the graph is irrelevant.
+    """
 
     def __init__(self, membership: Membership) -> None:
         self._settings = membership.settings
         self._places: dict[int, list[int]] = {}  # by identity
-        self._values: dict[Value, list[int]] = {}  # equal ones are as good as the same
+        self._values: dict[Value, list[int]] = {}  # equal values are interchangeable
         self._methods: dict[tuple[int, str], list[int]] = {}
         self._kinds: dict[tuple[str, ...], int] = {}
         self._objects: list[list[Any]] = []
@@ -215,7 +219,7 @@ class _Taking:
         return way(value)
 
     def _number(self, *kind: str) -> int:
-        """The number of a kind, given its name and the names of its fields."""
+        """Return the number of a kind, given its name and the names of its fields."""
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _add(self, value: Any, row: list[Any]) -> list[int]:
@@ -223,7 +227,7 @@ class _Taking:
         place = self._places[id(value)] = [len(self._objects) - 1]
         return place
 
-    # What is made of its parts stands behind them in the table.
+    # Immutable objects follow their parts in the table.
 
     def _struct(self, value: Any) -> list[int]:
         if isinstance(value, Value) and (same := self._values.get(value)) is not None:
@@ -258,7 +262,7 @@ class _Taking:
             raise NotTaken("a snapshot can't hold two settings")
         return self._add(value, [self._number(Settings.__name__)])
 
-    # What is filled later may stand anywhere, and in a circle.
+    # Mutable objects may have any position, and may form cycles.
 
     def _later(self, value: Any) -> list[int]:
         row: list[Any] = []
@@ -282,16 +286,18 @@ class _Taking:
             row.append(value.maxlen)
             row.extend(map(part, value))
         elif kind is set:
-            row.extend(map(part, sorted(value)))  # the order of a set is nobody's
+            row.extend(map(part, sorted(value)))  # the order of a set is arbitrary
         elif kind is list:
             row.extend(map(part, value))
 
 
-# ---- read again ----------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------------------------
 
 
 class _Making:
-    """First everything that can be empty, then what is made of its parts, then the contents of the former."""
+    """Restores objects: creates mutable ones empty, then immutable ones from their parts, then fills the mutable
+    ones.
+    """
 
     def __init__(self, snapshot: _Snapshot, settings: Settings) -> None:
         kinds = [
@@ -348,7 +354,7 @@ class _Making:
                     setattr(made, name, PASSING[kind, name]())
             del values[: len(names)]
         if isinstance(made, dict):
-            # The roster's own method would file everybody anew, and an ordered dict has no other.
+            # The roster's own method would update its indexes again; OrderedDict has only its own method.
             put: Callable[..., None] = (dict if kind in OBJECTS else type(made)).__setitem__
             for key, item in zip(values[::2], values[1::2], strict=True):
                 put(made, key, item)
@@ -359,7 +365,7 @@ class _Making:
 
 
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
-    """Another version of this program may know of more, or of less. Raises Invalid."""
+    """Raise Invalid if another version of this program with other fields wrote the snapshot."""
     ours = _Taking(Membership(settings)).snapshot.kinds
     expected = {name: set(names) for name, *names in ours}
     for cls in (*OBJECTS, *STRUCTS):

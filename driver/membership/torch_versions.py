@@ -1,20 +1,19 @@
-"""Decides whether to say that hosts have different versions of torch. Pure.
+"""Detection of hosts with different versions of torch. Pure.
 
-They may train together, and mostly do. But a difference in the numbers, or an error on one host only, is then no
-riddle.
+They may train together and usually can, but the warning explains differences in results, or errors on one host only.
 """
 
 from __future__ import annotations
 
 
 class Versions:
-    """The first host that was heard of with each version."""
+    """The first host that reported each version."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def heard(self, host: str, version: str) -> str:
-        """The warning about a host's version, once for each version after the first; else empty."""
+        """Return a warning about a host's version, once for each version after the first; otherwise ""."""
         if not version or version in self._first:
             return ""
         others = [f"{each} on {first}" for each, first in self._first.items()]

@@ -10,7 +10,7 @@ from elastic.driver import events
 from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 
-# Each event has the worker, and then the fields of the message. Layout, StepInput, Result and Reported are none.
+# Each event has the worker, then the fields of the message. Layout, StepInput, Result and Reported are not events.
 EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.Reconnected: events.WorkerReconnected,
     messages.Ready: events.WorkerReady,

@@ -1,7 +1,7 @@
-"""Decides what follows from what workers say of themselves: that they are here, ready, back, leaving, or done.
+"""Decisions about workers' reports on themselves: connected, ready, resumed, leaving or returned. Deterministic.
 
-Deterministic. Every event about a world carries its generation: what belongs to an older one is dropped at the top of
-each handler. What breaks is in `failures`, who gets on in `failure_detection`.
+Every event about a world carries its generation; each handler starts by dropping events of older ones. Failures are
+handled in `failures`, missing progress in `failure_detection`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """An event that is neither stale nor legal: a bug. Carries the events that led here."""
+    """An event that is neither outdated nor legal: a bug. The message contains the events before it."""
 
 
 class WorkerReports(Part):
-    """One method per event."""
+    """Handles the reports, one method per event."""
 
     def __init__(self, worlds: Worlds, frozen: Frozen) -> None:
         super().__init__(worlds)
@@ -64,8 +64,8 @@ class WorkerReports(Part):
         record.pid = event.pid
         self.frozen.speaks(record)
         if self.worlds.members and not self.worlds.trained and not self.worlds.live():
-            # All are gone, and nobody had come as far as elastic.run. It would train alone if it were the newcomer of a
-            # world that is gone: the next world is a first one.
+            # All members are gone before any entered elastic.run. As a newcomer of the old world, the worker would
+            # train alone: the next world is a first one.
             self.worlds.world = World(self.worlds.generation)
         self.staff.welcome(record, self.worlds.members)
 
@@ -73,15 +73,15 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
-                # Given up, and it has woken: the kill did not reach it.
+                # It was given up because the kill did not reach it, and runs again.
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
-            return  # it has not yet seen the world that it was published in
+            return  # it has not received the world that it belongs to yet
         if 0 < event.number < record.readies:
-            return  # of a wait that is over
+            return  # belongs to an earlier wait
         record.readies = event.number
-        record.stands_by = False  # it says so anew where it may not have heard
+        record.stands_by = False  # repeated in case the message was lost
         self.frozen.speaks(record)
         if record.stage is WorkerStage.STARTING:
             raise IllegalEvent("ready before it connected")
@@ -104,7 +104,7 @@ class WorkerReports(Part):
                 fell_out = because(Why.FELL_OUT, worker=str(event.worker))
                 self.worlds.break_up(fell_out, failure=False)
             else:
-                # The first of all to come back, from user code outside elastic.run. Nobody is interrupted.
+                # The first worker to return from user code outside elastic.run. The others are not interrupted.
                 why = Why.ENTERING if event.running else Why.INIT_AGAIN
                 self.worlds.gather(Kind.START, because(why))
 
@@ -128,7 +128,8 @@ class WorkerReports(Part):
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
-        if record is not None and not record.noticed:  # its machine's notice says when it leaves
+        # its machine's notice determines when it leaves
+        if record is not None and not record.noticed:
             self.staff.leave(record, in_words(event.reason), self.worlds.world.places)
 
     def resumed(self, event: events.WorkerResumed) -> None:
@@ -163,9 +164,7 @@ class WorkerReports(Part):
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
-        """All are started anew, from the newest checkpoint. Not only their commits may be spoilt, but whatever they
-        hold.
-        """
+        """Replace all workers, and resume from the newest checkpoint: any state in their memory may be corrupted."""
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
@@ -174,7 +173,7 @@ class WorkerReports(Part):
         reason = because(Why.SPOILT, commit=event.commit.dotted)
         for record in here:
             if record.killed_for:
-                record.stage = WorkerStage.DISMISSED  # it is to blame, and that was said
+                record.stage = WorkerStage.DISMISSED  # its fault was already logged
             else:
                 self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)
@@ -191,7 +190,7 @@ class WorkerReports(Part):
         if self.worlds.phase is Phase.STOPPING and any(
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
-            # It ended where others have stopped: only a new world brings them together.
+            # It returned while others stopped: only a new world can include all of them.
             returned = because(Why.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return

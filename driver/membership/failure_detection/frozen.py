@@ -91,11 +91,11 @@ class Frozen(Part):
                 self.staff.fence(record, reason)
             elif record.worker not in self._alone_said:
                 self._alone_said.add(record.worker)
-                who = f"{self.worlds.named(record)} is frozen ({record.frozen})"
-                self.actions.log("warning", f"{who}; no other worker trains, so it is not killed")
+                text = f"{self.worlds.named(record)} is frozen ({record.frozen})"
+                self.actions.log("warning", f"{text}; no other worker trains, so it is not killed")
 
     def _has_company(self, record: WorkerRecord) -> bool:
-        """Whether a worker that can run trains with it, or will in the next world.
+        """Return whether a worker that can run trains with it, or will in the next world.
 
         Joining workers do not have a member's progress, so it is not given up for them. If all members are frozen, one
         of them must remain.
@@ -135,7 +135,7 @@ class Frozen(Part):
             self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
-        """Whether no worker could continue without this host."""
+        """Return whether no worker could continue without this host."""
         here = [s for s in self.roster.first_at(*AT_STAKE) if s.worker in self.worlds.world.places]
         return bool(here) and all(s.worker.host == host or s.killed_for for s in here)
 

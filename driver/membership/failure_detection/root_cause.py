@@ -25,7 +25,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 def describe_exit(code: int) -> str:
-    """For example ``exit code 3`` or ``signal 9 SIGKILL``."""
+    """Return for example ``exit code 3`` or ``signal 9 SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -58,7 +58,7 @@ class RootCauseSearch:
             self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
-        """Whether a new world makes the search obsolete: all reporters are in it and no worker is the root cause.
+        """Return whether a new world makes the search obsolete: it has all reporters, and no root cause is known.
 
         The script has then recovered by its own retry loop that calls init() again.
         """
@@ -72,7 +72,7 @@ class RootCauseSearch:
         return True
 
     def settles(self, worker: Worker) -> bool:
-        """Whether the exit of this worker ends the search."""
+        """Return whether the exit of this worker ends the search."""
         if self.root_cause is not None:
             return worker == self.root_cause
         return worker not in self.reporters
@@ -117,7 +117,7 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """A checkpoint was made: exceptions at the start until now do not count as repeated after a restart."""
+        """Record a new checkpoint: earlier exceptions at the start no longer count as repeated after a restart."""
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:

@@ -41,7 +41,7 @@ class Stragglers:
         return found != before
 
     def sentence(self, name: Callable[[Worker], str]) -> str:
-        """The current stragglers as a sentence."""
+        """Return the current stragglers as a sentence."""
         slow = sorted(self.named)
         if not slow:
             return "no straggler any more"

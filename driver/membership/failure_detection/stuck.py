@@ -259,12 +259,15 @@ class Stuck(Part):
             self.actions.add(events.ProbeWorkers([*hosts.values()]))
 
     def _somebody_may_wait(self) -> bool:
-        """Whether to check for waits; not if no timeout is set."""
+        """Return whether to check for waits; never if no timeout is set."""
         limits = (self.settings.idle_s, self.settings.busy_s, self.settings.busy_warning_s)
         return any(limits) and self._somebody_waits()
 
     def _somebody_waits(self) -> bool:
-        """Whether a worker waits. Called after every event, so it must be cheap; the details are checked later."""
+        """Return whether a worker waits.
+
+        Called after every event, so it must be cheap; the details are checked later.
+        """
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
                 return bool(self.roster.inside)
@@ -481,8 +484,8 @@ class Stuck(Part):
         groups: dict[str, list[Witness]] = {}
         for record in self.roster.inside.values():
             for launches in record.gpu if not record.phase else ():
-                said = Witness(record.worker, launches, record.gpu_since, record.said_at)
-                groups.setdefault(launches.group, []).append(said)
+                witness = Witness(record.worker, launches, record.gpu_since, record.said_at)
+                groups.setdefault(launches.group, []).append(witness)
         found = (
             judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
         )
@@ -502,7 +505,7 @@ class Stuck(Part):
         self.actions.log("error", str(hung))
         self.worlds.break_up(hung)
 
-    # ---- words -----------------------------------------------------------------------------------------------------
+    # ---- text ------------------------------------------------------------------------------------------------------
 
     def _names(self, records: Iterable[WorkerRecord]) -> str:
         found = [*records]

@@ -212,7 +212,7 @@ class Suspicions:
         for worker, suspicion in self._condemned.items():
             assert self._all.get(worker) is suspicion and suspicion.fence_at is not None
         times = [s.fence_at for s in self._condemned.values() if s.fence_at is not None]
-        assert times == sorted(times), "who is to be fenced next stands first"
+        assert times == sorted(times), "condemned workers are not in the order of their fences"
 
     def next_fence(self) -> float | None:
         first = next(iter(self._condemned.values()), None)

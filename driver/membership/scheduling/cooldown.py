@@ -1,8 +1,8 @@
-"""Decides when a failed slot may be used again. Pure.
+"""Cooldown of failed slots. Pure.
 
-A slot waits twice as long each time its worker dies, and is given up after a limit, unless a world that it was part of
-made progress: then its record is clean, and the next failure costs the shortest wait. A host is given up only by
-policy, never because one of its workers died.
+The cooldown of a slot doubles each time its worker dies, and the slot is given up after a number of failures. If a
+world that used the slot makes progress, its failures are cleared and the next one costs the shortest cooldown. A host
+is given up only by the configured limit, never because one of its workers died.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Slot = tuple[str, int]
 
 @dataclass
 class SlotRecord:
-    fruitless: int = 0  # incarnations in a row whose worlds made no progress
+    fruitless: int = 0  # consecutive incarnations whose worlds made no progress
     ready_at: float = 0.0
     given_up: bool = False
 
 
 @dataclass
 class Cooldown:
-    """Times are seconds on the caller's clock."""
+    """Cooldowns of all slots. Times are seconds on the caller's clock."""
 
     min_s: float
     max_s: float
@@ -31,7 +31,7 @@ class Cooldown:
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Counts a failure; returns the seconds until the slot may be used again, or None: given up."""
+        """Record a failure; return the seconds until the slot may be used again, or None if it is given up."""
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless = 1 if fruitful else record.fruitless + 1
         if record.fruitless >= self.attempts and not fruitful:
@@ -42,14 +42,14 @@ class Cooldown:
         return wait
 
     def clear(self, slots: Iterable[Slot]) -> None:
-        """A world that used these slots made progress: what counts against them is gone, what they wait for is not."""
+        """Clear the failures of slots whose world made progress; a running cooldown continues."""
         for slot in slots:
             record = self._records.get(slot)
             if record is not None:
                 record.fruitless = 0
 
     def forget_host(self, host: str) -> None:
-        """The host left the list: when it returns it is a new machine, with a clean record."""
+        """Discard the records of a host that left the list: when it returns, it is a new machine."""
         for slot in [s for s in self._records if s[0] == host]:
             del self._records[slot]
 
@@ -64,7 +64,7 @@ class Cooldown:
         return (record is not None and record.given_up) or self.host_given_up(slot[0])
 
     def ready_at(self, slot: Slot) -> float | None:
-        """From when the slot may be used; None if it is given up."""
+        """Return the time from which the slot may be used; None if it is given up."""
         if self.given_up(slot):
             return None
         record = self._records.get(slot)

@@ -1,7 +1,7 @@
-"""Decides who gets which rank. Pure.
+"""Assignment of ranks. Pure.
 
-Survivors keep their order, with one exception: the holders of the newest commit come first, so that rank 0 holds it and
-those that lack it are one run of ranks at the end. A member is then told two numbers, however large the world is.
+Survivors keep their order, except that holders of the newest commit come first: rank 0 holds it, and the ranks that
+lack it are contiguous at the end. Two numbers therefore describe this to each member, however large the world is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.protocol.messages import Commit, Place, Worker
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Ranks are indices in ``order``; ranks below ``holders`` hold ``commit``."""
+    """Order of the workers of a world. Ranks are indices in ``order``; ranks below ``holders`` hold ``commit``."""
 
     order: list[Worker]
     holders: int
@@ -26,9 +26,9 @@ def arrange(
     newcomers: Sequence[Worker],
     commits: Mapping[Worker, Commit | None],
 ) -> Arrangement:
-    """``survivors`` in their old order, then ``newcomers`` in the given order; a newcomer never is a source.
+    """Arrange ``survivors`` in their old order, then ``newcomers`` in the given order; a newcomer is never a source.
 
-    Where nobody has committed, the first of the old order stays the source, with ``holders`` 0.
+    If no survivor has committed, the first of the old order is the source, with ``holders`` 0.
     """
     held = [c for c in (commits.get(w) for w in survivors) if c is not None]
     newest = max(held, default=None)
@@ -40,7 +40,7 @@ def arrange(
 
 
 def places(order: Sequence[Worker]) -> list[Place]:
-    """Each worker's place. The local rank is the slot: a survivor cannot change its GPU."""
+    """Return each worker's place. The local rank is the slot, since a survivor cannot change its GPU."""
     on_host: dict[str, int] = {}
     hosts_of_slot: dict[int, list[str]] = {}
     for worker in order:
@@ -61,7 +61,7 @@ def places(order: Sequence[Worker]) -> list[Place]:
 
 
 def next_place(members: Sequence[Worker], worker: Worker) -> Place:
-    """The place that `places` would assign to a worker that is added last."""
+    """Return the place that `places` would assign to a worker that is added last."""
     on_host = sum(1 for m in members if m.host == worker.host)
     hosts = {m.host for m in members if m.slot == worker.slot and m.host != worker.host}
     size = len(members) + 1
@@ -69,7 +69,7 @@ def next_place(members: Sequence[Worker], worker: Worker) -> Place:
 
 
 def slots(hosts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
-    """Every slot, host by host, in discovery's order."""
+    """Iterate over all slots, host by host, in discovery's order."""
     for host, count in hosts.items():
         for slot in range(count):
             yield host, slot

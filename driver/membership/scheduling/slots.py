@@ -1,7 +1,7 @@
-"""Decides which slots get a worker. Pure.
+"""Selection of the slots that get a worker. Pure.
 
-A slot is free if it is listed, has no live process, is not cooling down after a failure, was not left on request, its
-program has not come to its end by itself, and its machine has not announced its own end.
+A slot is free if it is listed, has no live process, is not cooling down after a failure, was not vacated on request,
+its program has not ended successfully, and its machine will not be reclaimed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from elastic.protocol.messages import Worker
 
 
 class Slots:
-    """Every slot that discovery lists, and what has become of its workers."""
+    """All slots that discovery lists, and the history of their workers."""
 
     def __init__(self, settings: Settings) -> None:
-        self.known = False  # whether there was a list
-        self.version = 0  # grows when a slot may have become usable
-        # Their program ended with exit code 0, outside elastic.run.
+        self.known = False  # whether discovery has returned a list
+        self.version = 0  # incremented when a slot may have become usable
+        # Slots whose program exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
         self.cooldown = Cooldown(
             settings.cooldown_min_s,
@@ -31,19 +31,19 @@ class Slots:
         self._hosts: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
-        self._left: set[Slot] = set()  # their worker left on request
-        self._failures: dict[Slot, int] = {}  # with an exit code, in a row
-        # Hosts that go away: until when nobody is started there.
+        self._left: set[Slot] = set()  # slots whose worker left on request
+        self._failures: dict[Slot, int] = {}  # consecutive exits with a nonzero code
+        # Hosts that will be reclaimed: no worker is started there before this time.
         self._closed: dict[str, float] = {}
-        self._drained: set[str] = set()  # hosts that an operator wants empty
+        self._drained: set[str] = set()  # hosts drained by an operator
 
     def announce(self, hosts: dict[str, int]) -> None:
-        """Discovery's whole list, in order of preference."""
+        """Set a new list from discovery, in order of preference."""
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
-            self._drained.discard(host)  # it comes back as another machine
-        # Announced again, or larger: slots that were left may be used again.
+            self._drained.discard(host)  # it returns as another machine
+        # Listed again or with more slots: vacated slots may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
         self.known = True
@@ -55,57 +55,57 @@ class Slots:
         return worker.slot < self._hosts.get(worker.host, 0)
 
     def order(self, worker: Worker) -> tuple[int, str, int]:
-        """Sorts workers by host, in discovery's order, then by slot."""
+        """Return a sort key: hosts in discovery's order, then slots."""
         return (self._order.get(worker.host, len(self._order)), worker.host, worker.slot)
 
     @property
     def started(self) -> int:
-        """How many slots were ever used."""
+        """Number of slots that were ever used."""
         return len(self._incarnations)
 
     def ended(self, slot: Slot, code: int) -> None:
-        """Its worker has ended by itself; minus a signal, as in subprocess."""
+        """Record that a slot's worker exited by itself. ``code``: negative for a signal, as in subprocess."""
         if code > 0:
             self._failures[slot] = self._failures.get(slot, 0) + 1
         else:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Whether no slot's last worker did better than to fail. What one alone does, it has to do twice."""
-        everywhere = len(self._failures) == len(self._incarnations)
-        return everywhere and sum(self._failures.values()) > 1
+        """Return whether the last worker of every slot failed. A single slot must have failed twice."""
+        all_slots = len(self._failures) == len(self._incarnations)
+        return all_slots and sum(self._failures.values()) > 1
 
     def any_failed(self) -> bool:
-        """Whether some slot's last worker has ended with an exit code."""
+        """Return whether the last worker of any slot exited with a nonzero code."""
         return bool(self._failures)
 
     def start(self, slot: Slot) -> Worker:
-        """The slot's next incarnation."""
+        """Return the slot's next incarnation."""
         self._left.discard(slot)
         self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
         return Worker(*slot, self._incarnations[slot])
 
     def leave(self, slot: Slot) -> None:
-        """Its worker was asked to leave: the slot stays empty unless there are too few."""
+        """Record that a slot's worker was asked to leave: the slot stays empty unless there are too few workers."""
         self._left.add(slot)
         self.version += 1
 
     def close(self, host: str, until: float) -> None:
-        """Its machine goes away: nobody is started there before ``until``."""
+        """Start no worker before ``until`` on a host that will be reclaimed."""
         self._closed[host] = until
         self.version += 1
 
     def reopen(self, host: str) -> None:
-        """Its machine stays, or is another one."""
+        """Allow workers again on a host whose machine stays or was replaced."""
         if self._closed.pop(host, None) is not None:
             self.version += 1
 
     def closed(self, host: str, now: float) -> bool:
-        """Whether its machine goes away."""
+        """Return whether the host will be reclaimed."""
         return now < self._closed.get(host, now)
 
     def drain(self, host: str) -> None:
-        """Start no workers on the host until `refill`, or until it has left the list."""
+        """Start no workers on the host until `refill`, or until it leaves the list."""
         self._drained.add(host)
         self.version += 1
 
@@ -127,7 +127,7 @@ class Slots:
         return [*self._hosts]
 
     def open(self, now: float) -> int:
-        """How many slots there are on hosts that stay."""
+        """Return the number of slots on hosts that stay."""
         return sum(
             count
             for host, count in self._hosts.items()
@@ -135,17 +135,20 @@ class Slots:
         )
 
     def complete(self, slot: Slot) -> None:
-        """Its program came to its end."""
+        """Record that a slot's program ended successfully."""
         self.completed.add(slot)
         self.version += 1
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """See Cooldown.failed."""
+        """Record a failure; see Cooldown.failed."""
         self.version += 1
         return self.cooldown.failed(slot, now, fruitful=fruitful)
 
     def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
-        """Slots that could get a worker now. ``short``: too few workers, so take those that were left too."""
+        """Return the slots that could get a worker now.
+
+        ``short``: include vacated slots, as there are too few workers.
+        """
         return [
             slot
             for slot, at in self._usable(taken)
@@ -153,7 +156,7 @@ class Slots:
         ]
 
     def next_at(self, taken: Collection[Slot], now: float, *, short: bool) -> float | None:
-        """When the next cooling slot may be used."""
+        """Return when the next cooling slot may be used; None if there is none."""
         usable = self._usable(taken)
         times = [at for slot, at in usable if at > now and (short or slot not in self._left)]
         return min(times, default=None)
@@ -166,7 +169,7 @@ class Slots:
                     yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
-        """Whether no listed slot can give a worker ever again. An empty list may still grow."""
+        """Return whether no listed slot can ever get a worker again. An empty list may still grow."""
         listed = list(rank_order.slots(self._hosts))
         return bool(listed) and all(
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed

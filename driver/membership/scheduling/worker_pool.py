@@ -1,7 +1,7 @@
-"""Decides which processes run: starts them in free slots, lets them go, kills those that overstay. Pure.
+"""Decisions about worker processes: start them in free slots, release them, and kill those that are late. Pure.
 
-It knows nothing of phases and worlds, except who the present members are: `membership` says when somebody may come or
-has to go, this says how that is done and by when.
+The pool knows the current members but no phases or worlds: `membership` decides when a worker may start or has to
+leave, and the pool how and by when.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.protocol.messages import Worker
 
 
 class Workforce:
-    """Every live process and every slot."""
+    """All live processes and all slots."""
 
     def __init__(self, settings: Settings, actions: ActionList) -> None:
         self.settings = settings
@@ -29,10 +29,10 @@ class Workforce:
         self.slots = Slots(settings)
         self.last_output = ""
         self.spare = 0  # workers wanted beyond the largest world
-        self.asked: int | None = None  # an operator wants so many in place of workers_max
-        # Since then somebody may wait for others to start.
+        self.asked: int | None = None  # size requested by an operator instead of workers_max
+        # Time since which a worker may be waiting for others to start.
         self._first_ready_at: float | None = None
-        # What slots were looked at for, and that nothing happens to them before then.
+        # State at the last check of the slots, and the time before which their state cannot change.
         self._looked_at: tuple[int, ...] | None = None
         self._look_again_at = 0.0
         self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
@@ -42,12 +42,13 @@ class Workforce:
         """Size of the largest world, as last requested."""
         return self.settings.workers_max if self.asked is None else self.asked
 
-    # ---- coming ----------------------------------------------------------------------------------------------------
+    # ---- starting --------------------------------------------------------------------------------------------------
 
     def start(self, members: Sequence[Worker]) -> None:
-        """Fills free slots, up to the largest allowed world and the standbys. A static job starts its workers once.
+        """Fill free slots, up to the largest allowed world and the standbys. A static job starts its workers once.
 
-        Beside members only a few at a time, where that is bounded: imports of many take the processor from who trains.
+        While members train, the number of workers that start at a time may be limited, since many concurrent imports
+        take processor time from training.
         """
         wanted = self._wanted()
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
@@ -56,8 +57,8 @@ class Workforce:
         if members and self.settings.starting_max is not None and not self._short():
             room = self.settings.starting_max - self.roster.count(WorkerStage.STARTING)
             if room <= 0:
-                return  # looked at again when one of them has called init(), or is gone
-        # Looking at every slot after each of many events would take too long where nothing has changed.
+                return  # checked again when one of them has called init() or exited
+        # Checking every slot after each event would take too long if nothing has changed.
         most = self.workers_max + self.spare
         state = (self.roster.version, self.slots.version, self.roster.staying(), most, room)
         if state == self._looked_at and self.actions.now < self._look_again_at:
@@ -65,8 +66,8 @@ class Workforce:
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
         free = self.slots.free(self._taken(), self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
-        needed = max(0, wanted - self.spare)  # those after them will stand by
-        order = [*members, *started]  # never rank 0: somebody trains already
+        needed = max(0, wanted - self.spare)  # workers beyond these stand by
+        order = [*members, *started]  # never rank 0, since the members train already
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
@@ -88,12 +89,12 @@ class Workforce:
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def somebody_waits(self) -> None:
-        """From here on the others must have called init() within a bound."""
+        """Start the timeout within which the other workers must call init()."""
         if self._first_ready_at is None:
             self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
-        """Workers that may still be ready for the first world. No worker is late while none waits."""
+        """Yield workers that may still become ready for the first world. No worker is late while none waits."""
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
             if start_by is None or self.actions.now < start_by:
@@ -116,10 +117,13 @@ class Workforce:
     def _taken(self) -> Collection[tuple[str, int]]:
         return {s.slot for s in self.roster.values()}
 
-    # ---- going -----------------------------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------------------------
 
     def announce(self, hosts: dict[str, int], members: Collection[Worker]) -> None:
-        """Discovery's whole list: workers on hosts that have left it should leave, and those on it may stay."""
+        """Apply a new list from discovery.
+
+        Workers on hosts that left it should leave, and those on listed hosts may stay.
+        """
         self.slots.announce(hosts)
         for record in self.roster.values():
             listed = self.slots.lists(record.worker)
@@ -140,13 +144,13 @@ class Workforce:
     def ask_to_leave(
         self, record: WorkerRecord, reason: Reason, members: Collection[Worker]
     ) -> None:
-        """A member leaves at a planned change, all others at once."""
+        """Ask a worker to leave: a member at a planned change, any other worker at once."""
         record.leaving = reason
         if record.stage is WorkerStage.STARTING:
             self.dismiss(record, reason, self.settings.leave_s)
             self.kill(record, reason)
         elif record.worker not in members:
-            self.release(record, reason)  # a member is let go at a planned change
+            self.release(record, reason)  # a member is released at a planned change
 
     def release(self, record: WorkerRecord, reason: Reason) -> None:
         if record.stage is not WorkerStage.DISMISSED:
@@ -155,7 +159,7 @@ class Workforce:
             self.actions.add(LetGo(record.worker, reason))
 
     def let_all_go(self, reason: Reason) -> None:
-        """All but those that have finished, which go by themselves."""
+        """Release all workers except those that have finished, which exit by themselves."""
         for record in [*self.roster.in_plans()]:
             if record.stage is WorkerStage.STARTING:
                 self.kill(record, reason)
@@ -189,13 +193,16 @@ class Workforce:
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
-        """Replace a worker that can't continue through no fault of its own, once it is dead."""
+        """Kill a worker that cannot continue through no fault of its own, so that it is replaced."""
         record.leaving = reason
         self.dismiss(record, reason, self.settings.disconnect_s)
         self.kill(record, reason)
 
     def disconnected(self, record: WorkerRecord, *, silent: bool) -> None:
-        """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
+        """Handle a lost connection.
+
+        Its exit usually follows at once; not if ``silent``, since its host is unreachable.
+        """
         if record.in_plans and silent and not record.killed_for:
             self.fence(record, because(Why.CUT_OFF))
         elif record.in_plans and record.exit_by is None:
@@ -213,10 +220,10 @@ class Workforce:
             self.actions.add(KillWorker(record.worker, reason))
 
     def _dies_within_s(self, record: WorkerRecord) -> float:
-        """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
+        """Return how long to wait for the exit of a killed worker: briefly if others wait with it."""
         return self.settings.kill_s if record.stage in AT_STAKE else self.settings.leave_s
 
-    # ---- gone ------------------------------------------------------------------------------------------------------
+    # ---- exited ----------------------------------------------------------------------------------------------------
 
     def record_failure(self, record: WorkerRecord, what: str) -> None:
         """Record an unexpected exit: the slot cools down."""
@@ -245,14 +252,19 @@ class Workforce:
         self.actions.log("error", str(given_up), given_up)
 
     def all_fail(self) -> bool:
-        """Where nobody has come to training yet: the script is wrong, and trying again would only repeat it."""
+        """Return whether all workers fail before training: the script is wrong, and a retry would fail again."""
         hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def deadlines(self, *, starting: bool, first: bool) -> Iterator[float]:
-        """``starting``: workers may be started; ``first``: the first world waits for those that have connected."""
+        """Yield the times of the next checks.
+
+        Args:
+            starting: workers may be started.
+            first: the first world waits for workers that have connected.
+        """
         exit_by = self.roster.first_exit_by()
         if exit_by is not None:
             yield exit_by
@@ -272,15 +284,16 @@ class Workforce:
                 yield next_at
 
     def some_return(self) -> bool:
-        """Whether a slot that is to have a worker gets it soon: its last one is not dead yet, or it cools down. Not so
-        those of a machine that goes away.
+        """Return whether a slot that lacks a worker will get one soon.
+
+        Its last worker is about to exit, or it cools down. Slots of machines that will be reclaimed do not count.
         """
         at, soon = self.next_slot_at(), self.actions.now + self.settings.cooldown_max_s
         later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
         return self._wanted() > 0 and later
 
     def next_slot_at(self) -> float | None:
-        """When a cooling slot may be used again."""
+        """Return when a cooling slot may be used again; None if there is none."""
         state = (self.roster.version, self.slots.version, self._short())
         if state != self._cooling[0] or self._cooling[1] <= self.actions.now:
             at = None
@@ -290,22 +303,22 @@ class Workforce:
         return None if self._cooling[1] == inf else self._cooling[1]
 
     def overdue(self) -> list[WorkerRecord]:
-        """Kills who is late. Returns who can't be killed."""
+        """Kill workers that are late. Return those that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
-                break  # those after it were started later
+                break  # later ones were started later
             if not record.killed_for:
                 late = because(Why.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)
-        immortal = []
+        unkillable = []
         for record in self.roster.overdue(self.actions.now):
             if record.killed_for:
                 record.exit_by = None
                 worker, within_s = str(record.worker), self._dies_within_s(record)
                 undead = because(Why.CANT_BE_KILLED, worker=worker, within_s=within_s)
                 self.actions.log("error", str(undead), undead)
-                immortal.append(record)
+                unkillable.append(record)
             else:
                 assert record.exit_why is not None
                 self.kill(record, record.exit_why)
-        return immortal
+        return unkillable

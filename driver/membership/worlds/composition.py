@@ -1,9 +1,9 @@
-"""Decides who is part of the next world and who may leave before it. Pure.
+"""Composition of the next world, and selection of the workers that may leave before it. Pure.
 
-State outlives those who leave: the last holder of the newest commit stays until somebody who stays holds the same. A
-worker whose host left the list goes only if the world can do without it, so that a list that is empty by mistake
-stops nothing; so does one whose machine has announced its end, while there is time. One that was asked to leave itself
-(SIGTERM) goes however few are left. Before the last checkpoint of a job that stops nobody leaves.
+State must survive departures: the last holder of the newest commit stays until a worker that stays holds it too. A
+worker whose host left the list leaves only if enough others stay, so that a list that is empty by mistake stops
+nothing; so does a worker whose machine will be reclaimed, while there is time. A worker that was itself asked to leave
+(SIGTERM) leaves regardless of how few stay. No worker leaves before the last checkpoint of a job that stops.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass(frozen=True)
 class Composition:
-    """``arrangement`` has everybody in the next world. Who is in no list waits, as a spare."""
+    """A possible next world. ``arrangement`` has its workers; a worker in none of the lists waits as a spare."""
 
     arrangement: Arrangement
     joining: list[WorkerRecord] = field(default_factory=list)
-    leaving: list[WorkerRecord] = field(default_factory=list)  # may go now
-    rejected: list[WorkerRecord] = field(default_factory=list)  # their state's layout differs
+    leaving: list[WorkerRecord] = field(default_factory=list)  # may leave now
+    rejected: list[WorkerRecord] = field(default_factory=list)  # the layout of their state differs
     layout: str = ""
 
 
@@ -37,9 +37,16 @@ def compose(
     layout: str = "",
     all_stay: bool = False,
 ) -> Composition:
-    """``old`` members in rank order and ``new`` ones in order of preference, all of them ready.
+    """Compose the next world from ready workers.
 
-    ``layout`` is the last world's; that of a holder of the newest commit goes before it.
+    Args:
+        old: members, in rank order.
+        new: newcomers, in order of preference.
+        commits: the newest commit that each worker holds.
+        workers_min: smallest size of a world.
+        workers_max: largest size of a world.
+        layout: that of the last world; the layout of a holder of the newest commit takes precedence.
+        all_stay: no worker may leave.
     """
     newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)
     holders = [s for s in old if commits.get(s.worker) == newest]
@@ -65,7 +72,7 @@ def compose(
 
     room = max(0, workers_max - len(kept))
     if keeper and not staying:
-        room = max(1, room)  # somebody has to take over from it, even where there is room for one
+        room = max(1, room)  # a worker must take over its state, even if there is room for one only
     joining = willing[:room]
     arrangement = arrange([s.worker for s in kept], [s.worker for s in joining], commits)
     return Composition(arrangement, joining, leaving, rejected, expected)

@@ -1,4 +1,4 @@
-"""Decides what follows when something has not happened in time: answers, stops, returns, a whole next world. Pure."""
+"""Decisions about expired deadlines: for answers, stops, returns, or the whole next world. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from elastic.driver.reasons import Why, because
 
 
 class Deadlines(Part):
-    """Deadlines of the present phase, and of processes that are starting or exiting."""
+    """Deadlines of the current phase, and of processes that are starting or exiting."""
 
     def all(self) -> Iterator[float]:
-        """When to look again, if nothing happens."""
+        """Yield the times of the next checks."""
         starting = self.worlds.phase is not Phase.ENDING and self.worlds.root_cause_search is None
         gathering = self.worlds.phase is Phase.GATHERING
         first = not self.worlds.members or (gathering and self.worlds.gathering.anew)
@@ -41,7 +41,7 @@ class Deadlines(Part):
         yield from (at for at in by if at is not None)
 
     def overdue(self) -> None:
-        """Handle missed deadlines of this phase."""
+        """Handle expired deadlines of this phase."""
         if self.worlds.root_cause_search is not None and self.actions.expired(
             self.worlds.root_cause_search.by
         ):
@@ -80,7 +80,7 @@ class Deadlines(Part):
                 pass
 
     def restarted(self) -> None:
-        """The driver was away: nobody is late only because of that."""
+        """Extend the deadlines after a driver failover, which made no worker late."""
         self.worlds.gathering.begin_again(self.actions.now)
         by = self.actions.now + self.settings.elastic_timeout_s
         self.worlds.change.by = None if self.worlds.change.by is None else by

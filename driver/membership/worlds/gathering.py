@@ -1,7 +1,7 @@
-"""Decides whom a gathering waits for, until when, and who of those that are ready may be in one world. Pure.
+"""Decisions about a gathering: which workers it waits for, until when, and which may share a world. Pure.
 
-A world is of one kind: that of ``init()``, of workers outside elastic.run, or that of elastic.run. A gathering waits
-for every old member, because each will come or die; it does not wait for newcomers, which can join later.
+A world is of one kind: that of ``init()``, for workers outside elastic.run, or that of elastic.run. A gathering waits
+for every old member, since each becomes ready or dies; it does not wait for newcomers, which can join later.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-NAMED = 8  # of those that are lost
-REMIND_S = 5.0  # a gathering that takes longer says whom it waits for
+NAMED = 8  # lost workers named in the reason
+REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
 
 
 class Kind(enum.Enum):
-    START = "start"  # init() or entering elastic.run: nobody is interrupted
+    START = "start"  # init() or entering elastic.run: no worker is interrupted
     CHANGE = "change"  # all have stopped at an agreed check
     RECOVERY = "recovery"  # the world broke
 
 
 @dataclass
 class Gathering:
-    """Between two worlds. ``_by`` and ``_at`` are times on the caller's clock."""
+    """The phase between two worlds. ``_by`` and ``_at`` are times on the caller's clock."""
 
     kind: Kind
     reason: Reason
@@ -36,21 +36,22 @@ class Gathering:
     had_loss: bool = False
     # ``late_at`` has passed: old members outside elastic.run are no longer awaited.
     late: bool = False
-    # From a checkpoint, or from the beginning, because nobody holds a commit: all that start are waited for.
+    # No worker holds a commit, so all start from a checkpoint or the beginning: every starting worker is awaited.
     anew: bool = False
-    # From the beginning, outside elastic.run: who is still to be started as well, because nobody can join later.
+    # Restart from the beginning outside elastic.run: missing workers are awaited too, as none can join later.
     whole: bool = False
-    short_by: float | None = None  # too few, nobody awaited: until then
-    said: tuple[int, int] | None = None  # the last word about being short: ready, and needed
-    _more: int = 0  # lost, and not named in the reason
-    remind_after_s: float = REMIND_S  # since it began: when to say next who is awaited
+    short_by: float | None = None  # deadline while too few workers are ready and none is awaited
+    said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
+    _more: int = 0  # lost workers that the reason does not name
+    # seconds after the beginning at which the awaited workers are logged next
+    remind_after_s: float = REMIND_S
 
     @property
     def remind_at(self) -> float:
         return self.began_at + self.remind_after_s
 
     def reminder(self, awaited: Sequence[WorkerRecord], now: float) -> str:
-        """The awaited workers and the deadline, as a sentence."""
+        """Return the awaited workers and the deadline as a sentence."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
         first = awaited[0]
@@ -71,18 +72,18 @@ class Gathering:
 
     @property
     def late_at(self) -> float:
-        """Until when old members may take to be ready."""
+        """The time until which old members may become ready."""
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:
-        """Restart the deadline, after a time in which no worker could arrive."""
+        """Restart the deadline, after a time in which no worker could become ready."""
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now
         self.remind_after_s = REMIND_S
 
     def lost(self, reason: Reason) -> None:
-        """One more is gone. Who is lost explains a broken collective better than the worker that noticed."""
+        """Record a lost worker, which explains a broken collective better than the worker that reported it."""
         if not self.had_loss:
             self.had_loss, self.reason = True, reason
             return
@@ -91,32 +92,32 @@ class Gathering:
         if len(causes) < NAMED:
             causes = [*causes, reason]
         else:
-            # Every member is sent the reason: it must not grow with the number of those that are lost.
+            # Every member receives the reason, so it must not grow with the number of lost workers.
             self._more += 1
         self.reason = because(Why.SEVERAL, causes=causes, more=self._more)
 
     def awaited(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Old members that it does not go on without."""
+        """Yield the old members that the gathering waits for."""
         for record in self.missing(roster):
             if record.running or not self.late:
                 yield record
 
     def missing(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Old members that are not ready."""
+        """Return the old members that are not ready."""
         return roster.first_at(WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
 def candidates(
     ready: Sequence[WorkerRecord], members: Sequence[Worker]
 ) -> tuple[list[WorkerRecord], list[WorkerRecord], list[WorkerRecord]]:
-    """Ready old members in rank order, ready newcomers, and those whose kind of world this one is not."""
+    """Return ready old members in rank order, ready newcomers, and ready workers that need the other kind of world."""
     rank = {worker: index for index, worker in enumerate(members)}
     old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])
     new = [s for s in ready if s.worker not in rank]
     running = any(s.running for s in old or new)
     others = [s for s in ready if s.running is not running]
     if members and not running:
-        # Nobody joins in init(): a newcomer waits until elastic.run is entered.
+        # No worker joins in init(): a newcomer waits until elastic.run is entered.
         others, new = [*others, *new], []
     return (
         [s for s in old if s.running is running],

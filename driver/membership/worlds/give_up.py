@@ -1,6 +1,6 @@
-"""Decides when a job is not worth going on: limits, circles, and waits without hope. Pure.
+"""Rules for giving up a job: limits, lack of progress, and too few workers. Pure.
 
-Every question is answered with the reason to end the job, or with nothing: then it goes on.
+Each rule returns the reason to end the job, or None to continue.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ class GiveUpRules:
         self._settings = settings
         self._staff = staff
         self._actions = actions
-        self._failures = 0  # of worlds; planned changes do not count
+        self._failures = 0  # broken worlds; planned changes do not count
         self._stuck_in: set[int] = set()  # generations since the last new commit
-        self._hung_in: set[int] = set()  # the same, where GPUs hung and nobody was to blame
-        self._restarts = 0  # from a checkpoint, since the last one was made
-        self._barren = 0  # recoveries in a row with nobody lost and no new commit
+        # the same for worlds whose GPUs hung with no worker to blame
+        self._hung_in: set[int] = set()
+        self._restarts = 0  # restarts from a checkpoint since the last one was made
+        self._barren = 0  # consecutive recoveries without a lost worker or a new commit
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """The smallest world allowed now. Once some have finished, the rest need not find more."""
+        """Return the size of the smallest world allowed now; 1 once some workers have finished."""
         if not self._settings.elastic:
             return self._settings.np
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """A world broke."""
+        """Count a broken world; return the reason to end the job if it reached --reset-limit."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
         return because(Why.RESET_LIMIT, cause=reason, limit=limit) if reached else None
 
     def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
-        """Newcomers know nothing of what was learned: going on with them would be starting over, unasked; but for a
-        checkpoint.
+        """Return the reason to end the job if all members are lost.
+
+        Newcomers have no state, so continuing with them would silently discard the training, unless a checkpoint can
+        be restored.
         """
         here = self._staff.roster.first_at(*AT_STAKE)
         if not world.trained or any(s.worker in world.places for s in here):
@@ -60,13 +63,13 @@ class GiveUpRules:
         return self._unless_anew(gathering, lost)
 
     def nothing_held(self, world: World, gathering: Gathering) -> Reason | None:
-        """The same with survivors that had joined, but were not given the state yet. They hold no commit."""
+        """Return the reason to end the job if no survivor has received the state."""
         if world.running and (world.trained or world.commit is not None):
             return self._unless_anew(gathering, because(Why.NO_COMMIT, cause=gathering.reason))
         return None
 
     def _unless_anew(self, gathering: Gathering, end: Reason) -> Reason | None:
-        """The end of the job, unless it may begin anew from a checkpoint."""
+        """Return ``end``, or None if the job may restart from a checkpoint."""
         limit = self._settings.restarts
         if limit is None or gathering.anew:
             return None if gathering.anew else end
@@ -80,12 +83,14 @@ class GiveUpRules:
         return None
 
     def checkpoint_made(self) -> None:
-        """There is progress that lasts."""
+        """Record durable progress."""
         self._restarts = 0
 
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
-        """Its state differs from the world's. If that of a member before it in its slot did in the same way, it will
-        for ever.
+        """Handle a worker that was rejected because its state differs from the world's.
+
+        Return the reason to end the job if a member before it in its slot differed in the same way, as this would
+        recur forever.
         """
         worker = record.worker
         lost = because(Why.LOST_REJECTED, worker=str(worker))
@@ -98,22 +103,22 @@ class GiveUpRules:
         return because(Why.LAYOUTS_DIFFER, first=str(first), worker=str(worker), rank_0=rank_0)
 
     def was_stuck(self, generation: int) -> None:
-        """A member was fenced because it was stuck."""
+        """Record that a member was fenced because it was stuck."""
         self._stuck_in.add(generation)
 
     def hung(self, generation: int) -> None:
-        """All GPUs waited for each other, and the world was given up for that."""
+        """Record that the world was broken because all GPUs waited for each other."""
         self._hung_in.add(generation)
 
     @property
     def worlds_hung(self) -> int:
-        """With no new commit between."""
+        """Number of worlds that hung since the last new commit."""
         return len(self._hung_in)
 
     def in_circles(
         self, world: World, gathering: Gathering, commit: Commit | None
     ) -> Reason | None:
-        """The next world is about to begin with ``commit``: was there any progress in the last one?"""
+        """Return the reason to end the job if the last world made no progress. ``commit``: that of the next world."""
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
             self._barren = 0
@@ -131,7 +136,7 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Too few are ready, and nobody is awaited. Says what is awaited, once for each number."""
+        """Handle too few ready workers with none awaited: log the shortage, once for each number."""
         slots, need = self._staff.slots, self.needed()
         if not slots.known:
             return None
@@ -146,17 +151,17 @@ class GiveUpRules:
             gathering.said = (have, need)
             left = gathering.short_by - self._actions.now
             more = counted(max(1, need - have), "more worker")
-            said = f"{have} ready, {need} needed; giving up in {left:.0f} s"
-            self._actions.log("warning", f"waiting for {more}: {said}")
+            text = f"{have} ready, {need} needed; giving up in {left:.0f} s"
+            self._actions.log("warning", f"waiting for {more}: {text}")
         return None
 
     def too_few(self) -> Reason:
-        """The reason for giving up: the wait was too long."""
+        """Return the reason for giving up after the timeout."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
         return because(Why.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
 
     def spent(self) -> Reason:
-        """No slot can give a worker any more."""
+        """Return the reason for giving up because no slot can get a worker any more."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
         return because(Why.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)

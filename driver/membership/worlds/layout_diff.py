@@ -1,4 +1,4 @@
-"""Words how two layouts of a state differ. Pure."""
+"""Description of the differences between two layouts of a state. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ SHOWN = 10  # lines
 
 
 def difference(own: str, expected: str) -> str:
-    """The differences between a worker's layout and the world's, in both directions, in at most SHOWN + 1 lines.
+    """Return the differences between a worker's layout and the world's, in both directions.
 
-    A layout has one line per tensor or option, its name first: ``model.0.weight float32 [10, 20]``.
+    At most SHOWN + 1 lines. A layout has one line per tensor or option, with its name first:
+    ``model.0.weight float32 [10, 20]``.
     """
     only_own = _surplus(own, expected)
     only_expected = dict(_named(line) for line in _surplus(expected, own))
@@ -32,7 +33,7 @@ def difference(own: str, expected: str) -> str:
 
 
 def _surplus(lines: str, others: str) -> list[str]:
-    """Lines that one text has more often than the other, in their order."""
+    """Return the lines that one text contains more often than the other, in order."""
     left = Counter(others.splitlines())
     surplus = []
     for line in lines.splitlines():

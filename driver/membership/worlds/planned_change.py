@@ -1,7 +1,7 @@
-"""Decides when a planned change begins and at which check all members stop. Pure.
+"""Decisions about planned changes: when one begins, and at which check all members stop. Pure.
 
-Every member answers with its number of checks and is held at the next one. The largest answer plus one is a check
-that nobody has passed: those behind run on to it, and all stop in the same place.
+Every member answers with its number of checks and is held at the next one. No member has passed the largest answer
+plus one, so the members behind continue to that check, and all stop at the same point.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from elastic.protocol.messages import Worker
 
 @dataclass
 class Change:
-    """The planned change under way, or the last one. ``_s`` are seconds, other times are on the caller's clock."""
+    """The current planned change, or the last one. ``_s`` are seconds, other times are on the caller's clock."""
 
     settings: Settings
     number: int = 0
-    by: float | None = None  # for all answers; then for all to have stopped
-    check: int = 0  # where all stop
+    by: float | None = None  # deadline for all answers; then for all to have stopped
+    check: int = 0  # at which all stop
     not_before: float = 0.0
-    silent: set[Worker] = field(default_factory=set)  # have not answered yet
+    silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
     _answers: dict[Worker, int] = field(default_factory=dict)
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Decide about a request to join or leave. None: start a change; otherwise the time of the next decision.
-
-        One interruption serves several newcomers, if those ``more_coming`` are ready within a short time.
-        """
+        """Decide about a request to join or leave. None: start a change; otherwise the time of the next decision."""
         if now < self.not_before:
             return self.not_before
         if more_coming:
@@ -44,7 +41,7 @@ class Change:
         self._settle_by = None
 
     def prepare(self, now: float, members: Iterable[Worker]) -> None:
-        """Members are asked for their number of checks."""
+        """Begin a change: members are asked for their number of checks."""
         self.number += 1
         self.by = now + self.settings.prepare_s
         self.silent = set(members)
@@ -56,7 +53,7 @@ class Change:
         self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
-        """All have answered: the check where all stop."""
+        """Return the check at which all stop, once all have answered."""
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check

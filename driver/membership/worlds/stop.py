@@ -1,7 +1,7 @@
-"""Decides how a job ends that is told to stop. Deterministic.
+"""Decisions about the end of a job that is requested to stop. Deterministic.
 
-At once; or, where the request leaves time for it and there are checkpoints, once a last one is made. No world changes
-meanwhile but for losses, and a second request ends the job.
+It ends at once or, if the request leaves time for it and the job makes checkpoints, once a last one is durable. Until
+then the world changes only when workers are lost, and a second request ends the job.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from elastic.protocol.messages import Commit
 
 
 class Stop(Part):
-    """The request that waits for a last checkpoint."""
+    """Handles a stop request that waits for a last checkpoint."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
         self._request: StopRequested | None = None
         self._by: float | None = None
-        self._asked_in: int | None = None  # the generation
-        self._trained_to: Commit | None = None  # as rank 0 has said
-        self._least: Commit | None = None  # what is older was being written when the request came
-        self._newest: Commit | None = None  # that is durable
+        self._asked_in: int | None = None  # generation that was asked
+        self._trained_to: Commit | None = None  # as last reported by rank 0
+        # older ones were already being written when the request arrived
+        self._least: Commit | None = None
+        self._newest: Commit | None = None  # newest durable commit
 
     def heard(self, event: Event) -> None:
         """Observe an event that other parts also handle."""
@@ -45,12 +46,12 @@ class Stop(Part):
                 if self._request is not None and self._is_last(commit):
                     self._end(made=True)
             case WorkerReconnected(worker) if worker in self.worlds.members[:1]:
-                self._asked_in = None  # the driver before this one may not have asked
+                self._asked_in = None  # the previous driver may not have asked
             case _:
                 pass
 
     def requested(self, event: StopRequested) -> None:
-        """Ends the job, or has a last checkpoint made first."""
+        """End the job, or request a last checkpoint first."""
         waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, in_words(event.reason))
@@ -64,7 +65,7 @@ class Stop(Part):
             self.worlds.call_off(because(Why.TOLD, text=event.reason))
 
     def watch(self) -> None:
-        """After every event."""
+        """Act on the request after every event."""
         if self._request is None:
             return
         if self.actions.expired(self._by):
@@ -75,12 +76,15 @@ class Stop(Part):
             self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))
 
     def deadlines(self) -> Iterator[float]:
-        """When to look again."""
+        """Yield the time of the next check."""
         if self._by is not None:
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
-        """Not one that was being written already: of a world before, or older than what rank 0 had told of."""
+        """Return whether a checkpoint was requested by this stop.
+
+        One of an earlier world, or older than the last report of rank 0, was already being written before.
+        """
         at = (commit.generation, commit.number)
         least = (0, 0) if self._least is None else (self._least.generation, self._least.number)
         return commit.generation == self._asked_in and at >= least

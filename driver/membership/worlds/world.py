@@ -1,4 +1,4 @@
-"""The last published world, and what its members have reported of it. Decides which of two replicas is wrong. Pure."""
+"""The last published world, the reports of its members, and the decision which of two replicas is wrong. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Commit, Place, Worker
 
-DIGESTS = 64  # commits whose digests are remembered
+DIGESTS = 64  # number of commits whose digests are kept
 
 
 @dataclass
 class World:
-    """``members`` are in rank order, dead ones included. Generation 0: there was none yet."""
+    """One world. ``members`` are in rank order, including dead ones. Generation 0: no world was published yet."""
 
     generation: int = 0
     members: list[Worker] = field(default_factory=list)
-    running: bool = False  # of elastic.run; otherwise of init()
-    commit: Commit | None = None  # the newest that a member held when it began
+    running: bool = False  # a world of elastic.run; otherwise of init()
+    commit: Commit | None = None  # newest commit held by a member when it began
     layout: str = ""
     kind: Kind = Kind.START
     reason: Reason = field(default_factory=lambda: because(Why.FIRST_START))
     cause_at: float = 0.0
     published_at: float = 0.0
-    trained: bool = False  # somebody resumed in this world or in one before it
+    trained: bool = False  # a member resumed in this world or an earlier one
     places: dict[Worker, Place] = field(init=False)
     _resumed: dict[Worker, WorkerResumed] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class World:
         return [Member(worker, place) for worker, place in self.places.items()]
 
     def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
-        """The report, once all have resumed."""
+        """Record that a member resumed; return the report once all have."""
         self.trained = True
         if event.worker in self._resumed:
             return None
@@ -63,7 +63,10 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Equal commits must be equal bits: the worker that is wrong, and the one that is right."""
+        """Compare a digest with the first one of the same commit, which must be equal.
+
+        Return the wrong worker and the right one if they differ, otherwise None.
+        """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:
             del self._digests[next(iter(self._digests))]
@@ -71,8 +74,8 @@ class World:
             return None
         other = roster.get(first[0])
         if other is None or other.killed_for or other.stage is WorkerStage.DISMISSED:
-            self._digests[event.commit] = (event.worker, event.digest)  # it is on its way out
+            self._digests[event.commit] = (event.worker, event.digest)  # it is already leaving
             return None
-        # The lower rank's copy is the one that others were sent.
+        # The copy of the lower rank is the one that was sent to others.
         right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
         return wrong, right

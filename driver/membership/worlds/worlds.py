@@ -1,8 +1,8 @@
-"""Decides when a world begins, when it is interrupted, broken or finished, and when the job ends. Deterministic.
+"""Transitions between phases: worlds begin, are interrupted, broken or finished, and the job ends. Deterministic.
 
-These are the transitions between phases; `membership`, which has the diagram, says what each event means for them.
-Where a question needs more than a line, it is answered next door: `gathering` whom to wait for, `composition` who is in
-the next world, `planned_change` when and where to interrupt a healthy one, `give_up` when to give up.
+`membership`, which has the diagram, maps events to these transitions. Larger decisions are in their own modules:
+`gathering` for the workers to wait for, `composition` for the next world, `planned_change` for when and where to
+interrupt a healthy one, `give_up` for ending the job.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ NO_INIT = (
 
 
 class Phase(enum.Enum):
-    GATHERING = "gathering"  # waiting for those expected, and for enough; a world of init() may still be in use
+    # waiting for expected workers, and for enough; a world of init() may still be in use
+    GATHERING = "gathering"
     TRAINING = "training"
     PREPARING = "preparing"  # a planned change: waiting for every member's number of checks
-    STOPPING = "stopping"  # told where to stop: waiting for all to arrive
+    STOPPING = "stopping"  # members know where to stop: waiting for all to get there
     ENDING = "ending"  # some have returned
     DONE = "done"
 
 
 class JobFinished(Exception):
-    """The outcome is decided: unwinds to `handle`, so that nothing can follow EndJob."""
+    """The outcome is decided. Unwinds to `handle`, so that no action can follow EndJob."""
 
 
 class Worlds:
-    """The worlds of one job, one after the other. Asked for actions, it adds them to the list."""
+    """The sequence of worlds of one job. Its methods add actions to the list."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -58,29 +59,29 @@ class Worlds:
         self.staff = Workforce(settings, self.actions)
         self.give_up = GiveUpRules(settings, self.staff, self.actions)
         self.world = World()
-        self.published: events.PublishWorld | None = None  # the last one
-        self.verdict: events.EndJob | None = None  # how the job ends, once that is decided
+        self.published: events.PublishWorld | None = None  # the last published world
+        self.verdict: events.EndJob | None = None  # the outcome of the job, once decided
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
         self.gathering = Gathering(Kind.START, because(Why.FIRST_START), 0.0, settings)
         self.change = Change(settings)
-        self.change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
+        self.change_reason = because(Why.NOT_WANTED)  # of the last change, if any
         self.exceptions = Exceptions()
         self.mismatches = Mismatches()
         self.signs = SignsOfLife()
-        self.trained = False  # somebody has entered elastic.run
-        self.stopping = False  # the job is told to stop, and waits for its last checkpoint
-        self.all_go = False  # every member's machine has announced its end
+        self.trained = False  # a worker has entered elastic.run
+        self.stopping = False  # a stop was requested, and the last checkpoint is pending
+        self.all_go = False  # every member's machine will be reclaimed
         self.root_cause_search: RootCauseSearch | None = None
-        self.completed: list[str] = []  # who ended with exit code 0 outside elastic.run
-        self._cause_at = 0.0  # when what led to the present gathering was noticed
-        self.look_again_at: float | None = None  # at a planned change that is not due yet
+        self.completed: list[str] = []  # workers that exited with code 0 outside elastic.run
+        self._cause_at = 0.0  # when the cause of the current gathering was noticed
+        self.look_again_at: float | None = None  # time of the next decision about a planned change
         self.ending_by: float | None = None
 
-    # ---- what others may ask ---------------------------------------------------------------------------------------
+    # ---- public state ----------------------------------------------------------------------------------------------
 
     @property
     def roster(self) -> Roster:
-        """Every live process."""
+        """All live processes."""
         return self.staff.roster
 
     @property
@@ -89,23 +90,23 @@ class Worlds:
 
     @property
     def members(self) -> list[Worker]:
-        """Members of the last world, in rank order, dead ones included."""
+        """Members of the last world in rank order, including dead ones."""
         return self.world.members
 
     @property
     def over(self) -> bool:
-        """Whether the outcome is decided."""
+        """Return whether the outcome is decided."""
         return self.phase is Phase.DONE
 
     def place_of(self, worker: Worker) -> Place | None:
-        """The worker's place in the last published world; None if it has none."""
+        """Return the worker's place in the last published world; None if it has none."""
         return self.world.places.get(worker)
 
     # ---- after each event ------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Does what the present state asks for, whatever event led to it."""
-        # Not before there is a world to stand by: until then they would only take from the others.
+        """Perform the transitions that are due in the current state."""
+        # No standbys before the first world: they would only slow down the start of the others.
         self.staff.spare = self.settings.standbys if self.world.running else 0
         settled = self.phase is not Phase.ENDING and self.root_cause_search is None
         if settled and not self.stopping:
@@ -128,11 +129,11 @@ class Worlds:
                     self._try_to_finish()
 
     def _end_with_the_last_process(self) -> None:
-        """Programs that never enter elastic.run end one by one."""
+        """End the job once the last program that never enters elastic.run has exited."""
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
         if self.staff.next_slot_at() is not None:
-            return  # one that failed is started again
+            return  # a failed one is restarted
         if self.staff.slots.any_given_up():
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
@@ -206,8 +207,8 @@ class Worlds:
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            self.change.put_off(self.now)  # an interruption for nothing: not at once again
-        # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
+            self.change.put_off(self.now)  # a needless interruption: not again at once
+        # A worker that is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
             record.stage = WorkerStage.CONNECTED
         for record in others:
@@ -226,7 +227,7 @@ class Worlds:
             holders=arranged.holders,
             commit=arranged.commit,
             reason=reason,
-            # User code may not come to another commit: its loader workers may not start in time.
+            # The script may not reach another commit, since the workers of its data loader may not start in time.
             checkpoint=(
                 self.settings.durable
                 and (self.stopping or self.all_go)
@@ -236,10 +237,10 @@ class Worlds:
         self.actions.add(self.published)
 
     def _consider_change(self) -> None:
-        """A planned change, if somebody waits to join or has to leave."""
+        """Begin a planned change if a worker waits to join or has to leave."""
         self.look_again_at = None
         if not self.settings.elastic or not self.world.running or self.stopping:
-            return  # a world of init() regroups by itself when elastic.run is entered
+            return  # a world of init() regroups when elastic.run is entered
         wish, urgent = self._wish()
         if wish is None:
             self.change.unwanted()
@@ -267,7 +268,7 @@ class Worlds:
                 self.actions.add(events.TellStandby(record.worker))
 
     def _joining(self) -> list[WorkerRecord]:
-        """Newcomers that are ready."""
+        """Return the newcomers that are ready."""
         places = self.world.places
         return [
             s
@@ -280,11 +281,11 @@ class Worlds:
         ]
 
     def _wish(self) -> tuple[Reason | None, bool]:
-        """The reason for another world of the present workers, and whether one leaves. None: no reason."""
+        """Return the reason for another world of the current workers, and whether one leaves. None: no reason."""
         joining = self._joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False
-        # Looking at all members after each of very many answers would take too long where nothing has changed.
+        # Checking all members after every answer would take too long if nothing has changed.
         basis = (self.generation, self.roster.shifts, self.staff.slots.version)
         if self._wished is None or self._wished[0] != basis:
             self._wished = (basis, self._compose_wish(joining))
@@ -292,7 +293,8 @@ class Worlds:
 
     def _compose_wish(self, joining: list[WorkerRecord]) -> tuple[Reason | None, bool]:
         live = self.live()
-        same = Commit(self.generation, 1)  # where all stop together, all hold the same
+        # all members stop at the same check and hold the same commit
+        same = Commit(self.generation, 1)
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)
         causes = [because(Why.JOINED, workers=joined)] if joined else []
@@ -330,7 +332,10 @@ class Worlds:
             self.end(0, because(Why.ALL_RETURNED, **facts))
 
     def finish(self, because: str) -> None:
-        """Returned workers need not be there for the others any more."""
+        """Release returned workers from waiting for the others.
+
+        ``because``: the reason for the log, if they did not all return.
+        """
         returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
             self.actions.log("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
@@ -339,12 +344,13 @@ class Worlds:
         self.actions.add(events.FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
-        """A member's function has returned: the others get their time to do so too."""
+        """Handle a returned member: the others get a deadline for returning too."""
         returned = because(Why.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
-            self.phase is Phase.ENDING and self.ending_by is None  # the first have been let go
+            # the first ones were already released
+            self.phase is Phase.ENDING and self.ending_by is None
         ):
             self.phase = Phase.ENDING
             self.ending_by = self.now + self.settings.elastic_timeout_s
@@ -352,7 +358,7 @@ class Worlds:
     # ---- losing members ------------------------------------------------------------------------------
 
     def lose(self, record: WorkerRecord, reason: Reason) -> None:
-        """A member is gone, or as good as gone: the world is over for the others."""
+        """Handle a lost member: the world is over for the others."""
         if record.worker not in self.world.places:
             return
         if self.phase is Phase.GATHERING:
@@ -375,7 +381,7 @@ class Worlds:
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         failure = failure and not self.stopping
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
-        if failure and not announced:  # the end of a machine that was announced is no failure
+        if failure and not announced:  # the announced end of a machine is not a failure
             self.end_if(self.give_up.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
         for record in at_work:
@@ -401,7 +407,7 @@ class Worlds:
             self.end(1, reason)
 
     def end(self, code: int, reason: Reason) -> NoReturn:
-        """Decides the outcome. Members that have finished go on by themselves; on success all others are let go."""
+        """Decide the outcome. On success, all workers that have not finished are released."""
         self.phase = Phase.DONE
         if code == 0:
             self.staff.let_all_go(because(Why.JOB_ENDED))
@@ -409,17 +415,17 @@ class Worlds:
         self.actions.add(self.verdict)
         raise JobFinished
 
-    # ---- small questions -------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def awaited(self, record: WorkerRecord) -> bool:
-        """Whether the next world waits for it."""
+        """Return whether the next world waits for a worker."""
         if self.phase is not Phase.GATHERING or not self.members:
             return False
         at_work = record.stage is not WorkerStage.READY
         return at_work and (record.running or not self.gathering.late)
 
     def live(self) -> list[WorkerRecord]:
-        """Members that live and were not dismissed, in rank order."""
+        """Return the live members that were not dismissed, in rank order."""
         return self.roster.live(self.members)
 
     def _compose(
@@ -447,5 +453,5 @@ class Worlds:
         place = self.world.places.get(worker)
         if place is None and not self.members:
             place = record.first_place
-        who = "worker" if place is None else f"rank {place.rank}"
-        return f"{who} ({worker} on {worker.host})"
+        role = "worker" if place is None else f"rank {place.rank}"
+        return f"{role} ({worker} on {worker.host})"
