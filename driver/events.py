@@ -1,6 +1,6 @@
-"""What membership is told (events, past tense) and what it asks for (actions, imperative). Pure: values only.
+"""Events that membership receives (past tense) and actions that it requests (imperative). Pure: values only.
 
-They are msgspec structs, so that the journal can write each as one JSON object and read it back.
+All are msgspec structs, so that the journal can write each as one JSON object and read it back.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from elastic.protocol.messages import (
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """Something that happened outside."""
+    """Base class of all events: something that happened outside membership."""
 
 
 class HostsChanged(Event):
-    """Discovery's whole list, in order of preference."""
+    """A new list of hosts from discovery: the slots of each host, in order of preference."""
 
     hosts: dict[str, int]
 
 
 class WorkerConnected(Event):
-    """The process has called ``init()``."""
+    """A worker process called ``init()``."""
 
     worker: Worker
     pid: int
@@ -41,7 +41,7 @@ class WorkerConnected(Event):
 
 
 class WorkerReconnected(Event):
-    """It has a new connection in place of a lost one; see protocol.Reconnected."""
+    """A worker replaced a lost connection; see protocol.Reconnected."""
 
     worker: Worker
     generation: int
@@ -49,7 +49,7 @@ class WorkerReconnected(Event):
 
 
 class WorkerReady(Event):
-    """It waits for a world; see protocol.Ready."""
+    """A worker waits for a world; see protocol.Ready."""
 
     worker: Worker
     generation: int
@@ -61,7 +61,7 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """A collective broke at this worker. ``differs``: its ranks have called different ones, ``calls``."""
+    """A collective failed at a worker. ``differs``: the ranks called different collectives, listed in ``calls``."""
 
     worker: Worker
     generation: int
@@ -71,7 +71,10 @@ class WorkerFailed(Event):
 
 
 class WorkerStranded(Event):
-    """A collective broke at a worker that cannot recover: it is outside ``elastic.run``. ``differs`` as above."""
+    """A collective failed at a worker that cannot recover because it is outside ``elastic.run``.
+
+    ``differs`` and ``calls`` as in `WorkerFailed`.
+    """
 
     worker: Worker
     generation: int
@@ -81,7 +84,7 @@ class WorkerStranded(Event):
 
 
 class WorkerChecked(Event):
-    """Answer to PrepareChange."""
+    """Answer of one worker to PrepareChange."""
 
     worker: Worker
     generation: int
@@ -90,14 +93,14 @@ class WorkerChecked(Event):
 
 
 class WorkerLeaving(Event):
-    """It got SIGTERM and wants to leave at its next commit."""
+    """A worker received SIGTERM and will leave at its next commit."""
 
     worker: Worker
     reason: str
 
 
 class WorkerResumed(Event):
-    """Its first collective of the generation completed. ``from_checkpoint``: see `protocol.messages.Resumed`."""
+    """A worker completed its first collective of a generation. ``from_checkpoint``: see `protocol.messages.Resumed`."""
 
     worker: Worker
     generation: int
@@ -107,7 +110,7 @@ class WorkerResumed(Event):
 
 
 class WorkerDigested(Event):
-    """The digest of its parameters under a commit."""
+    """The digest of a worker's parameters at a commit."""
 
     worker: Worker
     generation: int
@@ -122,7 +125,7 @@ class WorkerDigested(Event):
 
 
 class WorkerProgressed(Event):
-    """It waits in a collective, or no longer, or is in a phase that the user marks as long; see protocol.Progress."""
+    """A worker started or stopped waiting in a collective, or is in a phase marked as long; see protocol.Progress."""
 
     worker: Worker
     generation: int
@@ -135,7 +138,7 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """At which line of the script one is for whom others wait; see protocol.Located."""
+    """The script line at which a worker is that others wait for; see protocol.Located."""
 
     worker: Worker
     generation: int
@@ -143,7 +146,7 @@ class WorkerLocated(Event):
 
 
 class WorkerPaced(Event):
-    """How much of the last seconds it spent inside collectives; see protocol.Pace."""
+    """The share of the last seconds that a worker spent inside collectives; see protocol.Pace."""
 
     worker: Worker
     generation: int
@@ -155,7 +158,7 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """How its time went since ``init()``; see protocol.TimeSpent. Nothing is decided by it."""
+    """How a worker spent its time since ``init()``; see protocol.TimeSpent. No decision depends on it."""
 
     worker: Worker
     generation: int
@@ -168,23 +171,28 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """Its lease ran out: its agent has not seen it able to run for that long. ``how``: why, as seen from outside."""
+    """A worker's liveness timeout expired: its agent has not seen it able to run. ``how``: the cause as seen from
+    outside.
+    """
 
     worker: Worker
     how: str
 
 
 class WorkerThawed(Event):
-    """A frozen one runs again."""
+    """A frozen worker is running again."""
 
     worker: Worker
 
 
 class WorkerProbed(Event):
-    """Answer to ProbeWorkers: what the process did so far, as its host's kernel counts it.
+    """Answer to ProbeWorkers: the counters of a worker's process, as read from its host's kernel.
 
-    ``cpu_s``: seconds of processor time of the process and its children; ``io_bytes``: read and written, cached or not.
-    ``state``: one letter as in /proc/PID/stat. ``traced``: a debugger is attached.
+    Args:
+        cpu_s: processor time of the process and its children, in seconds.
+        io_bytes: bytes read and written, cached or not.
+        state: one letter as in /proc/PID/stat.
+        traced: a debugger is attached.
     """
 
     worker: Worker
@@ -195,25 +203,26 @@ class WorkerProbed(Event):
 
 
 class WorkerRaised(Event):
-    """User code raised; the process is about to exit."""
+    """User code raised an exception; the process is about to exit."""
 
     worker: Worker
     generation: int
     commit: Commit | None
     summary: str
     traceback: str
-    hardware: bool = False  # a GPU or NCCL has failed, and not the script
-    final: bool = False  # whoever tries it again ends in the same way
-    # Of the training: no member of its world had a commit, and it has made none.
+    hardware: bool = False  # a GPU or NCCL failed, not the script
+    final: bool = False  # a retry would end in the same way
+    # At the start of training: no member of its world had a commit, and it has made none.
     beginning: bool = False
     code: int = 1  # of the job, if final
-    calls: tuple[Called, ...] = ()  # that do not fit together, of which all ranks were told
+    calls: tuple[Called, ...] = ()  # incompatible calls, which all ranks received
     shards_lost: bool = False  # no worker holds some shards of the state any more; final
 
 
 class WorkerQuit(Event):
-    """User code called ``sys.exit`` under ``elastic.run``; the process is about to exit with this code. ``call``:
-    ``sys.exit(3)``.
+    """User code called ``sys.exit`` under ``elastic.run``; the process is about to exit with this code.
+
+    ``call`` is the call as text, for example ``sys.exit(3)``.
     """
 
     worker: Worker
@@ -223,15 +232,17 @@ class WorkerQuit(Event):
 
 
 class WorkerReturned(Event):
-    """The function under ``elastic.run`` returned."""
+    """The function under ``elastic.run`` returned at a worker."""
 
     worker: Worker
     generation: int
 
 
 class WorkerDisconnected(Event):
-    """Its control connection closed. An exit usually follows at once; if none does, it must be
-    fenced. ``silent``: nothing was closed, but its host acknowledges nothing any more.
+    """A worker's control connection closed.
+
+    An exit usually follows at once; if none does, the worker must be fenced. ``silent``: the connection was not
+    closed, but the host no longer acknowledges packets.
     """
 
     worker: Worker
@@ -239,10 +250,13 @@ class WorkerDisconnected(Event):
 
 
 class WorkerExited(Event):
-    """The process is gone and reaped. ``code``: exit status, or minus the signal, as in subprocess.
+    """A worker's process exited and was reaped.
 
-    ``reason`` is set when it could not even be started. ``output`` is the tail of its stderr. ``out_of_memory``: the
-    kernel has killed it because memory ran out.
+    Args:
+        code: exit status, or minus the signal, as in subprocess.
+        reason: set if the process could not be started.
+        output: tail of its stderr.
+        out_of_memory: the kernel killed it because memory ran out.
     """
 
     worker: Worker
@@ -253,15 +267,18 @@ class WorkerExited(Event):
 
 
 class HostLost(Event):
-    """The lease of a host's agent ran out: nothing there can be killed, or be told anything."""
+    """The liveness timeout of a host's agent expired: nothing on the host can be killed or notified."""
 
     host: str
     reason: str
 
 
 class Notice(Value):
-    """A machine has announced its end. ``text``: who says so, and what; ``within_s``: until then, None if that is not
-    known.
+    """A preemption notice for a machine.
+
+    Args:
+        text: the source of the notice and its content.
+        within_s: seconds until the machine is reclaimed; None if unknown.
     """
 
     text: str
@@ -269,10 +286,14 @@ class Notice(Value):
 
 
 class HostReported(Event):
-    """The agent of a host has a new connection: these are the workers that run there.
+    """The agent of a host connected anew and reported the workers that run there.
 
-    ``ordered``: those that it was told to start before; who is among them and does not run is gone. Others may be on
-    their way to it. None: everybody was. ``notice``: of the end of its machine, if one stands.
+    Args:
+        running: the workers that run on the host.
+        ordered: workers that it was ordered to start earlier; one that is not in ``running`` has exited, while other
+            start
+            orders may still be in transit. None: every order was received.
+        notice: the preemption notice in effect, if any.
     """
 
     host: str
@@ -282,7 +303,7 @@ class HostReported(Event):
 
 
 class HostLeaving(Event):
-    """The machine of a host has announced its end. ``alone``: the driver runs there too, and ends with it."""
+    """A host will be reclaimed. ``alone``: the driver runs there too, and ends with it."""
 
     host: str
     notice: Notice
@@ -290,20 +311,24 @@ class HostLeaving(Event):
 
 
 class HostStaying(Event):
-    """What it had announced is off."""
+    """A host's preemption notice was withdrawn."""
 
     host: str
 
 
 class DriverRestarted(Event):
-    """What came before this was read from the journal. Nobody is connected yet, and whatever was decided last may not
-    have been done.
+    """The events before this one were read from the journal.
+
+    No worker is connected yet, and the last decided actions may not have been performed.
     """
 
 
 class StopRequested(Event):
-    """Ctrl-C or SIGTERM at the driver, or a caller's request. ``code``: the exit code that this asks for.
-    ``checkpoint_s``: so long may a last checkpoint take, where there are any.
+    """A stop was requested by Ctrl-C or SIGTERM at the driver, or by a caller.
+
+    Args:
+        code: the requested exit code.
+        checkpoint_s: time allowed for a last checkpoint, if the job makes any.
     """
 
     reason: str
@@ -312,14 +337,14 @@ class StopRequested(Event):
 
 
 class ScaleRequested(Event):
-    """An operator wants the job to have so many workers. ``request``: a number by which it is answered, as is each."""
+    """An operator requests a number of workers. ``request`` identifies it in its answer, as in all requests."""
 
     request: int
     workers: int
 
 
 class DrainRequested(Event):
-    """An operator wants no worker on this host any more; ``off``: may have some there again."""
+    """An operator requests that no worker runs on a host; ``off`` cancels this."""
 
     request: int
     host: str
@@ -327,21 +352,22 @@ class DrainRequested(Event):
 
 
 class RemoveRequested(Event):
-    """An operator wants this worker to leave."""
+    """An operator requests that a worker leaves."""
 
     request: int
     worker: Worker
 
 
 class CheckpointMade(Event):
-    """A commit is in the storage, whole: no failure can take it away any more."""
+    """A commit was stored completely: no failure can lose it any more."""
 
     commit: Commit
 
 
 class WorkerDiffers(Event):
-    """Its ``parts`` of a commit are not those of ``equal`` others, that were the same in all of them before: its memory
-    was damaged.
+    """A worker's ``parts`` of a commit differ from those of ``equal`` others, although all were equal before.
+
+    The memory of this worker was damaged.
     """
 
     worker: Worker
@@ -352,9 +378,10 @@ class WorkerDiffers(Event):
 
 
 class ReplicasSpoilt(Event):
-    """Gradients that were infinite or NaN have made all replicas worthless, ``commit`` and others in memory with them:
-    the memory of one worker was damaged. ``damaged``: those whose parameters before that differed from those of
-    ``equal`` others. Older journals name them before, as WorkerDiffers.
+    """Infinite or NaN gradients corrupted all replicas because the memory of one worker was damaged.
+
+    ``commit`` and others in memory are lost with them. ``damaged``: workers whose parameters differed before from
+    those of ``equal`` others. Older journals report these beforehand, as WorkerDiffers.
     """
 
     generation: int
@@ -364,15 +391,15 @@ class ReplicasSpoilt(Event):
 
 
 class TimePassed(Event):
-    """A deadline that ``next_deadline()`` named was reached."""
+    """A deadline returned by ``next_deadline()`` was reached."""
 
 
 class Action(msgspec.Struct, frozen=True, tag=True):
-    """Something to do outside."""
+    """Base class of all actions: something to do outside membership."""
 
 
 class StartWorker(Action):
-    """Start this incarnation, with a provisional place."""
+    """Start this incarnation of a worker, with a provisional place."""
 
     worker: Worker
     place: Place
@@ -380,20 +407,20 @@ class StartWorker(Action):
 
 
 class KillWorker(Action):
-    """SIGKILL the worker's whole process group; its exit comes back as WorkerExited."""
+    """Kill a worker's whole process group by SIGKILL; its exit is reported as WorkerExited."""
 
     worker: Worker
     reason: Reason
 
 
 class ProbeWorkers(Action):
-    """Ask their agents what these processes do; each answer comes back as WorkerProbed."""
+    """Ask the agents for the process counters of these workers; each answer is a WorkerProbed."""
 
     workers: list[Worker]
 
 
 class TellAwaited(Action):
-    """Tell these members for whom they wait, and at which line of the script that one is."""
+    """Send these members the rank that they wait for, and the script line at which it is."""
 
     generation: int
     members: list[Worker]
@@ -402,14 +429,14 @@ class TellAwaited(Action):
 
 
 class DumpStacks(Action):
-    """Have the process write the Python stacks of all its threads, whatever it is doing."""
+    """Write the Python stacks of all threads of a process, whatever it is doing."""
 
     worker: Worker
     reason: Reason
 
 
 class BreakWorld(Action):
-    """Tell these members that the generation is over."""
+    """Notify these members that the generation is over."""
 
     generation: int
     members: list[Worker]
@@ -422,8 +449,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class PublishWorld(Action, omit_defaults=True):
-    """A new generation; see protocol.World for what each member is told. Journals of earlier versions lack
-    ``checkpoint``, and are replayed to the same bytes.
+    """Publish a new generation; see protocol.World for what each member receives.
+
+    Journals of earlier versions lack ``checkpoint``, and are replayed to the same bytes.
     """
 
     generation: int
@@ -436,7 +464,7 @@ class PublishWorld(Action, omit_defaults=True):
 
 
 class TellWorld(Action, omit_defaults=True):
-    """Tell one member again of the world that it is in: it has lost its connection and may not have heard."""
+    """Send one member its world again, since it may have missed the message when it lost its connection."""
 
     generation: int
     member: Member
@@ -476,7 +504,7 @@ class CallOffChange(Action):
 
 
 class LetGo(Action):
-    """Tell the worker to leave: it ends with exit code 0, or, if it was ``fenced``, with 1."""
+    """Notify a worker to leave: it exits with code 0, or with 1 if it was ``fenced``."""
 
     worker: Worker
     reason: Reason
@@ -484,7 +512,7 @@ class LetGo(Action):
 
 
 class RejectWorker(Action):
-    """Its layout differs from the world's. The loop words the difference from the two texts."""
+    """Reject a worker whose layout differs from the world's. The loop describes the difference from the two texts."""
 
     worker: Worker
     layout: str
@@ -492,7 +520,7 @@ class RejectWorker(Action):
 
 
 class TellStandby(Action):
-    """Tell a worker that the world has no place for it now; it is to wait for one."""
+    """Notify a worker that the world has no place for it now, and that it should wait for one."""
 
     worker: Worker
 
@@ -503,28 +531,28 @@ class FinishWorld(Action):
 
 
 class GiveUpHost(Action):
-    """Take a host for lost, although its agent is connected. `HostLost` follows, where hosts have agents."""
+    """Treat a host as lost although its agent is connected. `HostLost` follows if hosts have agents."""
 
     host: str
     reason: Reason
 
 
 class HastenCheckpoint(Action):
-    """Have rank 0 make one of its next commits durable, whatever else is due. All members hear of it: a job may end."""
+    """Have rank 0 make one of its next commits durable at once. All members are notified, since the job may end."""
 
     generation: int
     rank0: Worker
 
 
 class EndJob(Action):
-    """The job is over. Code 0 is success. On failure every worker that is left is told and then killed."""
+    """End the job. Code 0 is success. On failure, every remaining worker is notified and then killed."""
 
     code: int
     reason: Reason
 
 
 class AnswerRequest(Action):
-    """Tell the operator that this is being done, or why it is not."""
+    """Tell the operator that a request is carried out, or why not."""
 
     request: int
     done: bool
@@ -532,7 +560,12 @@ class AnswerRequest(Action):
 
 
 class Report(Action):
-    """A line for the log. Levels: info, warning, error. ``about``: the reason that it gives, where one asks."""
+    """Write a line to the log.
+
+    Args:
+        level: info, warning or error.
+        about: the reason that the line states, as a value.
+    """
 
     level: str
     text: str
@@ -540,9 +573,10 @@ class Report(Action):
 
 
 class ReportRecovery(Action, omit_defaults=True):
-    """Every member has resumed after a failure or a planned change. Milliseconds since the cause was noticed.
-    ``from_checkpoint``: survivors went back to a durable commit. Journals of earlier versions lack it, and are replayed
-    to the same bytes.
+    """Report that every member has resumed after a failure or a planned change.
+
+    Times are milliseconds since the cause was noticed. ``from_checkpoint``: survivors restored a durable commit.
+    Journals of earlier versions lack it, and are replayed to the same bytes.
     """
 
     generation: int

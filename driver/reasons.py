@@ -1,9 +1,9 @@
-"""Why something was decided: a kind, and the facts. And the words for it, which nothing is decided by. Pure.
+"""Reasons of decisions as values: a kind and its facts. Their sentences are for display only. Pure.
 
-    because(Why.FROZEN, how="stopped by a signal")      str() of it: it is frozen (stopped by a signal)
+    because(Why.FROZEN, how="stopped by a signal")      as str(): it is frozen (stopped by a signal)
 
-Who wants to know what happened asks for the kind. What stands in SENTENCES is for people: logs, errors, what a worker
-is told. It may be worded anew at any time. The names of kinds and facts may not: journals have them.
+Code compares kinds. The texts in SENTENCES are read by people, in logs, errors and messages to workers, and may be
+reworded at any time. The names of kinds and facts may not change: journals contain them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ GONE = (
 
 
 class Why(enum.Enum):
-    """What led to an action."""
+    """The kind of a reason."""
 
-    TOLD = "told"  # somebody else's own words
+    TOLD = "told"  # text from outside the driver
     # A worker is started.
     FIRST_START = "first start"
     SLOT_IS_FREE = "slot is free"
     TO_STAND_BY = "to stand by"
-    # It is fenced: it holds the others up, or would spoil what they do.
+    # A worker is fenced: it holds up the others, or would corrupt their results.
     FROZEN = "frozen"
     CUT_OFF = "cut off"
     IDLE = "idle"
@@ -47,7 +47,7 @@ class Why(enum.Enum):
     SPOILT = "spoilt"
     NO_INIT = "no init"
     NOT_READY = "not ready"
-    # It is let go, or killed because it did not go.
+    # A worker is released, or killed because it did not leave.
     HOST_NOT_LISTED = "host not listed"
     HOST_LEAVES = "host leaves"
     RETURNED_BEFORE = "returned before"
@@ -67,18 +67,18 @@ class Why(enum.Enum):
     CANT_BE_KILLED = "can't be killed"
     SLOT_COOLS = "slot cools"
     SLOT_GIVEN_UP = "slot given up"
-    # An operator's request is done ...
+    # An operator's request is carried out ...
     SCALED = "scaled"
     DRAINS = "drains"
     DRAINS_NO_MORE = "drains no more"
     REMOVES = "removes"
-    # ... or it is not.
+    # ... or refused.
     FIXED_SIZE = "fixed size"
     BELOW_LEAST = "below least"
     NO_SUCH_HOST = "no such host"
     NO_SUCH_WORKER = "no such worker"
     LEAVES_ALREADY = "leaves already"
-    # A world ends, and another begins.
+    # A world ends, and the next one begins.
     INIT_AGAIN = "init again"
     ENTERING = "entering"
     FELL_OUT = "fell out"
@@ -113,27 +113,27 @@ class Why(enum.Enum):
     RETURNED = "returned"
     RETURNED_MEANWHILE = "returned meanwhile"
     RECONNECTED = "reconnected"
-    # The job ends: all went well ...
+    # The job ends: it succeeded ...
     ALL_RETURNED = "all returned"
     ALL_EXITED = "all exited"
-    # ... but for what came after it, or a script that failed ...
+    # ... except for code after training, or a script that failed ...
     FAILED_AFTER_TRAINING = "failed after training"
     FAILED_IN_TRAINING = "failed in training"
     FEWER_RETURNED = "fewer returned"
-    # ... or there is nobody to go on with ...
+    # ... or no workers are left to continue ...
     ALL_LOST = "all lost"
     NO_COMMIT = "no commit"
     SLOTS_SPENT = "slots spent"
     TOO_FEW = "too few"
     OTHERS_EXITED = "others exited"
-    # ... or it is not worth going on ...
+    # ... or continuing is not worthwhile ...
     RESET_LIMIT = "reset limit"
     RESTARTS_SPENT = "restarts spent"
     MACHINE_LEAVES = "machine leaves"
     STOPPED = "stopped"
     STUCK_AGAIN = "stuck again"
     IN_CIRCLES = "in circles"
-    # ... or somebody is to blame.
+    # ... or a worker or the script is to blame.
     LOST_PEER = "lost peer"
     LOST_PEER_OUTSIDE = "lost peer outside"
     CALLS_DIFFER = "calls differ"
@@ -150,18 +150,18 @@ class Why(enum.Enum):
     UNEVEN = "uneven"
     RETURNED_ALONE = "returned alone"
     JOURNAL_INCOMPLETE = "journal incomplete"
-    # Around the driver.
+    # About the driver itself.
     STORE_SILENT = "store silent"
     STORE_BACK = "store back"
     DRIVER_BUG = "driver bug"
 
 
-# typing.List: Python 3.10 does not look into list["Reason"].
+# typing.List: Python 3.10 does not resolve the forward reference in list["Reason"].
 Fact = Union[str, bool, int, float, None, "Reason", List["Reason"]]  # noqa: UP006
 
 
 class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``facts`` are those that its sentence names; workers as in ``h:2#1``, times in seconds."""
+    """A kind and the ``facts`` that its sentence names. Workers are written as ``h:2#1``; times are in seconds."""
 
     kind: Why
     facts: dict[str, Fact] = {}
@@ -171,40 +171,40 @@ class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def because(kind: Why, **facts: Fact) -> Reason:
-    """A reason of this kind."""
+    """Return a reason of this kind."""
     return Reason(kind, facts)
 
 
 def in_words(text: str) -> Reason:
-    """Somebody else has given it, in these words."""
+    """Return a reason that was received from outside the driver as text."""
     return Reason(Why.TOLD, {"text": text})
 
 
 def brief(reason: Reason | None) -> str:
-    """The first words of a reason that was given before: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
+    """Return the beginning of a reason's sentence: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
     if reason is None:
         return ""
     return _parts(reason)[0]
 
 
 def in_one_line(reason: Reason) -> str:
-    """Its first line, and what says most of what a worker wrote; empty where it is one line anyway.
+    """Return the first line of a reason and the most informative line of the worker's output; "" for a one-line reason.
 
-    That is its exception, or the last line where it wrote of none, or ended by itself after one that it caught.
+    That line is the worker's exception, or its last line if it wrote none or exited by itself after catching one.
     """
     lines = str(reason).rstrip().splitlines()
     if len(lines) < 2:
         return ""
     wrote, trace = reason.facts.get("wrote"), reason.facts.get("trace")
-    said = lines[-1].strip()
+    last = lines[-1].strip()
     if wrote:
-        silent = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
-        lines[0] = str(silent).splitlines()[0]
+        without = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
+        lines[0] = str(without).splitlines()[0]
     if reason.kind is Why.SCRIPT_RAISED:
         return lines[0].rstrip(":")  # its summary is there already
     if not reason.facts.get("caught"):
-        said = exception_line(str(wrote or trace or "")) or shortened(said)
-    return f"{lines[0].rstrip(':')}: {said}"
+        last = exception_line(str(wrote or trace or "")) or shortened(last)
+    return f"{lines[0].rstrip(':')}: {last}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -213,19 +213,21 @@ def counted(number: int, noun: str) -> str:
 
 
 def commit_id(fact: object) -> str:
-    """``g2c300``, of the ``2.300`` of a journal; anything else as it is."""
+    """Return ``g2c300`` for the ``2.300`` of a journal; other text unchanged."""
     generation, _, number = str(fact).partition(".")
     if generation.isdecimal() and number.isdecimal():
         return str(Commit(int(generation), int(number)))
     return str(fact)
 
 
-# ---- words ---------------------------------------------------------------------------------------------------------
+# ---- sentences -----------------------------------------------------------------------------------------------------
 
 
 class _Words(string.Formatter):
-    """Beside the usual formats: ``{n:+worker}`` is counted, ``{x:brief}`` a reason in its first words, ``{x:wrote}``
-    the last words of a worker, ``{x:because}`` why it was killed, if there is any, and ``{x:commit}`` a commit's id.
+    """Formatter of sentences, with five more formats.
+
+    ``{n:+worker}`` counts a noun, ``{x:brief}`` is the beginning of a reason, ``{x:wrote}`` a worker's last output,
+    ``{x:because}`` why it was killed, if it was, and ``{x:commit}`` a commit's id.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -247,7 +249,10 @@ _words = _Words()
 
 
 def _parts(reason: Reason) -> Sequence[str]:
-    """What a brief word has of it, and the rest. A journal may have been changed: facts that don't fit are shown."""
+    """Return the beginning of a reason's sentence, and the rest.
+
+    Facts that do not fit, as in an edited journal, are printed as they are.
+    """
     sentence = SENTENCES[reason.kind]
     try:
         if callable(sentence):
@@ -270,7 +275,7 @@ def _next_world(facts: Mapping[str, Any]) -> str:
 
 
 def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
-    """Where nobody is to blame. ``before``: worlds that hung since the last new commit."""
+    """Sentence of a hang that is no worker's fault. ``before``: worlds that hung since the last new commit."""
 
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
@@ -282,15 +287,18 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _ended(facts: Mapping[str, Any]) -> str:
-    """A worker's exit ends the job."""
-    said = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
+    """Sentence of a worker's exit that ends the job."""
+    text = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
     early = " too early" if facts.get("early") else ""
     outside = f" while others were outside elastic.run. {ADVICE}" if facts.get("outside") else ""
-    return f"{said}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
+    return f"{text}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
 
 
 def _all_returned(facts: Mapping[str, Any]) -> str:
-    """``failed``: why fewer returned than the job began with, where scripts are to blame. ``strict``: see `Ending`."""
+    """Sentence of a successful end.
+
+    ``failed``: reasons why fewer workers returned than started, if scripts are to blame. ``strict``: see `Ending`.
+    """
     if not facts.get("failed"):
         return f"all {counted(facts['members'], 'member')} of generation {facts['generation']} returned"
     why = "; ".join(map(str, facts["failed"]))
@@ -299,24 +307,24 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
 
 
 def _scaled(facts: Mapping[str, Any]) -> str:
-    """``before`` is None where only the slots limited it."""
+    """Sentence of a changed number of workers. ``before`` is None if only the slots limited it."""
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
     was = "one per slot" if before is None else str(before)
-    said = f"scaled from {was} to {counted(wanted, 'worker')}"
+    text = f"scaled from {was} to {counted(wanted, 'worker')}"
     if facts["leave"]:
-        return f"{said}: {facts['leave']} of them {'leaves' if facts['leave'] == 1 else 'leave'} at the next commit"
+        return f"{text}: {facts['leave']} of them {'leaves' if facts['leave'] == 1 else 'leave'} at the next commit"
     if slots < wanted:
-        said = f"{said}, but {_only_slots(slots)}"
+        text = f"{text}, but {_only_slots(slots)}"
         if facts.get("drained"):
             more = f" and {facts['more']} more" if facts.get("more") else ""
             first = str(facts["drained"]).partition(",")[0]
             several = more or "," in str(facts["drained"])
             return (
-                f"{said}: {facts['drained']}{more} {'are' if several else 'is'} drained;"
+                f"{text}: {facts['drained']}{more} {'are' if several else 'is'} drained;"
                 f" undo with: elasticrun drain {first} --off"
             )
-        return f"{said}; more workers start when slots become available"
-    return said
+        return f"{text}; more workers start when slots become available"
+    return text
 
 
 def _only_slots(slots: int) -> str:
@@ -328,7 +336,7 @@ def _only_slots(slots: int) -> str:
 
 
 def _first_world(facts: Mapping[str, Any]) -> str:
-    """``wanted``: that of -np, where there are fewer."""
+    """Sentence of the first world. ``wanted``: the value of -np if fewer workers are ready."""
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
         return f"first world: {counted(members, 'worker')} ready"
@@ -345,29 +353,29 @@ def _drains(facts: Mapping[str, Any]) -> str:
         return f"drained {host}: no worker runs there"
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
-    if least:  # those of --min-np
+    if least:  # needed for --min-np
         when = f"once {counted(least, 'worker')} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
 def _machine_leaves(facts: Mapping[str, Any]) -> str:
-    """The driver's own machine goes, and everybody with it."""
-    said = f"this machine will be reclaimed ({facts['notice']})"
+    """Sentence of an end because the driver's own machine is reclaimed, and all workers with it."""
+    text = f"this machine will be reclaimed ({facts['notice']})"
     if facts["newest"]:
-        return f"{said}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
+        return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
     if facts["durable"]:
-        return f"{said}; no commit of this run became durable in time"
-    return f"{said}; to resume after that, use --checkpoint-dir"
+        return f"{text}; no commit of this run became durable in time"
+    return f"{text}; to resume after that, use --checkpoint-dir"
 
 
 def _stopped(facts: Mapping[str, Any]) -> str:
-    """An operator, or a batch system, ends the job."""
-    said = f"{facts['why']}"
+    """Sentence of an end requested by an operator or a batch system."""
+    text = f"{facts['why']}"
     if not facts["made"]:
-        said += f"; no last checkpoint was written within {facts['within_s']:g} s"
+        text += f"; no last checkpoint was written within {facts['within_s']:g} s"
     if not facts["newest"]:
-        return said
-    return f"{said}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
+        return text
+    return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
 
 
 SENTENCES: dict[Why, Sentence] = {

@@ -1,4 +1,4 @@
-"""Everything a job can be told, validated once. Pure: `cli` builds it from flags, file and environment."""
+"""Settings of a job, validated once. Pure: `cli` builds them from flags, configuration file and environment."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 
 from elastic.errors import Invalid
 
-UNBOUNDED = 2**31 - 1  # workers_max where only the slots limit it
+UNBOUNDED = 2**31 - 1  # workers_max if only the slots limit the size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits are numbers of workers; ``_s`` are seconds. Raises Invalid with a sentence that says what to do."""
+    """Settings of a job. Limits are numbers of workers; names ending in ``_s`` are seconds.
+
+    Raises Invalid with a message that says what to change.
+    """
 
     np: int
     workers_min: int
@@ -23,35 +26,39 @@ class Settings:
     reset_limit: int | None = None  # failures survived; planned changes do not count
     cooldown_min_s: float = 1.0  # before a failed slot is used again; doubles ...
     cooldown_max_s: float = 60.0  # ... up to this
-    # Incarnations in a row that die without training before the slot is given up.
+    # Consecutive incarnations that exit without training before the slot is given up.
     slot_attempts: int = 5
-    host_attempts: int | None = None  # slots given up before their whole host is; None: never
+    host_attempts: int | None = None  # slots given up before their whole host is; None: unlimited
     settle_s: float = 0.3  # how long one ready newcomer waits for others that are starting
     prepare_s: float = 5.0  # for all members to answer a planned change
-    leave_s: float = 30.0  # from being told to leave to the exit
+    leave_s: float = 30.0  # from the request to leave until the exit
     disconnect_s: float = 2.0  # from a lost connection to the fence, if no exit is seen
-    reconnect_s: float = 15.0  # for all workers to find a driver that was restarted
-    # World failures in a row with nobody lost and no new commit before giving up.
+    reconnect_s: float = 15.0  # for all workers to reconnect to a restarted driver
+    # Consecutive failures of a world, without a lost worker or a new commit, before the job ends.
     stranded_failures: int = 3
-    lease_s: float = 2.0  # a worker that was not seen able to run for so long is frozen
-    # A host that others wait for, and that does not answer for so long, is lost; 0: never.
+    lease_s: float = 2.0  # liveness timeout: a worker not seen able to run for this long is frozen
+    # A host that others wait for and that does not answer for this long is lost; 0: disabled.
     silence_s: float = 0.0
-    idle_s: float = 30.0  # idle while others wait for it: then it is stuck; 0: never
-    busy_warning_s: float = 60.0  # busy while others wait for it: a warning; 0: never
-    busy_s: float = 600.0  # ... and then it is stuck; 0: never
-    gpu_hang_s: float = 10.0  # behind the others with what was launched: its GPU hangs; 0: never
-    gpu_limit_s: float = 180.0  # a collective that all have launched, where it is not clear why
-    dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
-    kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
-    starting_max: int | None = None  # newcomers that start at once beside a world that trains
-    # From a checkpoint, with no newer one between; None: there are no checkpoints.
+    idle_s: float = (
+        30.0  # a worker that is idle for this long while others wait for it is stuck; 0: disabled
+    )
+    busy_warning_s: float = 60.0  # the same for a busy worker: log a warning; 0: disabled
+    busy_s: float = 600.0  # ... and treat it as stuck; 0: disabled
+    gpu_hang_s: float = 10.0  # a GPU this far behind the others in launched work hangs; 0: disabled
+    gpu_limit_s: float = (
+        180.0  # limit for a collective that all have launched, if the cause is unclear
+    )
+    dump_s: float = 0.5  # for writing the stacks of a stuck worker before it is killed
+    kill_s: float = 1.0  # from a kill to the exit; a worker that lives longer cannot be killed
+    starting_max: int | None = None  # newcomers that start at the same time while a world trains
+    # Restarts from one checkpoint without a newer one; None: the job makes no checkpoints.
     restarts: int | None = None
-    # End a job whose script fails in the same way again, and tell which workers are missing because theirs failed.
+    # End a job whose script fails again in the same way, and name the workers that are missing because theirs failed.
     judge_scripts: bool = False
-    strict: bool = False  # a job that lacks such workers at its end fails
-    durable: bool = False  # commits are made durable: there is a folder for checkpoints
-    timeline: str | None = None  # absolute path of the file that tells what all ranks did when
-    env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
+    strict: bool = False  # fail a job that lacks such workers at its end
+    durable: bool = False  # commits are made durable in a checkpoint folder
+    timeline: str | None = None  # absolute path of the file with the timeline of all ranks
+    env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
 
     def __post_init__(self) -> None:
         if self.np < 1:

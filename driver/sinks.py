@@ -1,4 +1,4 @@
-"""Where lines of the log and the output of workers go."""
+"""Interfaces for log lines and worker output."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import msgspec
 
 from elastic.protocol.messages import Worker
 
-# "diagnostics": what a worker sends beside its output, see `elastic.protocol.uncaught`. "usage": each time a Usage as
-# JSON, which its host measures.
+# "diagnostics": messages of a worker beside its output, see `elastic.protocol.uncaught`. "usage": each chunk is one
+# Usage as JSON, measured by the worker's host.
 Stream = Literal["stdout", "stderr", "diagnostics", "usage"]
 Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker uses. ``cores``: processors in use, on average since the last look. ``memory``, ``gpu_memory``:
-    bytes. ``gpu``: the share of time in which its busiest GPU works, whoever has it work. None: not known.
+    """Resources that one worker uses. A value of None is unknown.
+
+    Args:
+        cores: processors in use, averaged since the last measurement.
+        memory: bytes.
+        gpu: share of time in which its busiest GPU works, for any process.
+        gpu_memory: bytes.
     """
 
     cores: float | None = None
@@ -27,16 +32,16 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sink(Protocol):
-    """Where a worker's output goes; see `elastic.driver.processes.output`."""
+    """Destination of the workers' output; see `elastic.driver.processes.output`."""
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        """Bytes in the order they were written, cut anywhere."""
+        """Accept bytes in the order they were written, split anywhere."""
 
     def finish(self, worker: Worker, stream: Stream) -> None:
-        """No more bytes will come, or it waits for an answer: pass on an incomplete last line."""
+        """End the stream, or flush it while the worker waits for input: pass on an incomplete last line."""
 
     def tail(self, worker: Worker) -> str:
-        """The end of what it wrote to stderr so far, at most some 20 KB, with the exception that it ended with."""
+        """Return the end of the worker's stderr so far, about 20 KB at most, including its final exception."""
 
     def drop(self, worker: Worker) -> None:
-        """It is gone, and all its streams are finished."""
+        """Discard a worker that has exited and whose streams are finished."""

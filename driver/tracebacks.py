@@ -1,6 +1,6 @@
-"""Finds the exception in what a worker wrote: its class and the first line of its message. Pure.
+"""Search for the exception in a worker's output: its class and the first line of its message. Pure.
 
-What Python prints of an exception that nobody caught, the last of several that are chained:
+Python prints an uncaught exception, the last of a chain, as:
 
     Traceback (most recent call last):
       File "train.py", line 3, in <module>
@@ -18,16 +18,16 @@ from elastic.errors import shortened
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"  + Exception Group {_HEADER}"
 _GROUP_EDGE = "  | "
-_RANK = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch.distributed puts it before each line
+_RANK = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch.distributed prefixes each line with it
 _FRAME = '  File "'
-# Of a script that can't be compiled, which has no header.
+# Of a script that does not compile: no header is printed.
 _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 
 def exception_line(text: str) -> str:
-    """``OSError: the first line``, `shortened`, of the last traceback in ``text``; empty if there is none.
+    """Return ``OSError: the first line``, `shortened`, of the last traceback in ``text``; empty if there is none.
 
-    A traceback that was printed earlier, of an exception that was caught, is passed over where another follows.
+    An earlier traceback, of an exception that was caught, is ignored.
     """
     lines = [_RANK.sub("", line) for line in text.splitlines()]
     for number in range(len(lines) - 1, -1, -1):
@@ -47,7 +47,7 @@ def exception_line(text: str) -> str:
 
 
 def _exception(lines: Sequence[str]) -> str:
-    """The first line that is no frame, with the next one where it has only the class."""
+    """Return the first line that is not part of a frame, with the next one if it has only the class."""
     for number, line in enumerate(lines):
         if line and not line[0].isspace():
             rest = (each.strip() for each in lines[number + 1 :] if line.endswith(": "))
