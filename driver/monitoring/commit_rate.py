@@ -1,26 +1,32 @@
-"""How many commits a second a job makes now: as measured last, and less and less while none can come. Pure."""
+"""The current number of commits per second of a job: the last measurement, which decays while no commits are possible.
+
+Pure.
+"""
 
 from __future__ import annotations
 
 from elastic.driver.monitoring.stalls import STALL_S, Stalls
 
-MEASURED_S = 2.0  # between two measurements, at least
-HEARD_S = 11.0  # rank 0 tells of the newest commit every 5 s: after twice as long there is none
+MEASURED_S = 2.0  # minimum interval between two measurements
+HEARD_S = 11.0  # rank 0 reports the newest commit every 5 s: after twice as long there is none
 
 
 class CommitRate:
-    """Of one job. Times are those of the caller's clock."""
+    """Commit rate of one job. Times are seconds on the caller's clock."""
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
-        # When it was measured last, and commits by then.
+        # Time of the last measurement, and the number of commits until then.
         self._since: tuple[float, int] | None = None
         self._measured: float | None = None
         self._newest_at = 0.0
 
     def committed(self, total: int, now: float) -> tuple[float, float] | None:
-        """A newer commit was told of, the ``total``-th. Where that measures the rate: since when, and the rate. What
-        lies before the end of a stall does not count."""
+        """Record a newer commit, the ``total``-th.
+
+        Return the beginning of the measured interval and the rate if this completes a measurement. Time before the end
+        of a stall does not count.
+        """
         self._newest_at = now
         if self._since is None:
             self._since = now, total
@@ -34,8 +40,10 @@ class CommitRate:
         return since, self._measured
 
     def value(self, now: float) -> float | None:
-        """None: not known yet. Ranks that wait for others commit nothing: after a usual interval between two commits
-        the rate falls, to 0 within STALL_S. It is 0 as well where no newer commit was told of for two such intervals.
+        """Return the current rate; None if unknown.
+
+        Ranks that wait for others do not commit: after the usual interval between two commits the rate decays, to 0
+        within STALL_S. It is also 0 if no newer commit was reported for two such intervals.
         """
         rate = self._measured
         if not rate:

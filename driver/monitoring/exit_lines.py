@@ -1,4 +1,4 @@
-"""The lines about slots whose workers have ended: the first at once, and one for those that follow it closely."""
+"""Log lines about slots whose workers exited: the first at once, and one summary of those that closely follow it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Of one job. Called in the event loop's thread."""
+    """Aggregates the exit lines of one job. Called in the event loop's thread."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._more: list[Reason] | None = None  # None: no line that others follow closely
+        self._more: list[Reason] | None = None  # None: no summary is pending
         self._timer = QuietTimer(self.say)
 
     def shares(self, about: Reason | None) -> bool:
-        """Whether this is said in a line that comes later, with others."""
+        """Return whether a line is deferred to the summary."""
         if about is None or about.kind is not Why.SLOT_COOLS:
             return False
         self._timer.touch()
@@ -27,7 +27,7 @@ class ExitLines:
         return False
 
     def say(self) -> None:
-        """Say what is waiting."""
+        """Log the pending summary."""
         self._timer.cancel()
         more, self._more = self._more or [], None
         alike: dict[tuple[str, str], list[Reason]] = {}

@@ -1,7 +1,7 @@
-"""What Prometheus can be told about a job, from the same events and decisions that the journal holds. Decides nothing.
+"""Prometheus metrics of a job, from the events and decisions that the journal contains. Decides nothing.
 
-`Figures` is pure: what happens goes in, numbers are kept. `Metrics` serves them over HTTP from threads of its own, so
-that a scrape never holds up the driver. Every name begins with ``elastic_``; labels name workers that run, never more.
+`Figures` is pure: it receives events and keeps numbers. `Metrics` serves them over HTTP from its own threads, so that
+a scrape never blocks the driver. All names begin with ``elastic_``; worker labels are limited to live workers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Worker
 from elastic.protocol.report_values import Report
 
-VISITORS = 32  # scrapes at the same time
+VISITORS = 32  # concurrent scrapes
 VISIT_S = 5.0
 STAGES = ("starting", "connected", "ready", "standby", "training", "returned", "leaving", "killed")
-PHASES = 64  # of recoveries, by kind
-RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
-BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
-# Kills that are fences, and how they are counted.
+PHASES = 64  # limit of recovery phases, over all kinds
+RANKS, NAMES = 64, 64  # reported values: ranks below RANKS, and names of each
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of histograms
+# Kills that are fences, and the label under which they are counted.
 FENCES = {
     Why.FROZEN: "frozen",
     Why.IDLE: "stuck",
@@ -60,7 +60,7 @@ FENCES = {
 
 @dataclass
 class Waits:
-    """Of one worker in the present world, from its own reports."""
+    """Collectives of one worker in the current world, from its own reports."""
 
     collectives: int = 0
     waited_s: float = 0.0
@@ -72,21 +72,21 @@ def _durations() -> Histogram:
 
 
 class Figures:
-    """Everything that is counted."""
+    """All counted values of one job."""
 
     def __init__(self) -> None:
         self.stages: dict[Worker, str] = {}
         self.generation = 0
         self.size = 0
         self.recoveries: dict[str, Histogram] = defaultdict(_durations)  # by kind
-        self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)  # and by phase
+        self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)  # by kind and phase
         self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
         self.started = 0
         self.lost = 0
         self.waits: dict[Worker, Waits] = {}
         self.stragglers: frozenset[Worker] = frozenset()
         self.commit: Commit | None = None
-        self.committed_at = 0.0  # seconds since 1970: when the driver heard of it
+        self.committed_at = 0.0  # seconds since 1970: when the driver received it
         self.commits = 0  # of the whole job
         self.durable = 0
         self.durable_at = 0.0  # seconds since 1970
@@ -95,7 +95,7 @@ class Figures:
         self.spent = TimeSpent()
         self.rate = CommitRate(self.spent.stalls)
         self.step_rate = StepRate(self.spent.stalls)
-        self.step: int | None = None  # the state's own, at the newest commit
+        self.step: int | None = None  # step counter of the state at the newest commit
         self._first: Worker | None = None  # rank 0
         self._expected_to_go: set[Worker] = set()
         self.waited_for = StragglerWaits()
@@ -103,7 +103,7 @@ class Figures:
         self._now = 0.0
 
     def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
-        """The world that the driver before this one has left."""
+        """Adopt the world of the previous driver."""
         self.generation, self.size = generation, len(members)
         self._first = members[0][0] if members else None
         self._judge = Stragglers(size=self.size)
@@ -111,16 +111,16 @@ class Figures:
         self.spent.stalls.adopt(members, generation)
 
     def report(self, report: Report) -> None:
-        """The numbers of the outermost dict. Of a rank that is no more, or too far behind, nothing is kept."""
+        """Store the numbers of the outermost dict; ranks outside the world or beyond RANKS are ignored."""
         if report.rank >= min(RANKS, self.size):
             return
-        mine = self.reported.setdefault(report.rank, {})
+        values = self.reported.setdefault(report.rank, {})
         for name, value in report.metrics.items():
-            if isinstance(value, int | float) and (name in mine or len(mine) < NAMES):
-                mine[name] = float(value)
+            if isinstance(value, int | float) and (name in values or len(values) < NAMES):
+                values[name] = float(value)
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float = 0.0) -> None:
-        """One event, and what was decided about it, ``now`` seconds since 1970."""
+        """Record an event and its actions, ``now`` seconds since 1970."""
         self._now = now
         self.spent.note(event, actions, now)
         self._happened(event)
@@ -196,7 +196,7 @@ class Figures:
                 pass
 
     def _move(self, worker: Worker, stage: str) -> None:
-        if self.stages.get(worker, "killed") != "killed":  # it may still say something
+        if self.stages.get(worker, "killed") != "killed":  # late reports are possible
             self.stages[worker] = stage
 
     def _committed(self, commit: Commit | None) -> None:
@@ -221,7 +221,7 @@ class Figures:
 
 
 def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
-    """The figures in the words of Prometheus, ``now`` seconds since 1970. Pure."""
+    """Return the metric families in Prometheus format, ``now`` seconds since 1970. Pure."""
     stages = Counter(figures.stages.values())
     yield _gauge("workers", "Worker processes by stage.", "stage", ((s, stages[s]) for s in STAGES))
     yield GaugeMetricFamily(
@@ -411,18 +411,19 @@ def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float
 
 
 def bound_visitors(server: Any) -> None:
-    """Strangers may come as well: VISITORS at a time, and VISIT_S for each of their words; the rest is closed unheard.
+    """Limit the connections of a server that is open to untrusted clients.
 
-    What goes wrong with one of them is no line of the log.
+    At most VISITORS are served at a time, with VISIT_S for each read and write; further ones are closed at once.
+    Errors of a connection are not logged.
     """
     inside = threading.BoundedSemaphore(VISITORS)
-    begin, hear = server.process_request, server.process_request_thread
+    begin, process = server.process_request, server.process_request_thread
 
     class Visit(server.RequestHandlerClass):  # type: ignore[misc]
-        timeout = VISIT_S  # of each read and write
+        timeout = VISIT_S  # seconds for each read and write
 
-    def let_in(request: Any, address: Any) -> None:
-        """In the order in which they come: their threads may begin in another."""
+    def admit(request: Any, address: Any) -> None:
+        """Admit requests in the order of their arrival, since their threads may start in another order."""
         if not inside.acquire(blocking=False):
             server.shutdown_request(request)
             return
@@ -432,41 +433,44 @@ def bound_visitors(server: Any) -> None:
             inside.release()
             raise
 
-    def heard(request: Any, address: Any) -> None:
+    def serve(request: Any, address: Any) -> None:
         try:
-            hear(request, address)
+            process(request, address)
         finally:
             inside.release()
 
     server.RequestHandlerClass = Visit
-    server.process_request, server.process_request_thread = let_in, heard
+    server.process_request, server.process_request_thread = admit, serve
     server.handle_error = lambda request, address: None
 
 
 def refuse_other_names(server: Any, own: str) -> None:
-    """Of a server on loopback: whoever calls it by a name that is not this machine's is a browser, sent by a site whose
-    name leads here now (DNS rebinding).
+    """Refuse requests to a server on loopback that use a foreign host name.
+
+    Such a request comes from a browser directed by a site whose name now resolves to this address (DNS rebinding).
     """
     names = {"localhost", own.lower(), socket.gethostname().lower()}
     app = server.get_app()
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST")
-        if host is None or is_ours(host, names):  # a browser says one
+        if host is None or is_ours(host, names):  # browsers always send it
             return app(environ, start_response)  # type: ignore[no-any-return]
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"ask by an address, or as localhost: another name may be somebody's trick\n"]
+        return [
+            b"use the address, or localhost: other host names are refused to prevent DNS rebinding\n"
+        ]
 
     server.set_app(answer)
 
 
 class Metrics(Collector):
-    """Serves the figures of one job. Raises Invalid where it can't listen."""
+    """Serves the metrics of one job. Raises Invalid if it cannot listen."""
 
     def __init__(self, address: str, port: int) -> None:
         self._figures = Figures()
-        self._changing = threading.Lock()  # the driver's thread changes, a scrape's thread reads
-        self._epoch: float | None = None  # what the journal's clock has to be added to
+        self._changing = threading.Lock()  # the driver's thread writes, a scrape's thread reads
+        self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -482,14 +486,14 @@ class Metrics(Collector):
         self.port = self._server.server_port
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """``now``: by the clock of the journal, which never jumps."""
+        """Record an event and its actions. ``now``: on the journal's monotonic clock."""
         with self._changing:
             if self._epoch is None:
                 self._epoch = time.time() - now
             self._figures.note(event, actions, self._epoch + now)
 
     def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
-        """See `Figures.adopt`."""
+        """Adopt the world of the previous driver; see `Figures.adopt`."""
         with self._changing:
             self._figures.adopt(members, generation)
 

@@ -1,4 +1,4 @@
-"""Calls something once nothing has happened for a moment, so that what belongs together is said together. Acts."""
+"""Timer that fires once no event has occurred for a moment, to combine related log lines. Acts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 QUIET_S = 1.0
-MOST_S = 5.0  # after the first event, however many follow
+MOST_S = 5.0  # maximum delay after the first event, however many follow
 
 
 class QuietTimer:
-    """``then`` is called in the event loop's thread, QUIET_S after the last `touch`."""
+    """Calls ``then`` in the event loop's thread, QUIET_S after the last `touch`."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then

@@ -1,9 +1,9 @@
-"""Each recovery and each change of the world as a trace of OpenTelemetry, a span with its phases as children.
+"""OpenTelemetry traces of recoveries and changes of the world: one span each, with its phases as children.
 
-The SDK is asked for by `--opentelemetry` and configured by its own variables: OTEL_EXPORTER_OTLP_ENDPOINT, _HEADERS and
-the like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*. What is
-sent waits in a queue of bounded length, from which a thread of the SDK sends: the driver never waits for a collector,
-and what none takes is lost.
+Enabled by `--opentelemetry`; the SDK is configured by its own variables: OTEL_EXPORTER_OTLP_ENDPOINT, _HEADERS and the
+like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*. Spans wait in
+a bounded queue, from which a thread of the SDK sends them: the driver never waits for a collector, and spans that
+cannot be sent are lost.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from elastic.errors import Invalid
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-CLOSE_S = 3.0  # for what is left to be sent at the end of a job
+CLOSE_S = 3.0  # seconds for sending the remaining spans at the end of a job
 INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 
 
 def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
-    """Phase, begin and end, milliseconds since the cause was noticed, all within the recovery.
+    """Return phase, begin and end, in milliseconds since the cause was noticed, all within the recovery.
 
-    Each is as long as the member took that was slowest at it. Until the world is published (gathered) members come back
-    from what they did (raised), restore their commit (restored), and wait for the world (waited); then they make their
-    groups (formed) while the state is copied (synced), and step.
+    Each phase is as long as for its slowest member. Until the world is published (gathered), members abort their work
+    (raised), restore their commit (restored), and wait for the world (waited). Then they create their groups (formed)
+    while the state is copied (synced), and complete their first collective.
     """
-    total, told = report.total_ms, report.phases_ms
-    world = told.get("gathered", 0.0)
-    raised = told.get("raised", 0.0)
+    total, phases = report.total_ms, report.phases_ms
+    world = phases.get("gathered", 0.0)
+    raised = phases.get("raised", 0.0)
     begins = {
         "restored": raised,
-        "waited": world - told.get("waited", 0.0),
+        "waited": world - phases.get("waited", 0.0),
         "synced": world,
         "formed": world,
-        "first collective": total - told.get("first collective", 0.0),
+        "first collective": total - phases.get("first collective", 0.0),
     }
     found = []
-    for phase, ms in told.items():
+    for phase, ms in phases.items():
         begin = min(max(0.0, begins.get(phase, 0.0)), total)
         found.append((phase, begin, min(begin + ms, total)))
     return found
 
 
 class RecoveryTraces:
-    """Of one job. ``processors``: where spans go, in place of what the variables say."""
+    """Traces of one job. ``processors``: destinations of spans, instead of those that the variables configure."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RecoveryTraces:
         *,
         processors: Sequence[SpanProcessor] | None = None,
     ) -> None:
-        """Raises Invalid where what is needed is not installed."""
+        """Create the tracer. Raises Invalid if the SDK is not installed."""
         try:
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -80,10 +80,10 @@ class RecoveryTraces:
         self._told = TroubleToldOnce(log)
         self._below = set_span_in_context
         self._job = job
-        self._epoch: float | None = None  # what the journal's clock has to be added to
+        self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
 
     def note(self, actions: Sequence[Action], now: float) -> None:
-        """What was decided, ``now`` by the clock of the journal."""
+        """Record the actions of an event, ``now`` on the journal's clock."""
         if self._epoch is None:
             self._epoch = time.time() - now
         for action in actions:
@@ -107,7 +107,7 @@ class RecoveryTraces:
         span.end(began_ns + int(report.total_ms * 1e6))
 
     def close(self) -> None:
-        """What is left is sent, within CLOSE_S."""
+        """Send the remaining spans, within CLOSE_S."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -115,7 +115,7 @@ class RecoveryTraces:
 
 
 class TroubleToldOnce(logging.Handler):
-    """What the SDK has to say of a collector that does not answer: the first of it is a line of the driver's log."""
+    """Logs the first warning of the SDK, as of an unreachable collector, to the driver's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -137,7 +137,7 @@ class TroubleToldOnce(logging.Handler):
 
 
 def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
-    """Those that the variables name: as a rule one, that sends by OTLP."""
+    """Return the processors that the variables configure, by default one that sends by OTLP."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     found: list[SpanProcessor] = []
@@ -150,15 +150,17 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
                 "OTEL_EXPORTER_OTLP_PROTOCOL"
             )
             wanted = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-        there = importlib.metadata.entry_points(group="opentelemetry_traces_exporter", name=wanted)
-        if not there:
+        exporters = importlib.metadata.entry_points(
+            group="opentelemetry_traces_exporter", name=wanted
+        )
+        if not exporters:
             install = f"pip install opentelemetry-exporter-{wanted.replace('_', '-')}"
             if wanted == "otlp_proto_http":
                 install = INSTALL
             raise Invalid(f"--opentelemetry: exporter {wanted} is not installed: {install}")
         try:
-            found.append(BatchSpanProcessor(next(iter(there)).load()()))
-        # A variable that it does not understand, a certificate that is not there.
+            found.append(BatchSpanProcessor(next(iter(exporters)).load()()))
+        # For example an invalid variable, or a missing certificate.
         except Exception as error:
             raise Invalid(
                 f"--opentelemetry: exporter {wanted} can't be created: {error}"

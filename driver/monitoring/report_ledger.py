@@ -1,7 +1,6 @@
-"""Decides which of the workers' reports are new, and which workers are to be told that theirs are taken. Pure.
+"""Acknowledgement of workers' reports: which are new, and which workers need an acknowledgement. Pure.
 
-A worker numbers its reports and says them again when something may have been lost; see
-`elastic.monitoring.report_queue`.
+A worker numbers its reports and repeats them if some may have been lost; see `elastic.monitoring.report_queue`.
 """
 
 from __future__ import annotations
@@ -10,27 +9,30 @@ from collections.abc import Container
 
 from elastic.protocol.messages import Reported, ReportsTaken, Worker
 
-PRESSING_BYTES = 32 * 1024  # a quarter of what a worker has under way: it is told at once
+PRESSING_BYTES = 32 * 1024  # a quarter of what a worker may have in flight: acknowledged at once
 OVERHEAD_BYTES = 100
 
 
 class ReportLedger:
-    """Of one driver."""
+    """Reports received by one driver."""
 
     def __init__(self) -> None:
-        self._taken: dict[Worker, int] = {}  # the last number
-        self._untold: dict[Worker, int] = {}  # bytes, of who has not been told
-        self.dropped: dict[Worker, int] = {}  # reports that found no room, since somebody looked
+        self._taken: dict[Worker, int] = {}  # last accepted number
+        self._unacknowledged: dict[Worker, int] = {}  # unacknowledged bytes
+        self.dropped: dict[Worker, int] = {}  # reports that workers dropped, since the last reset
 
     def heard(self, worker: Worker, said: Reported) -> bool:
-        """Whether it is the next one. One that was taken comes again where our answer was lost; one that comes too
-        early has lost some before it, and all will come again.
+        """Return whether a report is the next one of its worker.
+
+        An accepted one is repeated if the acknowledgement was lost. After a gap, all missing reports are sent again.
         """
-        following = max(self._taken.get(worker, 0) + 1, said.oldest)
-        if said.number > following:
+        expected = max(self._taken.get(worker, 0) + 1, said.oldest)
+        if said.number > expected:
             return False
-        self._untold[worker] = self._untold.get(worker, 0) + len(said.metrics) + OVERHEAD_BYTES
-        if said.number < following:
+        self._unacknowledged[worker] = (
+            self._unacknowledged.get(worker, 0) + len(said.metrics) + OVERHEAD_BYTES
+        )
+        if said.number < expected:
             return False
         self._taken[worker] = said.number
         if said.dropped:
@@ -38,21 +40,21 @@ class ReportLedger:
         return True
 
     def pressing(self, worker: Worker) -> bool:
-        """Whether this worker waits for an answer before it can send more."""
-        return self._untold.get(worker, 0) >= PRESSING_BYTES
+        """Return whether a worker must be acknowledged before it can send more."""
+        return self._unacknowledged.get(worker, 0) >= PRESSING_BYTES
 
     def answers(self) -> list[tuple[Worker, ReportsTaken]]:
-        """Whom to tell what, by host."""
-        untold, self._untold = self._untold, {}
-        return [(worker, ReportsTaken(self._taken.get(worker, 0))) for worker in sorted(untold)]
+        """Return the acknowledgements that are due, ordered by host."""
+        pending, self._unacknowledged = self._unacknowledged, {}
+        return [(worker, ReportsTaken(self._taken.get(worker, 0))) for worker in sorted(pending)]
 
     def answer(self, worker: Worker) -> ReportsTaken:
-        """The same, to one."""
-        del self._untold[worker]
+        """Return the acknowledgement for one worker."""
+        del self._unacknowledged[worker]
         return ReportsTaken(self._taken.get(worker, 0))
 
     def keep(self, workers: Container[Worker]) -> None:
-        """Nothing will be heard of the others."""
-        for known in (self._taken, self._untold):
+        """Discard the state of all other workers."""
+        for known in (self._taken, self._unacknowledged):
             for worker in [each for each in known if each not in workers]:
                 del known[worker]

@@ -1,6 +1,6 @@
-"""Takes what workers report to whoever wants to hear it, and answers them. Decides nothing; `report_ledger` does.
+"""Passes workers' reports to a callback, and acknowledges them. Decides nothing; `report_ledger` does.
 
-The callback is called in the event loop's thread, and holds up the driver for as long as it takes.
+The callback runs in the event loop's thread, so it blocks the driver while it runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from elastic.driver.sinks import Log
 from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked
 
-ANSWER_S = 0.05  # within which workers are told what was taken
-DROPPED_SAID_S = 30.0  # between two lines about reports that found no room
+ANSWER_S = 0.05  # seconds within which workers receive acknowledgements
+DROPPED_SAID_S = 30.0  # interval between two log lines about dropped reports
 SHOWN = 200  # characters of a report in the log
 
 Callback = Callable[[Report], object]
@@ -23,7 +23,7 @@ SendEach = Callable[[Iterable[tuple[Worker, Message]]], object]
 
 
 class Reports:
-    """One per job. All methods belong to the event loop's thread."""
+    """Reports of one job. All methods must be called in the event loop's thread."""
 
     def __init__(self, reported: Callback | None, log: Log) -> None:
         self._reported = reported
@@ -32,16 +32,16 @@ class Reports:
         self._ledger = ReportLedger()
         self._last: dict[Worker, Report] = {}
         self._answering: asyncio.TimerHandle | None = None
-        self._raised = False  # the callback has, and that was said
-        self._strange: set[str] = set()  # hosts from which something came that was no report
+        self._raised = False  # an exception of the callback was logged
+        self._strange: set[str] = set()  # hosts that sent an invalid report
         self._dropped_said_at = float("-inf")
 
     def serve(self, send_each: SendEach) -> None:
-        """The server runs."""
+        """Set the function that sends messages, once the server runs."""
         self._send_each = send_each
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Whether this message was a report, and nobody else has to hear it."""
+        """Handle a message; return whether it was a report."""
         if not isinstance(message, Reported):
             return False
         if self._ledger.heard(worker, message):
@@ -50,26 +50,26 @@ class Reports:
         return True
 
     def by_rank(self, places: Mapping[Worker, Place]) -> dict[int, Report]:
-        """The last one of each of these, where they have made any."""
+        """Return the last report of each of these workers by rank, if any."""
         ranks = {place.rank: worker for worker, place in places.items() if worker in self._last}
         return {rank: self._last[ranks[rank]] for rank in sorted(ranks)}
 
     def keep(self, workers: set[Worker]) -> None:
-        """The others are gone for good."""
+        """Discard the state of all other workers, which are lost."""
         self._ledger.keep(workers)
         for worker in self._last.keys() - workers:
             del self._last[worker]
 
     def close(self) -> None:
-        """The job is over."""
+        """Log pending drops at the end of the job."""
         if self._answering is not None:
             self._answering.cancel()
             self._answering = None
         self._say_dropped(always=True)
 
-    def _take(self, worker: Worker, said: Reported) -> None:
+    def _take(self, worker: Worker, message: Reported) -> None:
         try:
-            report = unpacked(worker, said)
+            report = unpacked(worker, message)
         except ValueError as error:
             if worker.host not in self._strange:
                 self._strange.add(worker.host)
@@ -105,17 +105,17 @@ class Reports:
         self._say_dropped()
 
     def _say_dropped(self, *, always: bool = False) -> None:
-        """At once, and then now and then, with what has come together."""
+        """Log dropped reports: the first at once, later ones at intervals in one line."""
         dropped = self._ledger.dropped
         if not dropped:
             return
         now = asyncio.get_running_loop().time()
         if always or now - self._dropped_said_at >= DROPPED_SAID_S:
             count, workers = sum(dropped.values()), len(dropped)
-            of = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
+            senders = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
             self._log(
                 "warning",
-                f"{count} reports of {of} were dropped, the oldest: they arrived faster than they were processed,"
+                f"{count} reports of {senders} were dropped, the oldest: they arrived faster than they were processed,"
                 " or without a driver",
             )
             self._dropped_said_at = now

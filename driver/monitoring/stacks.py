@@ -1,6 +1,6 @@
-"""What a worker's stacks say of its training: the frames of the script first, and what they wait in. Pure.
+"""Extraction of the script's frames and the blocking call from a worker's stacks. Pure.
 
-What Python's faulthandler writes, with another word where the thread trains:
+The input is written by Python's faulthandler, with another header for the training thread:
 
     Training thread 0x00007f0a (most recent call first):
       File ".../torch/autograd/graph.py", line 979 in _engine_run_backward
@@ -14,13 +14,15 @@ import re
 from elastic.protocol.uncaught.folded_traceback import SCRIPT, library_of
 
 TRAINING = "Training thread"
-INNERMOST = 8  # frames that are shown where none is the script's
+INNERMOST = 8  # frames shown if none belongs to the script
 _HEADER = re.compile(r"(Training thread|Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 def training_stack(text: str) -> str:
-    """Of the thread that trains, or of the main thread, which comes last, where none is named. Lines with ends."""
+    """Return the stack of the training thread as lines; that of the main thread, which is the last, if none is
+    marked.
+    """
     threads: list[list[str]] = []
     for line in text.splitlines():
         if _HEADER.match(line):
@@ -38,7 +40,7 @@ def training_stack(text: str) -> str:
 
 
 def _script_first(frames: list[str]) -> list[str]:
-    """Its frames in order, the most recent first, and a line for the libraries that the first of them has called."""
+    """Return the script's frames, most recent first, and a line for the libraries that the first of them has called."""
     owners = []
     for frame in frames:
         found = _FRAME.match(frame)

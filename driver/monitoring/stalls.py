@@ -1,13 +1,13 @@
-"""Decides whether training stalls, since when, and which ranks the others wait for. Pure: told events with their times.
+"""Detection of training stalls: whether one exists, since when, and which ranks are waited for. Pure.
 
     a member waits inside a collective, or where all are to stop
       --STALL_S, and a usual interval between collectives-->  stall: the members that do not wait are its culprits
-      --ALL_WAIT_S, where every member waits-->               stall without a culprit: the network, or different calls
+      --ALL_WAIT_S, if every member waits-->                  stall without a culprit: the network, or different calls
     the collective completes, a culprit is killed or exits, the world breaks, the job ends  -->  over
 
-A stall counts from the moment at which the first of the others began to wait, not from when it was noticed. A member in
-a phase that the script marks as long is no culprit. The page, ``status``, metrics, ``explain`` and the report all read
-the same `Stalls`, which `TimeSpent` holds.
+A stall begins when the first of the others began to wait, not when it was noticed. A member in a phase that the script
+marks as long is not a culprit. The page, ``status``, metrics, ``explain`` and the report read the same `Stalls`, which
+`TimeSpent` holds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from elastic.driver import events
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
-# Others wait for this long: about as long as it takes until the driver looks for the line.
+# Minimum wait of the others: about the time until the driver looks up the script line.
 STALL_S = 5.0
-# As in failure_detection.stuck: a large collective may take long, and nobody is to blame.
+# As in failure_detection.stuck: a large collective may take long without a fault.
 ALL_WAIT_S = 30.0
-CULPRITS = 8  # that are named
-KEPT = 200  # stalls that are kept one by one
-INTERVALS = 9  # reports by which the usual interval between collectives is known
+CULPRITS = 8  # culprits listed
+KEPT = 200  # past stalls stored individually
+INTERVALS = 9  # reports that determine the usual interval between collectives
 
 
 class StallEnd(enum.Enum):
@@ -44,25 +44,25 @@ class StallEnd(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """A member that the others wait for. ``line``: of the script, ``train.py:12``; empty: not known."""
+    """A member that the others wait for. ``line``: script line, ``train.py:12``; empty if unknown."""
 
     worker: Worker
     rank: int
     line: str = ""
-    frozen: str = ""  # why it can't run, as its agent sees it; empty: it can
+    frozen: str = ""  # why it cannot run, as its agent reports; empty: it can
 
 
 @dataclass(frozen=True)
 class Stall:
-    """``until``: when it ended, or where ``end`` is None the time for which it was asked."""
+    """One stall. ``until``: its end; if ``end`` is None, the time of the query."""
 
     since: float
     until: float
     culprits: tuple[Culprit, ...] = ()
-    more: int = 0  # culprits that are not named
-    others: int = 0  # members that wait
+    more: int = 0  # culprits that are not listed
+    others: int = 0  # number of waiting members
     where: str = ""  # the collective in which the first of them waits
-    line: str = ""  # of the script, at which that one waits
+    line: str = ""  # script line at which that one waits
     end: StallEnd | None = None
 
     @property
@@ -70,7 +70,7 @@ class Stall:
         return self.until - self.since
 
     def facts(self, offset: float = 0.0) -> dict[str, Any]:
-        """As JSON; ``offset`` is added to its times."""
+        """Return the stall as JSON; ``offset`` is added to its times."""
         return {
             "since": self.since + offset,
             "seconds": self.seconds,
@@ -88,7 +88,7 @@ class Stall:
 
 @dataclass
 class OpenWait:
-    """Of the members in one collective."""
+    """The members that wait in one collective."""
 
     since: float
     last: float  # when the latest of them began to wait
@@ -98,40 +98,43 @@ class OpenWait:
 
 
 class Stalls:
-    """Of one job. Costs per event do not grow with the number of members, but where a world or a wait ends."""
+    """Stalls of one job.
+
+    The cost of an event does not depend on the number of members, except at the end of a world or wait.
+    """
 
     def __init__(self) -> None:
         self.ranks: dict[Worker, int] = {}  # members of the present world
         self.past: deque[Stall] = deque(maxlen=KEPT)
-        self.count = 0  # of all that are over
+        self.count = 0  # number of past stalls
         self._generation = 0
-        self._whole = False  # the world has not broken, as far as is known
-        self._running: set[Worker] = set()  # in elastic.run, when they were last ready
-        self._trains = False  # members of the world are
+        self._whole = False  # the world has not broken, as far as known
+        self._running: set[Worker] = set()  # workers in elastic.run at their last Ready
+        self._trains = False  # members of the world are in elastic.run
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}
-        self._late: dict[Worker, None] = {}  # members that do not wait, and have not returned
+        self._late: dict[Worker, None] = {}  # members that do not wait and have not returned
         self._got_on_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # in a phase that the script marks as long
-        # Of the present wait: at which lines a member was seen, and how often. It may have gone on at the last look.
+        # Script lines of a member in the current wait, with counts, since it may have moved before the last report.
         self._lines: dict[Worker, Counter[str]] = {}
         self._frozen: dict[Worker, str] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
-        # Of all that are over, merged: their ends, and how long they and all before them took.
+        # Past stalls, merged: begins, ends, and cumulative durations.
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._sums: list[float] = []
 
-    # ---- told ------------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------------------------
 
     def adopt(self, members: Iterable[tuple[Worker, int]], generation: int) -> None:
-        """The world that the driver before this one has left."""
+        """Adopt the world of the previous driver."""
         ranks = dict(members)
         self._running.update(ranks)
         self._new_world(ranks, generation)
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """One event, and what was decided about it."""
+        """Record an event and its actions."""
         self._happened(event, now)
         for action in actions:
             self._decided(action, now)
@@ -152,7 +155,7 @@ class Stalls:
                     self._leave(worker, now)
                     if self._trains:
                         self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
-                    self._late.pop(worker, None)  # a script that prepares itself holds up nobody
+                    self._late.pop(worker, None)  # a script that prepares itself is not a culprit
                 (self._running.add if running else self._running.discard)(worker)
             case events.WorkerReturned(worker):
                 self._leave(worker, now)
@@ -184,7 +187,7 @@ class Stalls:
             case events.CallOffChange():
                 self._complete(("", -1), now)
             case events.PublishWorld(generation, members):
-                self._over(now, StallEnd.RESUMED)  # where it is whole: a planned change
+                self._over(now, StallEnd.RESUMED)  # without a failure: a planned change
                 self._new_world({m.worker: rank for rank, m in enumerate(members)}, generation)
             case events.FinishWorld():
                 self._over(now, StallEnd.RESUMED)
@@ -201,7 +204,7 @@ class Stalls:
             self._marked.discard(worker)
             self._got_on_at[worker] = now
         if event.inside and self._waits_in.get(worker) == key:
-            return  # said again
+            return  # a repeated report
         self._leave(worker, now)
         if event.inside:
             since = now - event.waited_s
@@ -211,34 +214,40 @@ class Stalls:
 
     def _paced(self, event: events.WorkerPaced, now: float) -> None:
         since = now - event.over_s
-        # In collectives that are none of the others' business: those of another process set.
+        # In collectives that do not involve the waiting members, such as those of another process set.
         self._got_on_at[event.worker] = max(since, self._got_on_at.get(event.worker, since))
         if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
             self._intervals.append(event.over_s / event.collectives)
 
-    # ---- asked -----------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     @property
     def waits_since(self) -> float | None:
-        """Since when members wait in a collective, for however short a time; None: they do not."""
+        """Time since which members wait in a collective, however briefly; None if none waits."""
         return min((wait.since for wait in self._waits.values()), default=None)
 
     def current(self, now: float) -> Stall | None:
-        """The stall that lasts; None: there is none."""
+        """Return the current stall; None if there is none."""
         found = [self._stall(wait, now) for wait in self._waits.values()]
         return min(
             (stall for stall in found if stall is not None), key=lambda s: s.since, default=None
         )
 
     def awaited(self, now: float) -> Stall | None:
-        """Whom the others wait for, however short a time yet, if these are no more than half of the members."""
+        """Return the current wait as a stall, however short it is.
+
+        None if no member waits, or if more than half of the members are waited for.
+        """
         if not self._waits or 2 * len(self._late) > len(self.ranks):
             return None
         wait = min(self._waits.values(), key=lambda each: each.since)
         return self._of(wait, now, [*self._late]) if self._late else None
 
     def seconds(self, since: float, until: float, lasting: Stall | None) -> float:
-        """How much of this time was stalled. ``lasting``: `current`, at ``until``; nothing that is over ended later."""
+        """Return the stalled seconds in an interval.
+
+        ``lasting``: `current` at ``until``; no past stall may end later.
+        """
         first = bisect_right(self._ends, since)
         before = self._sums[first - 1] if first else 0.0
         found = (self._sums[-1] if self._sums else 0.0) - before
@@ -250,12 +259,12 @@ class Stalls:
         return found
 
     def undecided_since(self, now: float) -> float:
-        """What came before is decided: no stall that is not known yet can have begun there."""
+        """Return the time before which no stall can begin that is not known yet."""
         if self.current(now) is not None:
             return now
         return min([now, *(wait.since for wait in self._waits.values())])
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- private ---------------------------------------------------------------------------------------------------
 
     def _new_world(self, ranks: dict[Worker, int], generation: int) -> None:
         self.ranks, self._generation, self._whole = ranks, generation, len(ranks) > 1
@@ -266,7 +275,7 @@ class Stalls:
         self._marked.clear()
 
     def _enter(self, worker: Worker, key: tuple[str, int], made: OpenWait) -> None:
-        if len(self._late) == 1 and worker in self._late:  # from here on all wait
+        if len(self._late) == 1 and worker in self._late:  # all members wait from now on
             for each in self._waits.values():
                 stall = self._stall(each, made.since)
                 if stall is not None:
@@ -284,7 +293,7 @@ class Stalls:
     def _leave(self, worker: Worker, now: float) -> None:
         key = self._waits_in.get(worker)
         if key is not None:
-            self._complete(key, now)  # the others leave it as well, and say so next
+            self._complete(key, now)  # the others leave it too, and report this next
 
     def _complete(self, key: tuple[str, int], now: float) -> None:
         wait = self._waits.get(key)
@@ -317,7 +326,7 @@ class Stalls:
         self._whole = False
 
     def _gone(self, worker: Worker, now: float, end: StallEnd) -> None:
-        """A process that is gone, or about to be: what it held up is over, whatever becomes of the others."""
+        """Handle a process that exited or is about to: waits for it are over, whatever happens to the others."""
         if worker not in self.ranks:
             return
         if worker in self._late or (end is StallEnd.KILLED and not self._late):
@@ -370,7 +379,7 @@ class Stalls:
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
         if last is not None and stall.since < last.until and last.culprits == stall.culprits:
-            # The same ranks held up a second process set.
+            # The same ranks also held up another process set.
             self.past[-1] = replace(stall, since=min(last.since, stall.since))
         else:
             self.past.append(stall)
@@ -391,7 +400,7 @@ ENDS = {
 
 
 def blamed(facts: Mapping[str, Any]) -> str:
-    """``rank 1 (h:1#1) at train.py:12``, of the facts of a stall; empty: nobody is to blame."""
+    """Return the culprits of a stall's facts, as ``rank 1 (h:1#1) at train.py:12``; empty if there are none."""
     names = [
         f"rank {each['rank']} ({each['worker']})"
         + (f" at {each['line']}" if each["line"] else "")
@@ -403,11 +412,14 @@ def blamed(facts: Mapping[str, Any]) -> str:
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """``3 ranks wait for rank 1 (h:1#1) at train.py:12``, of the facts of a stall; once it is over, they waited."""
-    who, others = blamed(facts), counted(facts["others"], "rank")
+    """Return a stall's facts as a clause.
+
+    For example ``3 ranks wait for rank 1 (h:1#1) at train.py:12``; in the past tense once it is over.
+    """
+    culprits, others = blamed(facts), counted(facts["others"], "rank")
     now = "waits" if facts["others"] == 1 else "wait"
     verb = now if facts["end"] is None else "waited"
-    if who:
-        return f"{others} {verb} for {who}"
+    if culprits:
+        return f"{others} {verb} for {culprits}"
     place = f" at {facts['line']}" if facts["line"] else ""
     return f"all {others} {verb} in {facts['where']!r}{place}, and no rank was missing"

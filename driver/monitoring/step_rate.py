@@ -1,4 +1,4 @@
-"""How many optimizer steps and samples a second a job trains now, by what its first worker tells. Pure."""
+"""The current number of optimizer steps and samples per second, from reports of the first worker. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.protocol.messages import Worker
 
 
 class StepRate:
-    """Of one job. Times are those of the caller's clock."""
+    """Step rate of one job. Times are seconds on the caller's clock."""
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
@@ -16,14 +16,15 @@ class StepRate:
         self._worker: Worker | None = None
         self._steps = 0
         self._batch: int | None = None
-        self._told_at = 0.0
-        # Between two reports of one worker, all in all.
+        self._reported_at = 0.0
+        # Totals between reports of the same worker.
         self._made = 0
         self._over_s = 0.0
 
     def told(self, worker: Worker, steps: int | None, batch: int | None, now: float) -> None:
-        """``worker`` has made ``steps`` steps since it began, of ``batch`` samples each. Another worker, or fewer steps
-        than before, begin a new measurement.
+        """Record that ``worker`` has made ``steps`` steps of ``batch`` samples each since it began.
+
+        Another worker, or fewer steps than before, starts a new measurement.
         """
         if steps is None:
             return
@@ -32,21 +33,21 @@ class StepRate:
             self._steps = -1
         else:
             self._made += steps - self._steps
-            self._over_s += now - self._told_at
-        self._batch, self._told_at = batch, now
+            self._over_s += now - self._reported_at
+        self._batch, self._reported_at = batch, now
         if steps > self._steps:
             self._steps = steps
             self._rate.committed(steps, now)
 
     def steps(self, now: float) -> float | None:
-        """None: not known yet. Falls to 0 while none are made, as `CommitRate.value` does."""
+        """Return steps per second; None if unknown. Decays to 0 while none are made, as `CommitRate.value` does."""
         return self._rate.value(now)
 
     def mean(self) -> float | None:
-        """Steps per second of the whole job, recoveries and stalls included. None: not known."""
+        """Return steps per second of the whole job, including recoveries and stalls; None if unknown."""
         return self._made / self._over_s if self._over_s > 0 else None
 
     def samples(self, now: float, size: int) -> float | None:
-        """Of ``size`` workers together. None: not known."""
+        """Return samples per second of ``size`` workers; None if unknown."""
         steps = self.steps(now)
         return None if steps is None or self._batch is None else steps * self._batch * size

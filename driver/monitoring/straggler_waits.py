@@ -1,8 +1,8 @@
-"""How long the others wait for the member that waits least itself, by what all say of their collectives. Pure.
+"""Time that the others wait for the member that waits least, from reports on collectives. Pure.
 
-A worker says now and then how many collectives it has completed, and how long it was inside them. In a collective the
-last one to come waits least, so of two means the difference is what one waited for the other. A report is a mean over
-5 to 30 s: a histogram of them tells a rank that is always late from one that was late once.
+Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
+collective waits least in it, so the difference of two means is the time that one waited for the other. A report is a
+mean over 5 to 30 s: a histogram distinguishes a rank that is always late from one that was late once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from elastic.protocol.messages import Worker
 
-WORKERS = 64  # that others have waited for; of more nothing is kept
+WORKERS = 64  # maximum number of workers with a histogram
 WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 @dataclass
 class Histogram:
-    """How many were no larger than each of ``bounds``, in seconds, and the others."""
+    """Number of values not larger than each of ``bounds``, in seconds, and of larger ones."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -40,12 +40,12 @@ class Histogram:
 
 
 class StragglerWaits:
-    """Of one job. Each report costs the same, but for one of the member that is waited for."""
+    """Waits of one job. The cost of a report is constant, except for reports of the worker that is waited for."""
 
     def __init__(self) -> None:
         self.by_worker: dict[Worker, Histogram] = {}
-        self._means: dict[Worker, float] = {}  # seconds in a collective, of the present world
-        self._last: Worker | None = None  # who waits least
+        self._means: dict[Worker, float] = {}  # seconds per collective in the current world
+        self._last: Worker | None = None  # worker that waits least
 
     def new_world(self) -> None:
         self._means.clear()
@@ -58,7 +58,7 @@ class StragglerWaits:
             self._last = min(self._means, key=self._means.__getitem__, default=None)
 
     def paced(self, worker: Worker, waited_s: float, collectives: int) -> None:
-        """One worker's last seconds."""
+        """Record one worker's report."""
         if collectives <= 0:
             return
         before, mean = self._means.get(worker), waited_s / collectives

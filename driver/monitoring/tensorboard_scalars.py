@@ -1,6 +1,7 @@
-"""What workers report, recoveries and the size of the world, as scalars for TensorBoard.
+"""TensorBoard scalars of workers' reports, recoveries and world sizes.
 
-Written by tensorboardX's writer, in a thread: the driver never waits for the disk, and what it can't take is lost.
+They are written by tensorboardX's writer in a thread: the driver never waits for the disk, and scalars that cannot be
+written in time are lost.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 INSTALL = "pip install 'hvd-elastic[tensorboard]'"
-MOST = 10_000  # scalars that wait to be written
+MOST = 10_000  # scalars that may wait to be written
 FLUSH_S = 2.0
-CLOSE_S = 3.0  # for what is left at the end of a job
-JOB = "job"  # the folder of what the driver measures; each rank that reports has one beside it
+CLOSE_S = 3.0  # for the remaining scalars at the end of a job
+JOB = "job"  # folder of the driver's own measurements, next to one for each reporting rank
 
 
 class Scalar(NamedTuple):
-    """One point of a curve. ``run``: the folder in which its file lies; ``at``: seconds since 1970."""
+    """One point of a curve. ``run``: folder of its file; ``at``: seconds since 1970."""
 
     run: str
     tag: str
@@ -41,18 +42,23 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Which scalars the reports of one job come to. Pure."""
+    """Converts the reports of one job to scalars. Pure."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # reports, by rank
 
     def of(self, report: Report) -> list[Scalar]:
-        """Its numbers, those of dicts in it by ``outer/inner``. What the script reports as ``step`` is their step; a
-        rank that reports none has its reports counted.
+        """Return the numbers of a report, those in nested dicts as ``outer/inner``.
+
+        Their step is the value reported as ``step``, otherwise the number of the rank's report.
         """
         count = self._counts[report.rank] = self._counts.get(report.rank, -1) + 1
-        told = report.metrics.get(STEP)
-        step = int(told) if _is_number(told) and math.isfinite(told) else count
+        reported_step = report.metrics.get(STEP)
+        step = (
+            int(reported_step)
+            if _is_number(reported_step) and math.isfinite(reported_step)
+            else count
+        )
         run = f"rank-{report.rank}"
         return [
             Scalar(run, tag, float(value), step, report.at)
@@ -61,7 +67,7 @@ class ScalarsOfReports:
 
 
 def of_actions(actions: Sequence[Action], at: float) -> list[Scalar]:
-    """Of what the driver does; their step is the generation."""
+    """Return the scalars of the driver's actions; their step is the generation."""
     found = []
     for action in actions:
         if isinstance(action, PublishWorld):
@@ -88,7 +94,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 class TensorBoard:
-    """Of one job, into files below ``folder``. Raises Invalid where what is needed is not installed."""
+    """Writes the scalars of one job below ``folder``. Raises Invalid if tensorboardX is not installed."""
 
     def __init__(self, folder: Path, log: Log) -> None:
         if importlib.util.find_spec("tensorboardX") is None:
@@ -110,7 +116,7 @@ class TensorBoard:
         self._give(of_actions(actions, time.time()))
 
     def close(self) -> None:
-        """What is left is written, within CLOSE_S."""
+        """Write the remaining scalars, within CLOSE_S."""
         try:
             self._waiting.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -133,7 +139,7 @@ class TensorBoard:
             self._log("warning", text)
 
     def _write(self) -> None:
-        flush_at: float | None = None  # None: nothing is left to be flushed
+        flush_at: float | None = None  # None: nothing to flush
         while True:
             try:
                 left_s = None if flush_at is None else max(0.0, flush_at - time.monotonic())
@@ -155,7 +161,7 @@ class TensorBoard:
             self._trouble = self._trouble or str(error)
 
     def _add(self, scalar: Scalar) -> None:
-        # Here, in this thread: it takes seconds.
+        # Imported in this thread, since it takes seconds.
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event

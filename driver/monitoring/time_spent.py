@@ -1,15 +1,16 @@
-"""How the time of a job and of its workers went, from the same events and decisions that the journal holds. Pure.
+"""Accounting of the time of a job and its workers, from the events and decisions in the journal. Pure.
 
-A worker says itself how its time went since ``init()``. What it can't say is added here: from its start to ``init()``
-it was joining, and from its last word to its exit it went on with what it did. A worker that died has no chance to step
-back: it lost as much as the first of its world that did, or, where all died, what it had trained since the newest
-checkpoint. So the parts of a worker add up to the time from its start to its exit.
+A worker reports how it spent its time since ``init()``. The rest is added here: from its start to ``init()`` it is
+joining, and from its last report to its exit it continues its last activity. A worker that died cannot report what it
+lost: it lost as much as the first survivor of its world or, if all died, its training since the newest checkpoint. The
+parts of a worker therefore sum to the time from its start to its exit.
 
-Since its last word a worker in its steps went on with all that a step consists of, not with what it did at that
-moment, as a commit of a millisecond: that time is divided as the time between two words of it was, or of another one.
+A worker that trains alternates between the parts of a step, so the time since its last report is not all attributed to
+the activity at that moment, such as a commit of a millisecond. It is divided in the proportions between two reports of
+this worker, or of another one.
 
-What a worker did while its world stalled (`stalls`), by its own account training, waiting for data or lost, is counted
-as stalled instead, and so is that time of the job.
+Time during which the world stalled (`stalls`) is counted as stalled instead of as training, waiting for data or lost,
+for workers and for the job.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ STRETCHES: tuple[Stretch, ...] = (
     "ending",
 )
 SHOWN = 32  # workers in a summary
-IN_STEPS: tuple[Part, ...] = ("training", "committing", "data")  # as each step has them
-MEASURED_S = 1.0  # between two words: less says little about how steps go
-LEAST_S = 0.005  # less is shown as 0.00
-KEPT = 100  # workers that are gone, one by one, and up to as many more; older ones are added up
+IN_STEPS: tuple[Part, ...] = ("training", "committing", "data")  # parts of each step
+# minimum interval between two reports; proportions of a shorter one are unreliable
+MEASURED_S = 1.0
+LEAST_S = 0.005  # smaller values are displayed as 0.00
+KEPT = 100  # exited workers listed individually, up to twice as many; older ones are aggregated
 
 
 class Seconds(Times):  # type: ignore[misc]  # a struct is as frozen as its base
-    """What a worker says of its time, and what of that was stalled."""
+    """Seconds that a worker reports by part, with the stalled time separated."""
 
     stalled: float = 0.0
 
@@ -53,7 +55,7 @@ PARTS: tuple[str, ...] = Seconds.__struct_fields__
 
 @dataclass
 class Spent:
-    """Of one worker, in seconds of the driver's clock."""
+    """Time of one worker, in seconds on the driver's clock."""
 
     worker: Worker
     began: float
@@ -61,25 +63,28 @@ class Spent:
     said: Times = field(default_factory=Times)
     said_at: float | None = None
     doing: Part = "joining"
-    running: bool = False  # in elastic.run, when it was last ready
+    running: bool = False  # in elastic.run at its last Ready
     generation: int = 0  # of the last world that it was in
-    joined: int = 0  # the generation of the first world that it trains in
-    trains_since: float | None = None  # when that was
-    lost: float = 0.0  # in addition to what it said itself
-    stalled: dict[str, float] = field(default_factory=dict)  # seconds, by what it did by its word
-    stalled_last: float = 0.0  # of that, since its last word in its last world
-    stalled_to: float = math.inf  # as far as that is counted; inf: it is in no world
-    steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two words
+    joined: int = 0  # generation of the first world in which it trains
+    trains_since: float | None = None  # when that world was published
+    lost: float = 0.0  # in addition to what it reported itself
+    # stalled seconds by its reported activity
+    stalled: dict[str, float] = field(default_factory=dict)
+    stalled_last: float = 0.0  # of that, since its last report in its last world
+    stalled_to: float = math.inf  # time up to which stalls are counted; inf: it is in no world
+    steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
 
     def counts(self, said: Times, seconds: float) -> None:
-        """So much was stalled of the time since its last word. It is taken first from what is lost, as nobody commits
-        in a stall, and then from what there is most of.
+        """Attribute ``seconds`` of stall since the last report to the parts of a new report.
+
+        They are taken first from lost time, since no commits are made in a stall, and then from the largest parts.
         """
         if not seconds and not self.stalled:
             return
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(said)
         parts = {part: after[part] - before[part] for part in after}
-        for part, more in parts.items():  # it has stepped back: that is lost
+        # it returned to an earlier commit: the stall counts as lost
+        for part, more in parts.items():
             moved = min(self.stalled.get(part, 0.0), max(0.0, -more))
             if moved:
                 self.stalled[part] -= moved
@@ -90,11 +95,14 @@ class Spent:
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
-        if seconds > 0:  # from before its last word, when that was no stall yet
+        if seconds > 0:  # from before its last report, when the stall was not yet known
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, said: Times, doing: Part) -> Mapping[str, float] | None:
-        """How its steps went since its last word; None: it was not in them all the time, or not for long."""
+        """Return the parts of its steps since its last report.
+
+        None if it did not train all the time, or not long enough.
+        """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
         parts: dict[str, float] = {
@@ -105,20 +113,24 @@ class Spent:
     def times(
         self, now: float, stalled_s: float = 0.0, steps: Mapping[str, float] | None = None
     ) -> Seconds:
-        """They add up to its age. ``stalled_s``: of the time since its last word. ``steps``: as `measured` of another
-        one, for where it has not said enough itself.
+        """Return the seconds by part; they sum to the worker's age.
+
+        Args:
+            now: on the driver's clock.
+            stalled_s: stalled seconds since its last report.
+            steps: `measured` of another worker, used if it has not reported enough itself.
         """
         parts = msgspec.structs.asdict(self.said)
         end = now if self.ended is None else self.ended
-        heard = self.trains_since if self.said_at is None else self.said_at
+        known_to = self.trains_since if self.said_at is None else self.said_at
         doing: Part = "training" if self.said_at is None else self.doing
-        heard = end if heard is None else heard
-        parts["joining"] += max(0.0, heard - self.began - sum(parts.values()))
-        since = max(0.0, end - heard)
-        if doing in IN_STEPS:  # in a stall it was in one of them all the time
+        known_to = end if known_to is None else known_to
+        parts["joining"] += max(0.0, known_to - self.began - sum(parts.values()))
+        since = max(0.0, end - known_to)
+        if doing in IN_STEPS:  # during a stall it was in one part all the time
             held = min(since, stalled_s + self.stalled_last)
             parts[doing] += held
-            rest = "training" if doing == "committing" else doing  # a commit is over in a moment
+            rest = "training" if doing == "committing" else doing  # a commit takes only a moment
             shares = self.steps or steps or {rest: 1.0}
             for part, share in shares.items():
                 parts[part] += (since - held) * share / sum(shares.values())
@@ -129,16 +141,18 @@ class Spent:
         parts["lost"] += lost
         stalled = defaultdict[str, float](float, self.stalled)
         stalled[doing] += stalled_s
-        again = min(
-            lost, self.stalled_last, stalled[doing]
-        )  # nobody has committed in its last stall
+        # No commit was made in its last stall.
+        again = min(lost, self.stalled_last, stalled[doing])
         stalled[doing] -= again
         stalled["lost"] += again
         return Seconds(**_less(parts, stalled))
 
 
 def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, float]:
-    """The parts without what was stalled, which is one of its own. Of a part of which there is less, others give it."""
+    """Move the stalled seconds from their parts to one of their own.
+
+    If a part is too small, others supply the rest.
+    """
     found, rest = 0.0, 0.0
     for part, seconds in stalled.items():
         taken_s = min(seconds, max(0.0, parts[part]))
@@ -154,28 +168,28 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
 
 
 class TimeSpent:
-    """Of one job, as far as this driver has seen it."""
+    """Time of one job, as far as this driver has observed it."""
 
     def __init__(self) -> None:
         self.stalls = Stalls()
         self.running: dict[Worker, Spent] = {}
         self.gone: list[Spent] = []
-        self.older = Seconds()  # of those that are gone and no longer listed
+        self.older = Seconds()  # total of exited workers that are no longer listed
         self.older_count = 0
         self.job: dict[Stretch, float] = dict.fromkeys(STRETCHES, 0.0)
         self.count: dict[Stretch, int] = dict.fromkeys(STRETCHES, 0)
-        self.now = 0.0  # the latest that was noted
+        self.now = 0.0  # time of the latest event
         self._stretch: Stretch = "starting"
         self._since: float | None = None
         self._members: set[Worker] = set()
-        self._trains = False  # they are in elastic.run
-        self._trained = False  # somebody was
+        self._trains = False  # the members are in elastic.run
+        self._trained = False  # any worker was in elastic.run
         self._durable_at: float | None = None
-        self._steps: Mapping[str, float] | None = None  # of who has told them last
-        self._died: list[Spent] = []  # and nobody has said yet what that lost
+        self._steps: Mapping[str, float] | None = None  # of the last worker that reported them
+        self._died: list[Spent] = []  # dead workers whose loss is not known yet
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """One event, and what was decided about it."""
+        """Record an event and its actions."""
         if self._since is None:
             self._since = now
         self.now = now
@@ -200,20 +214,20 @@ class TimeSpent:
             case events.CheckpointMade():
                 self._durable_at = now
             case events.DriverRestarted():
-                self._stretch = "training"  # the driver before this one has not said more
+                self._stretch = "training"  # the previous driver's stretch is unknown
             case _:
                 pass
         for action in actions:
             self._decided(action, now)
 
     def go_on(self, now: float) -> None:
-        """It is so late, though nothing has happened. Once all has ended, nothing counts any more."""
+        """Advance the time without an event. After the end of everything, time does not count."""
         if self._since is not None and not self.over:
             self.now = max(self.now, now)
 
     @property
     def over(self) -> bool:
-        """The job has ended, and all its workers have: nothing here changes any more."""
+        """Whether the job and all its workers have ended, so that nothing changes any more."""
         return self._stretch == "ending" and not self.running
 
     def _decided(self, action: events.Action, now: float) -> None:
@@ -246,7 +260,7 @@ class TimeSpent:
                 pass
 
     def _stop(self, now: float, *, first: bool) -> None:
-        """A member waits for another world. ``first``: the one before was for ``init()`` only."""
+        """Handle a member that waits for another world. ``first``: the current one was only for ``init()``."""
         if first:
             self._stretch = "starting"
         else:
@@ -264,12 +278,12 @@ class TimeSpent:
         spent = self.running.get(event.worker)
         if spent is None:
             if any(each.worker == event.worker for each in self.gone):
-                return  # its last word, after its host was given up
-            # Started under the driver before this one, which has not said when.
+                return  # a late report, after its host was given up
+            # Started under the previous driver, at an unknown time.
             age = sum(msgspec.structs.astuple(event.times))
             spent = self.running[event.worker] = Spent(event.worker, now - age)
             spent.joined = spent.generation = event.generation
-            if event.generation:  # none of those that wait for their first world
+            if event.generation:  # not for workers that wait for their first world
                 self._members.add(event.worker)
                 self._trains = self._trained = True
                 spent.stalled_to = spent.began
@@ -285,14 +299,14 @@ class TimeSpent:
         spent.stalled_last = 0.0
 
     def _count_stalls(self, spent: Spent, said: Times, now: float) -> None:
-        """What of the time since its last word was stalled. Later words are about later times."""
+        """Count the stalled part of the time since its last report."""
         if spent.stalled_to == math.inf:
             return
         spent.counts(said, self._stalled_s(spent.stalled_to, now))
         spent.stalled_to = self.stalls.undecided_since(now)
 
     def _left(self, spent: Spent, now: float) -> None:
-        """The world that it was in."""
+        """Handle a worker that left its world."""
         if spent.stalled_to < now:
             stalled = self._stalled_s(spent.stalled_to, now)
             part = "training" if spent.said_at is None else spent.doing
@@ -319,17 +333,20 @@ class TimeSpent:
             del self.gone[:KEPT]
 
     def _all_gone(self) -> None:
-        """Nobody holds a commit: what has followed the newest checkpoint, or the beginning, has to be done again."""
+        """Handle the loss of all commits in memory.
+
+        Training since the newest checkpoint, or since the beginning, must be repeated.
+        """
         for dead in self._died:
             assert dead.ended is not None
             since = dead.began if self._durable_at is None else self._durable_at
             dead.lost = max(0.0, dead.ended - max(since, dead.began))
         self._died.clear()
 
-    # ---- what is asked: up to the latest that was noted ------------------------------------------------------------
+    # ---- queries: up to the latest event ---------------------------------------------------------------------------
 
     def stretches(self) -> dict[Stretch, float]:
-        """Of the job. They add up to the time since this driver's first event."""
+        """Return the job's seconds by stretch. They sum to the time since this driver's first event."""
         job = dict(self.job)
         if self._since is not None:
             stalled = self._stalled_s(self._since, self.now)
@@ -339,27 +356,29 @@ class TimeSpent:
 
     @property
     def stall(self) -> Stall | None:
-        """The one that lasts."""
+        """The current stall, if any."""
         return self.stalls.current(self.now)
 
     def workers(self) -> list[tuple[Spent, Seconds]]:
-        """Of each that is still listed, in the order in which they began."""
-        everybody = sorted([*self.gone, *self.running.values()], key=lambda each: each.began)
+        """Return the times of each listed worker, in the order of their starts."""
+        ordered = sorted([*self.gone, *self.running.values()], key=lambda each: each.began)
         now, lasting = self.now, self.stall
         found: list[tuple[Spent, Seconds]] = []
-        for spent in everybody:
+        for spent in ordered:
             since = min(spent.stalled_to, now)
             stalled = self.stalls.seconds(since, now, lasting)
             found.append((spent, spent.times(now, stalled, self._steps)))
         return found
 
     def total(self) -> Seconds:
-        """Of all of them."""
+        """Return the total of all workers."""
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
-        """Of the time of all workers the share that was training. None: nobody was in ``elastic.run``, and only there
-        a worker can tell what it does."""
+        """Return the share of all workers' time that was training.
+
+        None if no worker was in ``elastic.run``, where alone a worker reports its activity.
+        """
         total = self.total()
         worked = sum(msgspec.structs.astuple(total))
         trained = self._trained or total.training > 0
@@ -381,7 +400,10 @@ WORDS: dict[Stretch, str] = {
 
 
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
-    """As lines of a table, with SHOWN of the workers. ``zeros``: also stretches and parts that nobody had."""
+    """Return the summary as lines of a table, with up to SHOWN workers.
+
+    ``zeros``: include empty stretches and parts.
+    """
     job, total = spent.stretches(), spent.total()
     until = ", until the last worker exited" if spent.over else ""
     rows = [(str(each.worker), times) for each, times in spent.workers()]
@@ -413,7 +435,7 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}"  # a recovery takes less than a tenth
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"  # a recovery takes less than 0.1 s
 
 
 def _often(count: int, stretch: Stretch) -> str:

@@ -1,16 +1,16 @@
-"""What a timeline shows of a job: who is who, what the driver saw and did, what workers wrote down.
+"""Timeline of a job: ranks of workers, the driver's events and actions, and the workers' own records.
 
-Records in, text out. Pure: times are nanoseconds of the driver's monotonic clock, passed in; the answers are events as
-JSON, to be written in this order. The driver has a process of its own in the viewer, with these rows:
+Converts records to text. Pure: times are nanoseconds on the driver's monotonic clock, passed as arguments; results are
+events as JSON, to be written in this order. The driver is a process of the viewer with these rows:
 
     generations   a span for each world, from its publication to its end
     recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
     workers       starts, joins, fences, exits
-    changes       planned changes, from the request to the new world or the word that it is off
-    warnings      what the log said as a warning or an error
+    changes       planned changes, from the request to the new world or the cancellation
+    warnings      warnings and errors of the log
 
-Each worker has one process, named by its last rank, with a row ``world`` that has its places, and the rows that it
-wrote itself. A new incarnation is another process.
+Each worker is a process named by its last rank, with a row ``world`` for its ranks, and the rows that it recorded. A
+new incarnation is another process.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from elastic.protocol.messages import Worker
 from elastic.protocol.trace_format import TraceFormat
 
 DRIVER = "driver"
-WORLD = "world"  # the row of a worker that has its places
+WORLD = "world"  # row of a worker with its ranks
 MEMBERS_SHOWN = 64
 
 
 class Timeline:
-    """One job's, over one or several files: what is the case when a file begins was noted before."""
+    """Timeline of one job, over one or several files. The state at the beginning of a file is tracked before."""
 
     def __init__(self) -> None:
         self._format = TraceFormat(0, 0)
         self._recording = False
-        self._world: events.PublishWorld | None = None  # the present one
-        self._ranks: dict[Worker, int] = {}  # in the newest one
-        # Process and row -> the span that is open there.
+        self._world: events.PublishWorld | None = None  # the current world
+        self._ranks: dict[Worker, int] = {}  # in the newest world
+        # Process and row -> name of the open span.
         self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0
 
     def begin(self, now_ns: int, epoch_us: int) -> list[str]:
-        """A new file. ``epoch_us`` is now, in microseconds since 1970."""
+        """Begin a new file. ``epoch_us``: the current time in microseconds since 1970."""
         self._format = TraceFormat(now_ns, epoch_us)
         self._recording = True
         self._begun = {}
@@ -50,14 +50,14 @@ class Timeline:
         return lines if self._world is None else lines + self._published(self._world)
 
     def end(self, now_ns: int) -> list[str]:
-        """The file is to be closed."""
+        """Close all spans at the end of a file."""
         self._now_ns = now_ns
         lines = [line for key, row in list(self._begun) for line in self._end(key, row)]
         self._recording = False
         return lines
 
     def traced(self, worker: Worker, message: messages.Traced) -> list[str]:
-        """What a worker wrote down."""
+        """Return the lines for records of a worker."""
         key = str(worker)
         lines = self._named(worker)
         lines += self._format.records(key, message.records, message.offset_ns)
@@ -69,7 +69,7 @@ class Timeline:
     def noted(
         self, event: events.Event, actions: Sequence[events.Action], now_ns: int
     ) -> list[str]:
-        """What happened, and what was done about it. Nothing where no file is open, but it is remembered."""
+        """Return the lines for an event and its actions. Without an open file, they only update the state."""
         self._now_ns = now_ns
         lines: list[str] = []
         if self._recording:
@@ -96,8 +96,8 @@ class Timeline:
                 lines = self._instant("workers", f"exit {worker}", code=code, reason=reason)
                 return lines + self._end(str(worker), WORLD)
             case events.WorkerFailed(worker, generation, reason, _):
-                told = f"{worker} reports a failure"
-                return self._instant("workers", told, generation=generation, reason=reason)
+                title = f"{worker} reports a failure"
+                return self._instant("workers", title, generation=generation, reason=reason)
             case events.WorkerRaised(worker, generation, _, summary):
                 return self._instant(
                     "workers", f"{worker} raised", generation=generation, error=summary
@@ -195,7 +195,7 @@ class Timeline:
     # ---- rows
 
     def _named(self, worker: Worker) -> list[str]:
-        """Its process. Who has left the world keeps the name that it had in it."""
+        """Return the lines that name a worker's process. A worker that left the world keeps its name in it."""
         key, rank = str(worker), self._ranks.get(worker)
         if self._format.knows(key):
             return []

@@ -1,11 +1,11 @@
-"""Puts the records of all workers into one file: talks with them about it, and writes in a thread of its own. Acts.
+"""Collects the trace records of all workers in one file, with its own thread for writing. Acts.
 
-    nothing --open, or TimelineWanted--> recording: each worker is told Tracing(on), now or when it says hello
-    recording --TimelineUnwanted--> ending: each is told Tracing(off), and sends what is left
-    ending --TracedAll of each, or END_S--> nothing; who asked is answered
+    nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
+    recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records
+    ending --TracedAll of each, or END_S--> nothing; requests are answered
 
-The event loop only hands over; what records look like as text is `timeline`'s to say. Trouble with the file is said
-once and ends the timeline, never the job. A driver that gets more than it can write drops records, and says how many.
+The event loop only hands records over; `timeline` converts them to text. Errors of the file are logged once and end
+the timeline, never the job. If records arrive faster than they can be written, they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 from elastic.protocol.trace_file import TraceFile, is_free
 
-END_S = 2.0  # for workers to send what is left; one that is stopped sends nothing
-CLOSE_S = 10.0  # for the last write
-WAITING_LIMIT = 500_000  # records that wait for being written
+END_S = 2.0  # seconds for workers to send remaining records; a stopped one sends none
+CLOSE_S = 10.0  # seconds for the last write
+WAITING_LIMIT = 500_000  # records that may wait to be written
 AT_ONCE = 64  # messages in one write
 
 Send = Callable[[Worker, Message], object]
@@ -38,7 +38,7 @@ Send = Callable[[Worker, Message], object]
 
 @dataclass
 class _Ending:
-    """Whom it waits for, and who waits for it."""
+    """State while a timeline ends: awaited workers and pending requests."""
 
     awaited: set[Worker]
     asked: list[tuple[Worker, int]] = field(default_factory=list)
@@ -47,22 +47,22 @@ class _Ending:
 
 
 class Tracing:
-    """One per job. All methods belong to the event loop's thread."""
+    """Timelines of one job. All methods must be called in the event loop's thread."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._send: Send = lambda worker, message: None
-        self._workers: set[Worker] = set()  # connected
-        self._number = 0  # of the newest timeline
-        self._path = ""  # of the one that is recorded; empty: none is
+        self._workers: set[Worker] = set()  # connected workers
+        self._number = 0  # number of the newest timeline
+        self._path = ""  # file of the current timeline; empty if none is recorded
         self._mark_cycles = False
         self._ending: _Ending | None = None
-        self._waiting = 0  # records
+        self._waiting = 0  # records waiting to be written
         self._timeline = Timeline()
         self._writer: _Writer | None = None
 
     def open(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Begin to record. Raises Invalid if the file can't be written."""
+        """Begin to record. Raises Invalid if the file cannot be written."""
         file = TraceFile(path)
         self._number += 1
         self._path, self._mark_cycles = path, mark_cycles
@@ -70,16 +70,16 @@ class Tracing:
             self._writer = _Writer(self._timeline, self._taken, self._failed)
         self._writer.begin(file)
         for worker in self._workers:
-            self._say_present(worker)
+            self._announce(worker)
 
     def serve(self, send: Send) -> None:
-        """The server runs."""
+        """Set the function that sends messages, once the server runs."""
         self._send = send
         if self._writer is not None:
             self._writer.start()
 
     def noted(self, event: Event, actions: Sequence[Action]) -> None:
-        """What the driver has decided."""
+        """Record an event and its actions."""
         now_ns = time.monotonic_ns()
         if self._writer is None:
             self._timeline.noted(event, actions, now_ns)
@@ -89,7 +89,7 @@ class Tracing:
     # ---- workers
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Whether this message was about a timeline, and nobody else has to hear it."""
+        """Handle a message; return whether it was about a timeline only."""
         match message:
             case messages.ClockAsked(asked_ns):
                 heard_ns = time.monotonic_ns()
@@ -105,23 +105,23 @@ class Tracing:
             case messages.Hello() | messages.Reconnected():
                 self._workers.add(worker)
                 if self._path:
-                    self._say_present(worker)
+                    self._announce(worker)
                 return False
             case _:
                 return False
         return True
 
     def gone(self, worker: Worker) -> None:
-        """Its connection has ended."""
+        """Handle a closed connection."""
         self._workers.discard(worker)
         self._complete(worker, self._number)
 
-    def _say_present(self, worker: Worker) -> None:
+    def _announce(self, worker: Worker) -> None:
         self._send(worker, messages.Tracing(self._number, True, self._mark_cycles))
 
     def _traced(self, worker: Worker, message: messages.Traced) -> None:
         if message.timeline != self._number or not self._path or self._writer is None:
-            return  # it is over: nobody waits for an answer
+            return  # a previous timeline: no answer is expected
         if self._waiting > WAITING_LIMIT:
             lost = message.dropped + len(message.records)
             message = messages.Traced(message.timeline, message.offset_ns, [], lost)
@@ -155,7 +155,7 @@ class Tracing:
                 if not os.path.isabs(wanted.path):
                     raise Invalid(f"the path {wanted.path!r} is relative: pass an absolute one")
                 if os.path.isfile(wanted.path) and not is_free(wanted.path):
-                    # Whoever starts the job may replace any file of theirs, a worker on some host may not.
+                    # The user that starts the job may replace any of their files, but a worker on another host may not.
                     raise Invalid(
                         f"{wanted.path!r} is a file on the driver's host that is not a timeline: remove it, or pass"
                         " another path"
@@ -191,15 +191,15 @@ class Tracing:
                 self._end()
 
     def _end(self) -> None:
-        """Everything has come that will."""
+        """Close the file once all records have arrived."""
         if not self._path:
-            return  # the file is being completed already
+            return  # the file is being closed already
         self._path = ""
         if self._writer is not None:
             self._writer.end(self._ended)
 
     def _ended(self) -> None:
-        """The file is complete."""
+        """Answer the requests once the file is complete."""
         ending, self._ending = self._ending, None
         if ending is None:
             return
@@ -211,7 +211,7 @@ class Tracing:
             self._wanted(worker, wanted)
 
     async def close(self) -> None:
-        """The job is over: what is left is written."""
+        """Write the remaining records at the end of the job."""
         if self._ending is not None and self._ending.alarm is not None:
             self._ending.alarm.cancel()
         self._path = ""
@@ -220,7 +220,7 @@ class Tracing:
 
 
 class _Writer:
-    """A thread that turns what it is handed into text and appends it to the present file."""
+    """Thread that converts records to text and appends it to the current file."""
 
     def __init__(
         self,
@@ -234,12 +234,12 @@ class _Writer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._file: TraceFile | None = None
-        self._number = 0  # of the file, counted as `Tracing` does
+        self._number = 0  # number of the file, as counted by `Tracing`
         self._over = False
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def start(self) -> None:
-        """From the event loop, as answers go there."""
+        """Start the thread. Must be called in the event loop, which receives the answers."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
@@ -253,22 +253,22 @@ class _Writer:
             return self._timeline.begin(now_ns, epoch_us)
 
         self._jobs.put(_Job(opened, first=True))
-        with contextlib.suppress(RuntimeError):  # before the loop runs, `serve` starts the thread
+        with contextlib.suppress(RuntimeError):  # without a running loop, `serve` starts the thread
             self.start()
 
     def put(
         self, lines: Callable[[], list[str]], *, taken: tuple[Worker, int, int] | None = None
     ) -> None:
-        """``lines`` is called in the thread; ``taken``: who is told that they are in the file."""
+        """Queue lines. ``lines`` is called in the thread; ``taken``: worker to notify when they are written."""
         self._jobs.put(_Job(lines, taken))
 
     def end(self, done: Callable[[], None] | None) -> None:
-        """The present file is complete with what was handed over so far; then ``done`` is called in the loop."""
+        """Close the current file after all queued lines; then call ``done`` in the loop."""
         now_ns = time.monotonic_ns()
         self._jobs.put(_Job(lambda: self._timeline.end(now_ns), done=done, last=True))
 
     def close(self) -> None:
-        """Blocks until everything is written, CLOSE_S at most."""
+        """Block until everything is written, for at most CLOSE_S."""
         if self._loop is None:
             return
         self.end(None)
@@ -320,11 +320,11 @@ class _Writer:
 
 @dataclass
 class _Job:
-    """Something to write."""
+    """One item of the writer's queue."""
 
     lines: Callable[[], list[str]]
     taken: tuple[Worker, int, int] | None = None
     done: Callable[[], None] | None = None
-    first: bool = False  # of its file
+    first: bool = False  # first of its file
     last: bool = False
     over: bool = False

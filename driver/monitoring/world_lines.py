@@ -1,4 +1,4 @@
-"""A new world, and a recovery, as lines of the log. Pure."""
+"""Log lines about new worlds and recoveries. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
 
 
 def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> str:
-    """``generation 3 has 3 workers: 3 of 4 stayed``.
+    """Return for example ``generation 3 has 3 workers: 3 of 4 stayed``.
 
-    ``before``: the line about the world before, whose cause is not repeated. ``wanted``: workers of -np. ``slots``:
-    those that are listed.
+    Args:
+        world: the new world.
+        before: the previous log line; a cause at its end is not repeated.
+        wanted: workers of -np.
+        slots: number of listed slots.
     """
     size, reason = len(world.members), world.reason
     if reason.kind is Why.FIRST_WORLD and size < wanted:
@@ -26,10 +29,10 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
 
 
 def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
-    """``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
+    """Return for example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
 
-    ``held``: whether a member held a commit. One that all members of the world before had made is held by each that
-    survives it.
+    ``held``: whether a member held a commit. A commit that all members of the previous world made is held by each
+    survivor.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")
@@ -43,7 +46,9 @@ def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
 
 
 def phases_line(report: ReportRecovery) -> str:
-    """``phases of generation 5 in ms: gathered 9, formed 41, copied 12.3 MB: lost localhost:2#1``."""
+    """Return for example ``phases of generation 5 in ms: gathered 9, formed 41, copied 12.3 MB: lost
+    localhost:2#1``.
+    """
     phases = ", ".join(f"{name} {_ms(ms)}" for name, ms in report.phases_ms.items())
     copied = f", copied {report.copied_bytes / 1e6:.1f} MB" if report.copied_bytes else ""
     return f"phases of generation {report.generation} in ms: {phases}{copied}: {report.reason}"

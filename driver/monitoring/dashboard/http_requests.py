@@ -1,15 +1,16 @@
-"""Decides what is answered to a request for the live page. Pure: the head of a request goes in, an answer comes out.
+"""Access control of the live page. Pure: maps the head of a request to an answer.
 
-Whoever may open a connection to the page's port is a stranger: a browser that some other site has sent here, a scanner,
-a user of this machine. What is refused, and why:
+A connection to the page's port is not trusted: it may come from a browser that another site directed here, a scanner,
+or another user of this machine. Requests are refused as follows:
 
-    a Host that is a name, and not ours     DNS rebinding: a site's own name that leads to this address now
-    an Origin, or a fetch, of another site  a page elsewhere that reads this one with the user's browser
-    no token, or a wrong one                on loopback too: other users of this machine are strangers. The page itself,
-                                            which holds nothing, needs none
-    another method or path                  there is nothing to be done here
+    a Host that is a foreign name           DNS rebinding: a site's own name that now resolves to this address
+    an Origin or a fetch of another site    a page elsewhere that reads this one through the user's browser
+    a missing or wrong token                also on loopback: other users of this machine are not trusted. The page
+                                            itself contains no data and needs no token
+    another method or path                  the page is read-only
 
-The page sends the token in a header, from the part of its link behind ``#``, which browsers send to nobody.
+The page sends the token in a header. It takes it from the part of its link behind ``#``, which browsers do not
+transmit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 HEAD_LIMIT = 8 * 1024  # bytes
-SAME_SITE = ("same-origin", "")  # of a fetch; older browsers do not say
+SAME_SITE = ("same-origin", "")  # of a fetch; older browsers do not send it
 
 
 @dataclass(frozen=True)
 class PageRefusal:
-    """``status`` is one of HTTP's."""
+    """A refused request. ``status``: HTTP status code and phrase."""
 
     status: str
     why: str
@@ -33,13 +34,18 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class Guard:
-    """``token`` is never empty. ``names``: of this machine, in lower case, besides its addresses."""
+    """Decides which requests are answered.
+
+    Args:
+        token: access token, never empty.
+        names: names of this machine that are accepted besides its addresses, in lower case.
+    """
 
     token: str
     names: Collection[str] = ("localhost",)
 
     def answer(self, head: bytes) -> str | PageRefusal:
-        """``page`` or ``events``, or why not. ``head``: all up to the empty line."""
+        """Return ``page``, ``events`` or a refusal. ``head``: the request up to the empty line."""
         try:
             first, *lines = head.decode("ascii").split("\r\n")
             method, target, version = first.split(" ")
@@ -60,7 +66,7 @@ class Guard:
             return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
-                return "page"  # also to who follows a link that stands on another site
+                return "page"  # also after a link on another site
             case "/events" if _foreign(headers):
                 return PageRefusal("403 Forbidden", "the request came from another site")
             case "/events":
@@ -74,7 +80,10 @@ class Guard:
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:
-    """Of the Host of a request. An address can't be made to lead elsewhere, a name can: it has to be of ``names``."""
+    """Return whether the Host of a request belongs to this machine.
+
+    An address cannot be redirected. A name can, so it must be one of ``names``.
+    """
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name.lower() in names:
         return True

@@ -1,6 +1,6 @@
-"""Keeps the page of a running job up to date, and serves it where that was asked for. Acts; `page_model` decides.
+"""Updates the page of a running job, and serves it if requested. Acts; `page_model` decides.
 
-It is told what happens from the event loop's thread; lines of the log may come from any.
+Events arrive in the event loop's thread; log lines may come from any thread.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from elastic.driver.sinks import Stream, Usage
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 
-LINE_S = 0.5  # between two looks at the state, for one line of it
+LINE_S = 0.5  # seconds between two updates of the status line
 
 
 class LivePage:
-    """Of one job."""
+    """The live page of one job."""
 
     def __init__(self, model: PageModel) -> None:
         self.model = model
         self._server: PageServer | None = None
-        self._epoch: float | None = None  # what the journal's clock has to be added to
+        self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
         self._thread = threading.get_ident()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: Callable[[str], None] | None = None
@@ -42,8 +42,11 @@ class LivePage:
     async def serve(
         self, server: PageServer | None, line: Callable[[str], None] | None = None
     ) -> None:
-        """From here on, to whoever may look; None: to nobody, but the model is kept. ``line`` is told the state in one
-        line, again and again; at the end the empty one.
+        """Start to serve the page.
+
+        Args:
+            server: None to update the model without serving it.
+            line: receives the state as one line at regular intervals; at the end the empty string.
         """
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -54,20 +57,23 @@ class LivePage:
         if server is not None:
             await server.open()
 
-    # ---- what operators ask ----------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def whole(self) -> Patch:
-        """The state of the page."""
+        """Return the whole state of the page."""
         return self.model.full(time.time())
 
     def members(self) -> list[Worker]:
-        """Of the present world, in rank order."""
+        """Return the members of the current world, in rank order."""
         rows = self.model.state.tables["workers"].values()
         ranked = sorted((row["rank"], row) for row in rows if row["rank"] is not None)
         return [Worker(row["host"], row["slot"], row["start"]) for _, row in ranked]
 
     def worker_of(self, name: str) -> Worker | None:
-        """The one with this rank, or in the slot ``host:slot``, ``host:slot#start`` where that is the one there."""
+        """Return the worker with this rank, or in this slot.
+
+        ``name``: ``3``, ``host:slot``, or ``host:slot#start`` for one incarnation.
+        """
         slot, _, start = name.partition("#")
         for key, row in self.model.state.tables["workers"].items():
             same = slot == key or (name.isdecimal() and row["rank"] == int(name))
@@ -76,7 +82,7 @@ class LivePage:
         return None
 
     def stack_of(self, worker: Worker) -> str:
-        """What it has written of its stacks, the last time."""
+        """Return the last stacks that a worker wrote."""
         row = self.model.state.tables["stacks"].get(slot_of(worker))
         return row["text"] if row is not None else ""
 
@@ -90,17 +96,17 @@ class LivePage:
             self._server.close()
             self._server = None
 
-    # ---- what happens ----------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------------------------
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """``now``: by the clock of the journal, which never jumps."""
+        """Record an event and its actions. ``now``: on the journal's monotonic clock."""
         if self._epoch is None:
             self._epoch = time.time() - now
         self.model.note(event, actions, self._epoch + now)
         self._changed()
 
     def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
-        """See `PageModel.adopt`."""
+        """Adopt the workers of the previous driver; see `PageModel.adopt`."""
         self.model.adopt(workers, generation, time.time())
 
     def reported(self, report: Report) -> None:
@@ -108,11 +114,11 @@ class LivePage:
         self._changed()
 
     def said(self, level: str, text: str) -> None:
-        """A line of the driver's own log."""
+        """Add a line of the driver's log."""
         self._in_loop(level, "", text.splitlines() or [""])
 
     def printed(self, worker: Worker, who: str, stream: Stream, pieces: Sequence[bytes]) -> None:
-        """Lines of a worker, which is called ``who`` in front of them."""
+        """Add lines of a worker's output. ``who``: the name of the worker that precedes them."""
         if stream == "usage":
             for piece in pieces:
                 self.model.uses(worker, msgspec.json.decode(piece, type=Usage), time.time())
@@ -141,7 +147,7 @@ class LivePage:
     def _in_loop(self, level: str, who: str, lines: Sequence[str]) -> None:
         if threading.get_ident() != self._thread:
             if self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # it is closed
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._in_loop, level, who, lines)
             return
         for line in lines:

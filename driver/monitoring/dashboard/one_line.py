@@ -1,4 +1,4 @@
-"""The state of a job in one line: how many train, how far, how fast, and what was decided last. Pure."""
+"""The state of a job in one line: workers, progress, speed, and the last recovery. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ PACE_S = 60.0
 
 
 def one_line(state: PageState) -> str:
-    """``bert: 4 workers, generation 5 | step 960 of 2000, 15.9 commits/s, 2 min left, loss 0.02 | recovered in 24 ms:
-    lost h:1#1``. Of how many steps, a script says by reporting ``steps``.
+    """Return the state of a job as one line.
+
+    For example ``bert: 4 workers, generation 5 | step 960 of 2000, 15.9 commits/s, 2 min left, loss 0.02 | recovered
+    in 24 ms: lost h:1#1``. The total number of steps is known if the script reports ``steps``.
     """
     job, reported = state.values["job"], state.tables["reported"]
     if not job["generation"]:
@@ -25,7 +27,7 @@ def one_line(state: PageState) -> str:
     far = []
     step, steps = (_value(reported, name) for name in ("step", "steps"))
     if step is not None and steps is not None and steps < step:
-        steps = None  # something else by this name, as those of an environment
+        steps = None  # another value of this name, for example of an environment
     commit = state.values["commit"]
     if step is not None:
         far.append(f"step {step:.0f}" + (f" of {steps:.0f}" if steps is not None else ""))
@@ -63,9 +65,11 @@ def _value(reported: Mapping[str, Any], name: str) -> float | None:
 
 
 def _left_s(state: PageState, steps: float) -> float | None:
-    """At the pace of the last minute; None: it is not known yet."""
-    told = [(at, value) for at, name, value in state.series["metrics"] if name == "step"]
-    recent = [each for each in told[:-2] if each[0] >= told[-1][0] - PACE_S] + told[-2:]
+    """Return the seconds left at the pace of the last minute; None if unknown."""
+    reported_steps = [(at, value) for at, name, value in state.series["metrics"] if name == "step"]
+    recent = [
+        each for each in reported_steps[:-2] if each[0] >= reported_steps[-1][0] - PACE_S
+    ] + reported_steps[-2:]
     if len(recent) < 2:
         return None
     (began, first), (now, last) = recent[0], recent[-1]

@@ -1,7 +1,7 @@
-"""What the live page of a job shows, from the same events and decisions that the journal holds. Pure.
+"""Model of a job's live page, built from the events and decisions that the journal contains. Pure.
 
-`PageModel` is told what happens, and says what has changed since it was asked last; `page_state` has the format. The
-same model serves a job that runs and a journal that is played again:
+`PageModel` receives events and returns what changed since the last patch; `page_state` defines the format. The same
+model serves a running job and the replay of a journal:
 
     model = PageModel(name="bert", command=header.command, least=settings.workers_min, most=settings.workers_max)
     state = applied(None, model.full(began))
@@ -13,7 +13,7 @@ same model serves a job that runs and a journal that is played again:
                 model.line(action.level, "", action.text, at)
         state = applied(state, model.patch(at))                     # one frame; or send the patch to a page
 
-What workers report and print is in no journal: a replay shows nothing of it.
+Reported values and worker output are not in the journal, so a replay does not show them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from elastic.driver.reasons import brief
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
-LINES = 200  # of the log, in one second
-LINE = 500  # characters of one
-NAMES = 8  # of reported numbers
+LINES = 200  # log lines per second
+LINE = 500  # characters of a line
+NAMES = 8  # number of reported names
 STACKS = 8  # workers whose stacks are kept
-STACK_LIMIT = 16_000  # characters of them
-STACK_S = 5.0  # after it was asked for: what comes then on stderr may be one
-SLOW_S = 1.0  # between two looks at what takes a walk over all workers ...
-SLOW_EACH_S = 0.002  # ... and so much more for each of them
-REPORTED_S = 60.0  # a rank that has reported nothing for so long gives way to the next
+STACK_LIMIT = 16_000  # characters of the stacks of one worker
+STACK_S = 5.0  # stderr within this time after a request may contain stacks
+SLOW_S = 1.0  # minimum interval between two walks over all workers ...
+SLOW_EACH_S = 0.002  # ... plus this much for each worker
+REPORTED_S = 60.0  # a rank that has reported nothing for this long is replaced by the next
 
 
 class PageModel:
-    """One job, as one driver has seen it."""
+    """Page model of one job, as seen by one driver."""
 
     def __init__(self, *, name: str, command: Sequence[str], least: int, most: int) -> None:
         self.state = PageState(
@@ -76,33 +76,34 @@ class PageModel:
         self.now = 0.0
         self.spent = TimeSpent()
         self._grid = WorkerGrid(self.state)
-        self._looked_at = -math.inf  # at all workers
+        self._looked_at = -math.inf  # time of the last walk over all workers
         self._rate = CommitRate(self.spent.stalls)
         self._step_rate = StepRate(self.spent.stalls)
         self._rank0: Worker | None = None
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
-        self._asked: set[Worker] = set()  # of those, by an operator
-        self._second, self._lines, self._left_out = -math.inf, 0, 0  # of the log
+        self._asked: set[Worker] = set()  # of these, requested by an operator
+        # limit of log lines in the current second
+        self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}
 
-    # ---- told ------------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------------------------
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """One event, and what was decided about it, ``now`` seconds since 1970."""
+        """Record an event and its actions, ``now`` seconds since 1970."""
         self._at(now)
         self.spent.note(event, actions, now)
         if self.spent.stalls.count != self._stalls_told:
-            self._looked_at = -math.inf  # one is over: that is shown at once
+            self._looked_at = -math.inf  # a stall ended: show it at once
         self._happened(event)
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
-        decided: dict[tuple[str, str], list[str]] = {}  # whom, by what and why
+        decided: dict[tuple[str, str], list[str]] = {}  # workers by action and reason
         for action in actions:
             self._decided(action)
-            told = _told(action)
-            if told is not None:
-                what, whom, why = told
+            description = _told(action)
+            if description is not None:
+                what, whom, why = description
                 decided.setdefault((what, why), []).append(whom)
         for (what, why), names in decided.items():
             self.state.add("decisions", [now, what, _some(names), why])
@@ -110,7 +111,7 @@ class PageModel:
     def adopt(
         self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, now: float
     ) -> None:
-        """What the driver before this one has left: pid and rank of each."""
+        """Adopt the workers of the previous driver: pid and rank of each."""
         self._at(now)
         members = [worker for worker, (_, rank) in workers.items() if rank is not None]
         members.sort(key=lambda worker: workers[worker][1] or 0)
@@ -123,7 +124,7 @@ class PageModel:
         self.state.add("world", [now, len(members)])
 
     def report(self, rank: int, metrics: Mapping[str, Any], now: float) -> None:
-        """What a worker has reported: numbers of the outermost dict."""
+        """Record values that a worker reported; only numbers of the outermost dict are shown."""
         self._at(now)
         table = self.state.tables["reported"]
         for name, value in metrics.items():
@@ -141,12 +142,12 @@ class PageModel:
                 self.state.add("metrics", [now, name, shown])
 
     def uses(self, worker: Worker, usage: Usage, now: float) -> None:
-        """What its host has measured of it."""
+        """Record the resource usage of a worker, as measured by its host."""
         self._at(now)
         self._grid.change(worker, usage=usage)
 
     def line(self, level: str, who: str, text: str, now: float) -> None:
-        """A line of the driver, or of a worker, which says who it is."""
+        """Add a log line of the driver, or of the worker ``who``."""
         self._at(now)
         if not self.has_room(now):
             self.leave_out(1)
@@ -156,7 +157,7 @@ class PageModel:
         self.state.add("log", [now, level, who, shown])
 
     def has_room(self, now: float) -> bool:
-        """Whether one more line of this second is kept."""
+        """Return whether another line of this second is kept."""
         if now - self._second < 1.0:
             return self._lines < LINES
         if self._left_out:
@@ -166,11 +167,11 @@ class PageModel:
         return True
 
     def leave_out(self, count: int) -> None:
-        """So many lines came for which there was no room."""
+        """Count lines that exceed the limit."""
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
-        """It was told to write its stacks. ``asked``: by an operator."""
+        """Expect the stacks of a worker that was requested to write them. ``asked``: by an operator."""
         table = self.state.tables["stacks"]
         while len(table) >= STACKS:
             self.state.row("stacks", min(table, key=lambda key: table[key]["at"]), None)
@@ -179,15 +180,15 @@ class PageModel:
         self.state.row("stacks", slot_of(worker), {"at": now, "why": why, "text": ""})
 
     def expects_stack(self, worker: Worker) -> bool:
-        """Whether what it writes to stderr now may be its stacks."""
+        """Return whether stderr of a worker may contain its stacks now."""
         return worker in self._expects_stack
 
     def was_asked(self, worker: Worker) -> bool:
-        """Whether it was an operator who wanted its last stacks."""
+        """Return whether an operator requested its last stacks."""
         return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
-        """A line that a worker has written there."""
+        """Add a line of a worker's stderr to its stacks, if these are expected."""
         until = self._expects_stack.get(worker)
         if until is None:
             return
@@ -199,24 +200,24 @@ class PageModel:
         if row is not None and len(row["text"]) < STACK_LIMIT:
             self.state.row("stacks", key, {**row, "text": row["text"] + text[:LINE] + "\n"})
 
-    # ---- asked -----------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     @property
     def changed(self) -> bool:
-        """Whether there is a patch."""
+        """Return whether there is a patch."""
         return self.state.changed
 
     def go_on(self, now: float) -> None:
-        """It is so late, though nothing has happened."""
+        """Update time-dependent values without an event."""
         self._look_at_all(now)
 
     def patch(self, now: float) -> Patch:
-        """What has changed since it was asked last."""
+        """Return the changes since the last patch."""
         self._look_at_all(now)
         return self.state.patch(now)
 
     def full(self, now: float) -> Patch:
-        """The whole state. Ask for `patch` first: what is pending is in here too."""
+        """Return the whole state. Call `patch` first: pending changes are included here too."""
         self._look_at_all(now)
         return self.state.full(now)
 
@@ -276,7 +277,7 @@ class PageModel:
                 pass
 
     def _requested(self, event: events.Event) -> None:
-        """By an operator, and it is being done."""
+        """Show an operator's request that is carried out."""
         match event:
             case events.ScaleRequested(_, workers):
                 self._job(most=workers)
@@ -335,7 +336,7 @@ class PageModel:
             self.state.add("world", [self.now, len(members)])
         self._job(phase="training", generation=generation, size=len(members))
 
-    # ---- small things ----------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _at(self, now: float) -> None:
         self.now = now
@@ -343,7 +344,7 @@ class PageModel:
             self._job(began=now)
 
     def _look_at_all(self, now: float) -> None:
-        """Now and then. What is shown of time goes on while nothing happens."""
+        """Update values derived from all workers, at intervals, since times change even without events."""
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
         if soon and not self.spent.over:
@@ -370,9 +371,9 @@ class PageModel:
 
     def _look_at_stalls(self, now: float) -> None:
         stalls, stall, values = self.spent.stalls, self.spent.stall, self.state.values
-        told = None if stall is None else stall.facts()
-        if told != values["stall"]:
-            self.state.set("stall", told)
+        current_stall = None if stall is None else stall.facts()
+        if current_stall != values["stall"]:
+            self.state.set("stall", current_stall)
         self._grid.stalled(stall)
         new, self._stalls_told = stalls.count - self._stalls_told, stalls.count
         for each in [*stalls.past][-new:] if new else ():
@@ -407,12 +408,12 @@ class PageModel:
             since, rate = measured[0], round(measured[1], 3)
             speed = self.state.series["speed"]
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
-                self.state.add("speed", [since, 0.0])  # until then there were none
+                self.state.add("speed", [since, 0.0])  # there were none until then
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
 
     def _far(self, event: events.WorkerSpent) -> None:
-        """What the first member tells of its steps."""
+        """Record the step count of the first member."""
         if event.worker != self._rank0:
             return
         self._step_rate.told(event.worker, event.steps, event.batch, self.now)
@@ -439,7 +440,7 @@ class PageModel:
 
 
 def _told(action: events.Action) -> tuple[str, str, str] | None:
-    """A decision in three words: what, whom, why."""
+    """Describe a decision: the action, its object and the reason."""
     match action:
         case events.StartWorker(worker, _, reason):
             return "start", str(worker), str(reason)

@@ -1,11 +1,11 @@
-"""Serves the live page of a job to browsers, from the driver's event loop, which it never holds up. Decides nothing.
+"""HTTP server of a job's live page, which runs in the driver's event loop without blocking it. Decides nothing.
 
     GET /         the page: one file, the same for every job
-    GET /events   server-sent events: the whole state first, then each patch, as long as the viewer reads
+    GET /events   server-sent events: the whole state first, then each patch, until the viewer disconnects
 
-A patch is encoded once for all viewers, in the loop's next turn, or FLUSH_S after the one before. Who does not read is
-dropped when BACKLOG bytes wait for them, and strangers in any number cost no more than VISITORS connections of VISIT_S
-seconds. What may be asked, and by whom, `http_requests` says.
+A patch is encoded once for all viewers, in the next turn of the loop or FLUSH_S after the previous one. A viewer is
+disconnected when BACKLOG bytes are pending for it, and unauthenticated clients use at most VISITORS connections for
+VISIT_S seconds each. `http_requests` decides which requests are answered.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ from elastic.errors import Invalid
 VIEWERS = 64
 VISITORS = 128  # connections that have not asked for events
 VISIT_S = 5.0
-FLUSH_S = 0.05  # between two patches, at least: what changes together travels together
-IDLE_S = 1.0  # between two patches while nothing happens: times go on, and a lost viewer shows
-# Bytes, and what the kernel keeps; the whole state of 8,000 workers is 2 MB.
+FLUSH_S = 0.05  # minimum interval between two patches: simultaneous changes are sent together
+# interval between two patches without changes: times advance, and lost viewers are detected
+IDLE_S = 1.0
+# Bytes that may be pending in addition to the kernel's buffer; the whole state of 8,000 workers is 2 MB.
 BACKLOG = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html")
-CHARTS = Path(__file__).parents[1] / "charts"  # .js and .css, which stand in the page
+CHARTS = Path(__file__).parents[1] / "charts"  # .js and .css, which are embedded in the page
 
 _encode = msgspec.json.Encoder().encode
 
 
 class PageServer:
-    """Of one job. All methods belong to the event loop's thread.
+    """Page server of one job. All methods must be called in the event loop's thread.
 
-    ``listening`` is `bound` and closed with this. ``clock`` gives seconds since 1970. ``guard``: whom it answers.
+    Args:
+        model: the state to serve.
+        listening: socket from `bound`; closed with the server.
+        guard: decides which requests are answered.
+        clock: returns seconds since 1970.
     """
 
     def __init__(
@@ -60,25 +65,25 @@ class PageServer:
         self._listening = listening
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._visitors: dict[PageVisit, None] = {}  # the oldest first
+        self._visitors: dict[PageVisit, None] = {}  # oldest first
         self._viewers: dict[PageVisit, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._flushed_at = 0.0
 
     async def open(self) -> None:
-        """Serve from here on."""
+        """Start to serve."""
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(lambda: PageVisit(self), sock=self._listening)
         self._wake(IDLE_S)
 
     def changed(self) -> None:
-        """The model may have changed."""
+        """Schedule a patch, since the model may have changed."""
         if self._loop is not None and self._viewers and self.model.changed:
             self._wake(max(0.0, self._flushed_at + FLUSH_S - self._loop.time()))
 
     def close(self) -> None:
-        """Viewers get what is left."""
+        """Send the remaining changes to viewers, and close."""
         if self._alarm is not None:
             self._alarm.cancel()
         if self._server is None:
@@ -93,7 +98,8 @@ class PageServer:
 
     def came(self, visit: PageVisit) -> None:
         if len(self._visitors) >= VISITORS:
-            next(iter(self._visitors)).abort()  # it has had the longest to say what it wants
+            # the one that has been without a request for longest
+            next(iter(self._visitors)).abort()
         self._visitors[visit] = None
 
     def gone(self, visit: PageVisit) -> None:
@@ -135,7 +141,7 @@ class PageServer:
         self._wake(IDLE_S)
 
     def _flush(self) -> None:
-        """To all viewers, as one piece of bytes. Without any the model keeps what it can."""
+        """Send the changes to all viewers as one chunk. Without viewers, they are discarded."""
         assert self._loop is not None
         self._flushed_at = self._loop.time()
         if not self._viewers:
@@ -177,19 +183,19 @@ class PageVisit(asyncio.Protocol):
     def answer(
         self, status: str, kind: str, body: bytes, policy: str = "default-src 'none'"
     ) -> None:
-        """All of it, and the end."""
+        """Send a complete response, and close."""
         self._transport.write(_head(status, kind, policy, f"Content-Length: {len(body)}") + body)
         self.end()
 
     def begin_events(self) -> None:
-        """From here on it is sent whatever changes, until it goes."""
+        """Begin a stream of events, without a deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._transport.set_write_buffer_limits(high=BACKLOG)
         self._transport.write(_head("200 OK", "text/event-stream", "default-src 'none'"))
 
     def send(self, data: bytes) -> None:
-        """Who has not read what was sent before is dropped."""
+        """Send data, or drop a viewer that is too far behind."""
         if self._over or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > BACKLOG:
@@ -198,16 +204,16 @@ class PageVisit(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """After what was written."""
+        """Close after all data were sent."""
         if self._deadline is None or self._deadline.cancelled():
-            # A viewer, or the last word of a job: it gets as long as a visit to read it.
+            # A viewer, or the end of a job: VISIT_S to read the remaining data.
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(VISIT_S, self.abort)
         with contextlib.suppress(OSError):
             self._transport.close()
 
     def abort(self) -> None:
-        """At once."""
+        """Close at once."""
         with contextlib.suppress(OSError):
             self._transport.abort()
         self.connection_lost(None)
@@ -222,7 +228,7 @@ class PageVisit(asyncio.Protocol):
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """Has its port; nobody is answered before `PageServer.open`. Raises Invalid."""
+    """Return a listening socket; connections wait until `PageServer.open`. Raises Invalid."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -245,7 +251,7 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def _page() -> tuple[bytes, str]:
-    """The page, and what a browser may do with it: run this script, ask this server."""
+    """Return the page and its content security policy: run this script, connect to this server."""
     body = PAGE.read_bytes()
     for mark, kind in ((b"// charts.js\n", ".js"), (b"/* charts.css */\n", ".css")):
         body = body.replace(mark, CHARTS.with_suffix(kind).read_bytes())

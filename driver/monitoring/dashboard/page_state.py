@@ -1,43 +1,46 @@
-"""The state of a page as sections, what has changed in them, and how a patch leads from one state to the next. Pure.
+"""State of a live page as sections, the pending changes, and the application of patches. Pure.
 
-A state is a dict of three kinds of sections, and a patch changes one into the next (`applied`, and the page's script):
+A state is a dict of three kinds of sections. A patch changes one state into the next, by `applied` here and by the
+page's script:
 
     {"now": 1790000000.0,                          seconds since 1970, as are all times
      "set":  {"job": {...}, "commit": {...}},      values, replaced as a whole
-     "rows": {"workers": {"h:0": {...} | null}},   tables: rows by key; null takes one away
-     "add":  {"log": [[...], ...]}}                series: items to append; the oldest beyond TAILS go
+     "rows": {"workers": {"h:0": {...} | null}},   tables: rows by key; null removes a row
+     "add":  {"log": [[...], ...]}}                series: items to append; the oldest beyond TAILS are removed
 
-The whole state is the patch that leads to it from nothing (`full`). The sections:
+The whole state is the patch that creates it from nothing (`full`). The sections:
 
     set   job         name, command, phase, generation, size, least, most, began, ended: null or [exit code, why]
-          commit      generation, number, at, total: the newest that is known, and how many there were; step: the
-                      state's own then, where it has one
-          durable     the same of the newest checkpoint that is whole; total counts them
-          steps       optimizer steps per second now, likewise; null: not known, or none was seen
-          samples     samples per second of all workers; null: no loader tells how many a step has
-          rate        commits per second now, which fall to 0 while none can come; null: not known
-          stall       null, or the one that lasts: since, seconds, culprits: [{rank, worker, line, frozen}], more:
-                      culprits that are not listed, others: ranks that wait, where and line: of the first of these
-          goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio: training
-                      / all, or null while nobody has trained
-          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: who is waited for now; who waits
-                      less than the others do, the worst first
-          slowest     null, or of the rank whose own part of a step is the longest: worker, rank, own_s, step_s, and
-                      median_s: own_s of the middle one
+          commit      generation, number, at, total: the newest known commit, and the number of commits; step: that
+                      of the state at the commit, if it has one
+          durable     the same for the newest complete checkpoint; total counts checkpoints
+          steps       optimizer steps per second now, decaying like rate; null: unknown, or none was observed
+          samples     samples per second of all workers; null: no loader reports its batch size
+          rate        commits per second now, decaying to 0 while none are possible; null: unknown
+          stall       null, or the current one: since, seconds, culprits: [{rank, worker, line, frozen}], more:
+                      culprits that are not listed, others: waiting ranks, where and line: of the first of these
+          goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio:
+              training
+                      / all, or null before training
+          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers that are waited for
+              now;
+                      workers that wait less than the others, the worst first
+          slowest     null, or the rank whose own part of a step is longest: worker, rank, own_s, step_s, and
+                      median_s: the median of own_s
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
           workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note, awaits: ranks that a
-                      waiting one waits for, in a stall; step_s: from one commit to the next, of its last report,
+                      waiting one waits for, in a stall; step_s: from one commit to the next, in its last report,
                       own_s: of that, outside collectives; null: not reported in this world; usage: cores, memory,
                       gpu, gpu_memory, see sinks.Usage
           stacks      by host:slot: at, why, text
-          reported    by name: rank, value, at: the last number under it of the lowest rank that has any
-    add   world       [at, size]: each time that it changed
+          reported    by name: rank, value, at: the last number of this name of the lowest rank that reports it
+    add   world       [at, size]: each change of the size
           speed       [at, commits per second]
           metrics     [at, name, value]: of `reported`, once a second
-          stalls      those that are over: as stall, with end: resumed, killed, lost, broken, job ended
+          stalls      past ones: as stall, with end: resumed, killed, lost, broken, job ended
           recoveries  {at, kind, generation, size, total_ms, phases_ms, why}
           decisions   [at, what, whom, why]
-          log         [at, level, who, line]: empty who: the driver
+          log         [at, level, who, line]: an empty who is the driver
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ Patch = dict[str, Any]
 TAILS = {
     "world": 1000,
     "speed": 1000,
-    "metrics": 8000,  # of all names
+    "metrics": 8000,  # all names together
     "stalls": 200,
     "recoveries": 200,
     "decisions": 200,
@@ -60,7 +63,7 @@ TAILS = {
 
 @dataclass
 class Pending:
-    """What was not asked for yet."""
+    """Changes since the last patch."""
 
     values: set[str] = field(default_factory=set)
     rows: dict[str, set[str]] = field(default_factory=dict)
@@ -71,7 +74,7 @@ class Pending:
 
 
 class PageState:
-    """All sections of one page, and what of them was not asked for yet."""
+    """All sections of one page, and their changes since the last patch."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -82,21 +85,21 @@ class PageState:
             "reported": {},
         }
         self.series: dict[str, deque[Any]] = {n: deque(maxlen=tail) for n, tail in TAILS.items()}
-        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)  # of all that were ever added
+        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)  # all items ever added
         self._pending = Pending()
 
     @property
     def changed(self) -> bool:
-        """Whether there is a patch."""
+        """Return whether there is a patch."""
         return bool(self._pending)
 
     def set(self, name: str, value: Any) -> None:
-        """A value, as a whole."""
+        """Replace a value."""
         self.values[name] = value
         self._pending.values.add(name)
 
     def row(self, table: str, key: str, row: Any) -> None:
-        """One row of a table; None takes it away."""
+        """Replace a row of a table; None removes it."""
         if row is None:
             self.tables[table].pop(key, None)
         else:
@@ -104,22 +107,22 @@ class PageState:
         self._pending.rows.setdefault(table, set()).add(key)
 
     def add(self, name: str, item: Any) -> None:
-        """One more item of a series."""
+        """Append an item to a series."""
         self.series[name].append(item)
         self.counts[name] += 1
         items = self._pending.add.setdefault(name, [])
         items.append(item)
-        if len(items) > 2 * TAILS[name]:  # nobody looks
+        if len(items) > 2 * TAILS[name]:  # no patch was requested for long
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:
-        """The number of the last item of a series, and the items after that of this number that are kept."""
+        """Return the number of the last item of a series, and the retained items after number ``after``."""
         last = self.counts[name]
         wanted = max(0, last - max(0, after))
         return last, list(self.series[name])[-wanted:] if wanted else []
 
     def patch(self, now: float) -> Patch:
-        """What has changed since it was asked last."""
+        """Return the changes since the last patch."""
         pending, self._pending = self._pending, Pending()
         return {
             "now": now,
@@ -132,7 +135,7 @@ class PageState:
         }
 
     def full(self, now: float) -> Patch:
-        """All of it. Ask for `patch` first: what is pending is in here too."""
+        """Return the whole state. Call `patch` first: pending changes are included here too."""
         return {
             "now": now,
             "set": self.values,
@@ -142,7 +145,7 @@ class PageState:
 
 
 def applied(state: Patch | None, patch: Patch) -> Patch:
-    """The state after a patch; ``state`` None: nothing was known. Neither of them is changed."""
+    """Return the state after a patch. ``state``: None for the empty state. The arguments are not modified."""
     before = state or {"set": {}, "rows": {}, "add": {}}
     rows = {table: dict(keys) for table, keys in before["rows"].items()}
     for table, keys in patch["rows"].items():

@@ -1,4 +1,4 @@
-"""Hosts and workers as the page shows them: one cell for each slot, with its latest worker. Pure."""
+"""The hosts and workers of a live page: one cell for each slot, with its latest worker. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Worker
 
 STATES = (
-    "starting",  # the process was ordered, and has not called init()
-    "joining",  # it has, and waits for a place
+    "starting",  # the process was ordered but has not called init()
+    "joining",  # init() was called, and the worker waits for a place
     "training",
     "waiting",  # for a second or longer, inside a collective
-    "stalled",  # the others have waited for it for a while; see `stalls`
-    "recovering",  # its world has broken
+    "stalled",  # others have waited for it for some time; see `stalls`
+    "recovering",  # its world broke
     "frozen",
     "standby",
     "leaving",
-    "done",  # its function has returned, or it was let go
+    "done",  # its function returned, or it was released
     "lost",
 )
-HELD_UP = 8  # workers that others wait for
-AWAITED = 4  # of those in a stall, that are named at each that waits
-MUCH = 0.05  # of its time: who waits less than the others by so much is shown
+HELD_UP = 8  # workers listed that others wait for
+AWAITED = 4  # stalled ranks named for each worker that waits
+MUCH = 0.05  # share of time: a worker that waits this much less than the others is listed
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Cell:
     rank: int | None = None
     note: str = ""
     frozen: str = ""
-    inside: float | None = None  # it waits in a collective since then
-    share: float | None = None  # of its time that it last said it had waited
+    inside: float | None = None  # time since which it waits in a collective
+    share: float | None = None  # share of its time spent waiting, in its last report
     step_s: float | None = None  # from one commit to the next, in its last report
     own_s: float | None = None  # of that, outside collectives
-    usage: Usage = field(default_factory=Usage)  # as its host has measured last
+    usage: Usage = field(default_factory=Usage)  # last measurement of its host
     awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
-    stalled: str | None = None  # it is waited for, at this line; empty: not known where
+    stalled: str | None = None  # script line at which others wait for it; empty: unknown line
 
     def row(self) -> dict[str, Any]:
         state, note = self.state, self.frozen or self.note
@@ -80,7 +80,7 @@ class Cell:
 
 
 class WorkerGrid:
-    """The tables ``hosts`` and ``workers`` of a page. Times are those of the model, which passes them on."""
+    """The tables ``hosts`` and ``workers`` of a page. Times are those of the model."""
 
     def __init__(self, state: PageState) -> None:
         self.state = state
@@ -94,7 +94,7 @@ class WorkerGrid:
     # ---- workers
 
     def start(self, worker: Worker, now: float, state: str = "starting") -> Cell:
-        """A new process in its slot."""
+        """Record a new process in its slot."""
         cell = self._cells[slot_of(worker)] = Cell(worker, state, now)
         if worker.host not in self.state.tables["hosts"]:
             self.host(worker.host, slots=0)
@@ -104,7 +104,7 @@ class WorkerGrid:
     def move(self, worker: Worker, state: str, now: float, note: str = "") -> None:
         cell = self._of(worker)
         if cell is None or (cell.state == "lost" and state != "lost"):
-            return  # it may still say something
+            return  # late reports are possible
         if cell.state == "done" and state not in ("done", "lost"):
             return
         if (cell.state, cell.note) != (state, note):
@@ -113,7 +113,7 @@ class WorkerGrid:
             self._show(cell)
 
     def change(self, worker: Worker, **fields: Any) -> None:
-        """Fields of its cell. A share alone is not shown, and changes often."""
+        """Set fields of a worker's cell. A change of the share alone is not shown, since it changes often."""
         cell = self._of(worker)
         if cell is None:
             return
@@ -136,7 +136,7 @@ class WorkerGrid:
             self.move(worker, "lost", now, f"{fenced}{reason or ended}")
 
     def published(self, members: Sequence[Worker], now: float) -> None:
-        """A world, in rank order."""
+        """Record a new world; ``members`` in rank order."""
         for worker in self.members - set(members):
             self.change(worker, rank=None)
         self.members = set(members)
@@ -151,7 +151,7 @@ class WorkerGrid:
     # ---- hosts
 
     def listed(self, hosts: Mapping[str, int]) -> None:
-        """Discovery's whole list."""
+        """Apply a new list from discovery."""
         for order, (host, slots) in enumerate(hosts.items()):
             self.host(host, slots=slots, order=order)
         for host in self.state.tables["hosts"].keys() - hosts.keys():
@@ -159,7 +159,7 @@ class WorkerGrid:
         self._forget_gone()
 
     def host(self, host: str, **fields: Any) -> None:
-        """Fields of its row. One that was never listed is none of the job's."""
+        """Set fields of a host's row. Hosts that were never listed are ignored."""
         table = self.state.tables["hosts"]
         if host not in table and "slots" not in fields:
             return
@@ -173,7 +173,7 @@ class WorkerGrid:
             self.move(cell.worker, "lost", now, f"its host was lost: {reason}")
 
     def _forget_gone(self) -> None:
-        """Slots that are not listed, and whose worker is gone."""
+        """Remove slots that are not listed and whose worker has exited."""
         hosts = self.state.tables["hosts"]
         for key, cell in [*self._cells.items()]:
             listed = cell.worker.slot < hosts.get(cell.worker.host, {"slots": 0})["slots"]
@@ -184,10 +184,10 @@ class WorkerGrid:
         for host in [host for host, row in hosts.items() if not row["slots"] and host not in alive]:
             self.state.row("hosts", host, None)
 
-    # ---- who is waited for
+    # ---- workers that are waited for
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
-        """See `page_state`. Looks at every worker. ``awaited``: whom the others wait for now."""
+        """Return the workers that hold up others; see `page_state`. ``awaited``: the current stall, if any."""
         members = [cell for cell in self._cells.values() if cell.worker in self.members]
         now = []
         if awaited is not None:
@@ -199,7 +199,7 @@ class WorkerGrid:
         return [*now, *_slow(members)][:HELD_UP]
 
     def paced(self, worker: Worker, waited_s: float, over_s: float, commits: int) -> None:
-        """Of the last seconds that it reports."""
+        """Record the pace that a worker reported for the last ``over_s`` seconds."""
         own_s = max(0.0, over_s - waited_s)
         self.change(worker, share=min(1.0, waited_s / over_s))
         if commits > 0:
@@ -210,20 +210,23 @@ class WorkerGrid:
             )
 
     def slowest(self) -> dict[str, Any] | None:
-        """See `page_state`: the member whose own part of a step is the longest; None: fewer than two have reported."""
+        """Return the member whose own part of a step is longest; see `page_state`.
+
+        None: fewer than two have reported.
+        """
         cells = [cell for cell in self._cells.values() if cell.worker in self.members]
-        told = sorted(
+        ranked = sorted(
             (cell.own_s, -(cell.rank or 0), cell) for cell in cells if cell.own_s is not None
         )
-        if len(told) < 2:
+        if len(ranked) < 2:
             return None
-        own_s, _, cell = told[-1]
-        median_s = told[(len(told) - 1) // 2][0]
+        own_s, _, cell = ranked[-1]
+        median_s = ranked[(len(ranked) - 1) // 2][0]
         where = {"worker": slot_of(cell.worker), "rank": cell.rank}
         return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
-        """Shows who holds the others up, at which line, and who waits for it."""
+        """Show the workers that hold up the others, their script lines, and the workers that wait for them."""
         if stall is None and not self._shows_stall:
             return
         self._shows_stall = stall is not None
@@ -244,7 +247,7 @@ class WorkerGrid:
 
 
 def _slow(members: Sequence[Cell]) -> list[dict[str, Any]]:
-    """By what each has said of the last half minute."""
+    """Return the workers that wait less than the others, from their reports on the last half minute."""
     shares = sorted(cell.share for cell in members if cell.share is not None)
     if len(shares) < 2:
         return []
@@ -267,5 +270,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def slot_of(worker: Worker) -> str:
-    """``h:2``, the key of its row."""
+    """Return ``h:2``, the key of a worker's row."""
     return f"{worker.host}:{worker.slot}"

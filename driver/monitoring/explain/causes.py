@@ -1,8 +1,7 @@
-"""Why a worker was lost, as values: what it died of, and when. Pure.
+"""Causes of lost workers as values: why and when a worker was lost. Pure.
 
-Most causes are kinds of the driver's own: an event, or the reason of a fence. What a script and its libraries say is
-foreign text, and there is nothing else to go by: an exception is known by the name of its class, and by the number that
-the kernel gave to its error.
+Most causes are the driver's own kinds: an event, or the reason of a fence. Output of scripts and libraries is foreign
+text and needs parsing: exceptions are identified by class name, and by the kernel's error number.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from elastic.protocol.messages import Worker
 
 
 class Cause(enum.Enum):
-    """What a worker was lost by."""
+    """The cause of a lost worker."""
 
-    EXCEPTION = "exception"  # of the script
-    MISMATCH = "mismatch"  # the ranks submitted what does not fit together
-    STATE_MISMATCH = "state mismatch"  # its model or optimizer is not that of the others
+    EXCEPTION = "exception"  # in the script
+    MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
+    STATE_MISMATCH = "state mismatch"  # its model or optimizer differs from that of the others
     MISSING_MODULE = "missing module"
-    MEMORY_ERROR = "memory error"  # Python, or torch's allocator, got no memory
+    MEMORY_ERROR = "memory error"  # Python or torch's allocator could not allocate memory
     GPU_MEMORY = "gpu memory"
     DISK_FULL = "disk full"
-    WRITE_FAILED = "write failed"  # torch does not say why: mostly a full disk
+    WRITE_FAILED = "write failed"  # torch does not report why: usually a full disk
     GPU_ERROR = "gpu error"  # CUDA or NCCL
-    OUT_OF_MEMORY = "out of memory"  # the kernel has killed it
+    OUT_OF_MEMORY = "out of memory"  # killed by the kernel
     SIGNAL = "signal"
     EXIT_CODE = "exit code"
     NOT_STARTED = "not started"
@@ -38,18 +37,16 @@ class Cause(enum.Enum):
     CUT_OFF = "cut off"
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
-    DAMAGED = "damaged"  # bits of its memory, or of its parameters, have changed
-    TOO_SLOW = "too slow"  # to call init(), to become ready, to leave
+    DAMAGED = "damaged"  # bits of its memory or its parameters changed
+    TOO_SLOW = "too slow"  # to call init(), to become ready, or to leave
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
-    LOST_PEER = "lost peer"  # it follows from another's loss
-    SHARDS_LOST = (
-        "shards lost"  # it follows from the loss of all that held some shards of its state
-    )
-    SPOILT = "spoilt"  # by the gradients of one whose memory was damaged
+    LOST_PEER = "lost peer"  # caused by the loss of another worker
+    SHARDS_LOST = "shards lost"  # caused by the loss of all holders of some shards
+    SPOILT = "spoilt"  # by gradients of a worker whose memory was damaged
 
 
-# From the loss of another, where that is known.
+# Causes that follow from the loss of another worker, if that is known.
 FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SHARDS_LOST, Cause.SPOILT})
 FENCES = {
     Why.FROZEN: Cause.FROZEN,
@@ -74,11 +71,14 @@ FENCES = {
 
 @dataclass(frozen=True)
 class Death:
-    """``at``: seconds on the journal's clock, of the first sign. ``rank``: in its last world, if it was in any.
-    ``size``: of the world that has lost it; 0: it was no member.
+    """The loss of one worker.
 
-    ``what``: an exception's last line, why it was fenced or could not start, the kernel's words. ``trace``: of an
-    exception, or the end of what it wrote.
+    Args:
+        at: time of the first sign, in seconds on the journal's clock.
+        rank: in its last world; None if it was in none.
+        size: of the world that lost it; 0 if it was not a member.
+        what: an exception's last line, why it was fenced or could not start, or the kernel's message.
+        trace: traceback of an exception, or the end of its output.
     """
 
     worker: Worker
@@ -94,12 +94,12 @@ class Death:
 
     @property
     def signal_name(self) -> str:
-        """``SIGKILL``; empty where it was no signal."""
+        """The name of the signal, such as ``SIGKILL``; empty if it was not killed by one."""
         return signal_name(self.code)
 
 
 def signal_name(code: int | None) -> str:
-    """``SIGKILL`` of -9; empty where it is no signal's."""
+    """Return ``SIGKILL`` for -9; empty if ``code`` is not that of a signal."""
     if code is None or code >= 0:
         return ""
     try:
@@ -108,7 +108,7 @@ def signal_name(code: int | None) -> str:
         return f"signal {-code}"
 
 
-# ---- a script's own words -------------------------------------------------------------------------------------------
+# ---- exceptions of scripts ------------------------------------------------------------------------------------------
 
 _MEMORY = {"MemoryError", "_ArrayMemoryError"}
 _PEER = {
@@ -130,13 +130,15 @@ _WRITE_FAILED = re.compile(
 )
 _LAST_LINE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: |$)")
 _TRACEBACK = "Traceback (most recent call last):"
-_RANK = re.compile(
-    r"^\[rank\d+\]: ", re.MULTILINE
-)  # torch writes it before each line, once there is a process group
+# torch writes it before each line once there is a process group.
+_RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
 def kind_of(summary: str, trace: str) -> Cause:
-    """What an exception was: ``summary`` is its last line, ``ValueError: wrong``, with or without the module."""
+    """Return the cause for an exception.
+
+    ``summary``: its last line, as ``ValueError: wrong``, with or without the module.
+    """
     named = _LAST_LINE.match(summary)
     name = named["name"].rpartition(".")[2] if named else ""
     if _NO_SPACE.search(summary) or _NO_SPACE.search(trace):
@@ -161,7 +163,7 @@ def kind_of(summary: str, trace: str) -> Cause:
 
 
 def last_exception(output: str) -> tuple[str, str]:
-    """The last traceback in what a worker wrote, and its last line; empty where there is none."""
+    """Return the last line of the last traceback in a worker's output, and the traceback; empty if there is none."""
     head, found, tail = _RANK.sub("", output).rpartition(_TRACEBACK)
     if not found:
         return "", ""
@@ -174,7 +176,7 @@ def last_exception(output: str) -> tuple[str, str]:
 
 
 def _with_causes(head: str) -> str:
-    """The tracebacks that lead to it, where Python has said that they do."""
+    """Return the preceding tracebacks if Python marked them as chained."""
     marks = (
         "During handling of the above exception",
         "the direct cause of the following exception",
@@ -185,11 +187,11 @@ def _with_causes(head: str) -> str:
     return head[first:] if first >= 0 else ""
 
 
-# ---- from an event --------------------------------------------------------------------------------------------------
+# ---- from events ----------------------------------------------------------------------------------------------------
 
 
 def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
-    """User code has raised."""
+    """Return the loss of a worker whose user code raised."""
     cause = Cause.GPU_ERROR if event.hardware else kind_of(event.summary, event.traceback)
     if event.shards_lost:
         cause = Cause.SHARDS_LOST
@@ -198,12 +200,12 @@ def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
 
 
 def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool) -> Death | None:
-    """A process has ended by itself, and had not said why before. None: it has ended well."""
+    """Return the loss of a worker that exited without an earlier report; None if it succeeded."""
     worker, code, output = event.worker, event.code, event.output.rstrip()
     if not code:
         return None
     if code == -signal.SIGKILL:
-        output = ""  # it could not say why
+        output = ""  # a killed process cannot report why
     if event.out_of_memory:
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)
@@ -218,7 +220,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
 
 
 def of_fence(worker: Worker, reason: Reason, at: float, rank: int | None) -> Death | None:
-    """The driver kills it. None: because the job is over, or it was to leave."""
+    """Return the loss of a worker that the driver kills; None if the job is over or the worker was to leave."""
     cause = FENCES.get(reason.kind)
     if cause is None:
         return None

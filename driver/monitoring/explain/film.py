@@ -1,9 +1,9 @@
-"""A film of a job as one SVG file: its workers in a ring, who is lost and who joins, and what that cost. Pure.
+"""Animation of a job as one SVG file: its workers in a ring, losses and joins, and their cost. Pure.
 
-It moves by SMIL, which browsers play in an <img> too, so that it may stand in a README. It has no script and loads
-nothing; its own background suits light pages and dark ones. A viewer without SMIL shows its first moment: what moves
-has its first value as an attribute of its own. The time of the job runs evenly; what is too short to be
-seen, as a recovery of 60 ms, is shown for as long as one sees.
+The animation uses SMIL, which browsers also play in an <img>, so that it works in a README. It contains no script and
+loads nothing; its own background suits light and dark pages. A viewer without SMIL shows the first moment: every
+animated attribute also has its first value. The job's time runs evenly; what is too short to be visible, such as a
+recovery of 60 ms, is shown for a minimum time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from elastic.driver.monitoring.explain.worker_rows import STATES, Span, WorkerRo
 from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400
-RING = (188.0, 196.0, 128.0)  # its middle and radius
-SEEN_S = 0.45  # for so long at least something is to be seen
-WORKERS = 128  # in a ring
-PULSES = 24  # workers of which each loss spreads out as a circle
+RING = (188.0, 196.0, 128.0)  # x and y of its center, and radius
+SEEN_S = 0.45  # minimum time for which anything is shown
+WORKERS = 128  # maximum in the ring
+PULSES = 24  # up to this many workers, each loss is shown as an expanding circle
 CAPTIONS = 250
-FRAMES = 120  # of counters
-KEYS = 5000  # changes of colour, of all workers together
-# On a dark card, which stands out on a light page and is at home on a dark one.
+FRAMES = 120  # of each counter
+KEYS = 5000  # changes of colour of all workers together
+# A dark card, for contrast on light pages and a fit on dark ones.
 COLOURS = {
     "starting": "#3f6299",
     "joining": "#5b95f0",
@@ -41,34 +41,33 @@ COLOURS = {
     "lost": "#ea5a61",
     "waiting": "#e0a92e",
     "stalled": "#ea5a61",
-    "": "#202733",  # nobody is there
+    "": "#202733",  # empty slot
 }
-NOT_XML = re.compile(
-    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
-)  # no reference stands for it
+# Characters that XML cannot contain, not even as a reference.
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5a61"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is shown, in seconds of the journal's clock, in how many of the film."""
+    """The interval shown, in seconds on the journal's clock, and the length of the animation in seconds."""
 
     begins: float
     ends: float
     film_s: float
-    gap: float = 0.0  # the share of what is too short to be shown by itself
+    gap: float = 0.0  # share of the animation below which changes are merged
 
     def share(self, at: float) -> float:
-        """0 at the beginning, 1 at the end."""
+        """Return the position of a time: 0 at the beginning, 1 at the end."""
         return min(1.0, max(0.0, (at - self.begins) / max(1e-9, self.ends - self.begins)))
 
     def seen(self) -> float:
-        """The share of what can just be seen."""
+        """Return the share of the animation for which anything is visible at least."""
         return SEEN_S / self.film_s
 
 
 def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
-    """The text of the file. ``film_s``: how long it takes until it begins again."""
+    """Return the text of the SVG file. ``film_s``: seconds until the animation repeats."""
     began = story.began or 0.0
     begins = began if story.trained_at is None else story.trained_at
     gap = max(1e-5, min(len(rows.rows), WORKERS) / KEYS)
@@ -92,7 +91,7 @@ def _escape(text: str) -> str:
 
 
 def _ends(story: Story, rows: WorkerRows, begins: float) -> float:
-    """The end of the job, or a while after its last loss: from there on there is nothing to be seen."""
+    """Return the end of the job or a while after its last loss, since nothing changes afterwards."""
     end = story.end_at or story.last
     lost = [at for at, _, _ in rows.deaths if at <= end]
     return min(end, lost[-1] + 0.12 * (lost[-1] - begins) + 1.0) if lost else end
@@ -104,7 +103,7 @@ Key = tuple[float, str]
 
 
 def _kept(keys: Sequence[Key], cut: Cut) -> list[Key]:
-    """Without changes that are too short. Times are shares; the first is 0."""
+    """Drop changes that are too short. Times are shares of the animation; the first is 0."""
     kept: list[Key] = []
     for at, value in keys:
         at = min(max(at, 0.0), 1.0)
@@ -118,7 +117,7 @@ def _kept(keys: Sequence[Key], cut: Cut) -> list[Key]:
 
 
 def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
-    """An attribute that has each value from its time on."""
+    """Return the animation of an attribute that has each value from its time on."""
     kept = _kept(keys, cut)
     if len(kept) == 1:
         return f'<set attributeName="{attribute}" to="{kept[0][1]}"/>'
@@ -180,7 +179,7 @@ def _in_order(row: str) -> tuple[str, int]:
 
 
 def _states(spans: Sequence[Span], cut: Cut) -> list[Key]:
-    """The colour of a slot, each for as long as one sees."""
+    """Return the colours of a slot, each for the minimum visible time."""
     keys: list[Key] = [(0.0, COLOURS[""])]
     seen = cut.seen()
     for start, end, state, *_ in sorted(spans, key=lambda span: span[0]):
@@ -190,7 +189,7 @@ def _states(spans: Sequence[Span], cut: Cut) -> list[Key]:
         at, until = cut.share(start), cut.share(end)
         if name == "recovering":
             until = max(until, at + seen)
-        if at < keys[-1][0]:  # what was there is shown a little longer
+        if at < keys[-1][0]:  # the previous state is shown a little longer
             if name == "training" and until <= keys[-1][0]:
                 continue
             at = keys[-1][0]
@@ -213,7 +212,7 @@ def _on_off(times: Sequence[float], cut: Cut) -> list[Key]:
 
 
 def _pulse(attribute: str, times: Sequence[float], low: float, high: float, cut: Cut) -> str:
-    """From low to high, each time."""
+    """Return an animation from low to high at each of the times."""
     keys: list[tuple[float, float]] = [(0.0, low)]
     length = 1.6 * cut.seen()
     for at in times:
@@ -252,7 +251,7 @@ def _labelled(x: float, label: str, value: Callable[[float], str], cut: Cut) -> 
 def _counter(
     x: float, y: float, size: int, value: Callable[[float], str], cut: Cut, anchor: str = "start"
 ) -> list[str]:
-    """A text for each value, shown in its time only."""
+    """Return one text element for each value, each shown only while it is current."""
     frames: list[tuple[float, str]] = []
     for index in range(FRAMES + 1):
         share = index / FRAMES
@@ -326,11 +325,11 @@ _TOLD = {
 
 
 def _captions(story: Story, cut: Cut) -> list[str]:
-    """What became of each loss, until the next."""
-    told = [(cut.share(each.at), _caption(each)) for each in story.incidents if each.first]
+    """Return the captions: one for each loss, until the next."""
+    losses = [(cut.share(each.at), _caption(each)) for each in story.incidents if each.first]
     frames = [(0.0, "all workers train")]
-    told = [each for each in told if 0.0 < each[0] < 1.0]
-    frames += told[:: 1 + len(told) // CAPTIONS]
+    losses = [each for each in losses if 0.0 < each[0] < 1.0]
+    frames += losses[:: 1 + len(losses) // CAPTIONS]
     return _shown_in_turn(390, 128, 15, frames, cut, "start", "#ffd479")
 
 
@@ -338,8 +337,8 @@ def _caption(incident: Incident) -> str:
     first = incident.first
     assert first is not None
     count = len([each for each in incident.deaths if each.cause is not Cause.LOST_PEER])
-    who = f"rank {first.rank}" if first.rank is not None else str(first.worker)
-    what = f"{who} {_TOLD.get(first.cause, first.cause.value)}"
+    name = f"rank {first.rank}" if first.rank is not None else str(first.worker)
+    what = f"{name} {_TOLD.get(first.cause, first.cause.value)}"
     if count > 1:
         what += f", and {count - 1} more"
     if incident.recovered_ms is None or not incident.size_after:
@@ -349,7 +348,7 @@ def _caption(incident: Incident) -> str:
 
 
 def _curve(rows: WorkerRows, cut: Cut) -> list[str]:
-    """The size of the world over time, the losses, and where the film is."""
+    """Return the size of the world over time, the losses, and a cursor."""
     left, right, top, bottom = 390.0, WIDTH - 30.0, 176.0, 344.0
     most = max([size for _, size, _ in rows.worlds], default=1)
 

@@ -1,5 +1,6 @@
-"""What a story comes to, as values: how the job ended and why, what happened on the way, what it cost, what to change.
-Pure. `sentences` has the words.
+"""Findings about a job as values: its outcome and cause, the course of events, the cost, and advice. Pure.
+
+`sentences` has their text.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
 
-FIRST, LAST = 12, 12  # incidents that are told one by one
-MUCH_LOST = 0.1  # of the workers' time: worth a word
-OFTEN_S = 1.0  # between commits: more of them lose no less
+FIRST, LAST = 12, 12  # incidents described individually at the beginning and at the end
+MUCH_LOST = 0.1  # share of the workers' time from which a loss is mentioned
+OFTEN_S = 1.0  # interval between commits below which more commits lose no less
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
-# What is lost was a wait.
+# Causes in which time is lost by waiting.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
-REPEATS = 3  # of one cause: it will not go away by itself
+REPEATS = 3  # losses of one cause from which it counts as recurring
 
 
 class What(enum.Enum):
-    """Kinds of findings, in the order in which they are told."""
+    """Kinds of findings, in the order in which they are shown."""
 
-    # How it ended.
+    # The outcome.
     DONE = "done"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -43,17 +44,17 @@ class What(enum.Enum):
     STALLS_NOW = "stalls now"
     CUT_OFF = "cut off"
     NOTHING_HAPPENED = "nothing happened"
-    # Why, where it did not end well: the first that was lost, and what made an end of that.
+    # The cause of a failure: the first loss, and why it ended the job.
     CAUSE = "cause"
     CAUSE_UNKNOWN = "cause unknown"
     DRIVER_BUG = "driver bug"
     STORE_AWAY = "store away"
     AFTER_TRAINING = "after training"
-    THEN = "then"  # the driver's own reason for the end
+    THEN = "then"  # the driver's reason for the end
     NOT_ELASTIC = "not elastic"
-    REPEATED = "repeated"  # the same cause, again and again
+    REPEATED = "repeated"  # the same cause several times
     TRACE = "trace"
-    # What happened, in order.
+    # The course of events.
     TRAINING_BEGAN = "training began"
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
@@ -65,25 +66,25 @@ class What(enum.Enum):
     DRIVERS = "drivers"
     STORE_SILENT = "store silent"
     MORE_SILENCES = "more silences"
-    # What was lost.
+    # Lost work.
     LOST_NOTHING = "lost nothing"
     LOST_STEPS = "lost steps"
     LOST_COMMITS = "lost commits"
     LOST_ALL = "lost all"
     NOT_DURABLE = "not durable"
-    # What it cost.
+    # The cost.
     RECOVERIES = "recoveries"
     TIME = "time"
-    # What to change.
+    # Advice.
     ADVICE = "advice"
-    # About the file.
+    # About the journal file.
     LINES_LEFT_OUT = "lines left out"
     FROM_THE_MIDDLE = "from the middle"
     NOT_WRITTEN_ON = "not written on"
 
 
 class Advice(enum.Enum):
-    """What to change."""
+    """Kinds of advice."""
 
     MORE_MEMORY = "more memory"
     LESS_GPU_MEMORY = "less gpu memory"
@@ -147,7 +148,10 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class JobFinding:
-    """``facts``: of its sentence; seconds since the beginning of the job, workers as in ``h:2#1``."""
+    """One finding.
+
+    ``facts`` of its sentence: times in seconds since the beginning of the job, workers as in ``h:2#1``.
+    """
 
     what: What
     facts: dict[str, Any] = field(default_factory=dict)
@@ -155,22 +159,22 @@ class JobFinding:
 
 @dataclass(frozen=True)
 class JournalState:
-    """How well the journal could be read. ``runs``: a driver is writing it; None: not known."""
+    """State of the journal file. ``runs``: a driver is writing it; None if unknown."""
 
     settings: Settings | None = None
     runs: bool | None = None
     abandoned: bool = False  # its driver could not write it to its end
-    left_out: int = 0  # lines that were none
-    torn: bool = False  # the last line is cut off
+    left_out: int = 0  # lines that are not entries
+    torn: bool = False  # the last line is incomplete
     from_the_middle: bool = False
 
 
 def findings(story: Story, source: JournalState) -> list[JobFinding]:
-    """Everything that there is to tell."""
+    """Return all findings about a job."""
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
     if story.store_away is not None and story.end is None:
-        # What followed, and that the journal ends, come after.
+        # The consequences, and that the journal ends, come after these.
         first = [What.STORE_AWAY, What.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
@@ -179,7 +183,7 @@ def findings(story: Story, source: JournalState) -> list[JobFinding]:
 
 
 def root_cause(story: Story) -> Death | None:
-    """Who was lost first in what has ended the job, or is not over; None where nobody's loss did."""
+    """Return the first loss of the incident that ended the job or is in progress; None if no loss did."""
     if story.after is not None:
         return story.after
     incident = story.last_incident
@@ -193,7 +197,7 @@ def _since(story: Story, at: float) -> float:
     return at - (story.began or 0.0)
 
 
-# ---- how it ended ---------------------------------------------------------------------------------------------------
+# ---- the outcome ----------------------------------------------------------------------------------------------------
 
 
 def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
@@ -220,7 +224,7 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
 
 
 def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
-    """Where it did not end well."""
+    """Yield the findings on the cause of a failure."""
     end = story.end
     if story.began is None or story.code == 0:
         return
@@ -257,7 +261,7 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
 
 
 def _since_the_store(story: Story, at: float) -> dict[str, float]:
-    """Where etcd was gone, and the job came to no end: what came later is what followed, and not why."""
+    """Return the delay since etcd was lost, if the job did not end: later events are consequences and not causes."""
     if story.store_away is None or story.end is not None or at < story.store_away.at:
         return {}
     return {"after_store_s": at - story.store_away.at}
@@ -282,7 +286,7 @@ _BRIEFLY = {
 
 
 def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
-    """Why that was the end: what the cause has not said yet."""
+    """Yield the driver's reason for the end, unless the cause already states it."""
     if cause is None or reason.kind in _SAID_BY_THE_CAUSE:
         return
     names = _BRIEFLY.get(reason.kind)
@@ -294,7 +298,7 @@ def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
 
 
 def _trace(story: Story, cause: Death) -> str:
-    """Each was kept once: it may stand with another that died of the same."""
+    """Return the traceback of a cause, which may be stored with another worker that was lost by the same cause."""
     for death in [cause, *story.losses()]:
         if death.trace and death.cause is cause.cause and death.what == cause.what:
             return death.trace
@@ -302,22 +306,25 @@ def _trace(story: Story, cause: Death) -> str:
 
 
 def one_line(reason: Reason) -> str:
-    """The first line of a sentence, without what a worker wrote."""
+    """Return the first line of a reason's sentence, without the worker's output."""
     if reason.facts.get("wrote"):
         reason = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
     return str(reason).strip().partition("\n")[0].rstrip(":; ")
 
 
 def named(death: Death) -> str:
-    """``rank 1 of 4 (h:1#1)``: another worker has rank 1 in the next world. ``worker h:1#1``: it was never in any."""
+    """Return a worker's name, such as ``rank 1 of 4 (h:1#1)``, since another worker has rank 1 in the next world.
+
+    ``worker h:1#1`` if it was never in a world.
+    """
     if death.rank is None:
         return f"worker {death.worker}"
-    of = f" of {death.size}" if death.size else ""
-    return f"rank {death.rank}{of} ({death.worker})"
+    of_size = f" of {death.size}" if death.size else ""
+    return f"rank {death.rank}{of_size} ({death.worker})"
 
 
 def death_facts(death: Death, story: Story) -> dict[str, Any]:
-    """For the sentence about it."""
+    """Return the facts of a loss for its sentence."""
     return {
         "cause": death.cause.value,
         "who": named(death),
@@ -331,7 +338,7 @@ def death_facts(death: Death, story: Story) -> dict[str, Any]:
     }
 
 
-# ---- what happened --------------------------------------------------------------------------------------------------
+# ---- the course of events -------------------------------------------------------------------------------------------
 
 
 def _course(story: Story) -> Iterator[JobFinding]:
@@ -349,7 +356,7 @@ def _course(story: Story) -> Iterator[JobFinding]:
 
 
 def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
-    """What has a time, with it."""
+    """Yield findings with their times."""
     if story.trained_at is not None:
         facts: dict[str, Any] = {
             "at_s": _since(story, story.trained_at),
@@ -359,11 +366,11 @@ def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
             "before": story.trained_at == story.began,
         }
         yield story.trained_at, JobFinding(What.TRAINING_BEGAN, facts)
-    told = story.incidents
+    described = story.incidents
     between: list[Incident] = []
-    if len(told) > FIRST + LAST:
-        told, between = [*told[:FIRST], *told[-LAST:]], told[FIRST:-LAST]
-    for each in told:
+    if len(described) > FIRST + LAST:
+        described, between = [*described[:FIRST], *described[-LAST:]], described[FIRST:-LAST]
+    for each in described:
         yield each.at, _incident(each, story)
     if between:
         causes = Counter(_kind(each) for each in between)
@@ -437,7 +444,7 @@ def _incident(incident: Incident, story: Story) -> JobFinding:
     return JobFinding(What.INCIDENT, facts)
 
 
-# ---- what was lost, and what it cost --------------------------------------------------------------------------------
+# ---- lost work, and the cost ----------------------------------------------------------------------------------------
 
 
 def _losses(story: Story) -> Iterator[JobFinding]:
@@ -488,7 +495,7 @@ def _cost(story: Story) -> Iterator[JobFinding]:
 
 
 def time_facts(story: Story) -> dict[str, Any]:
-    """The numbers of the summary: of the job by stretch, of all workers by part, in seconds."""
+    """Return the numbers of the summary in seconds: the job's time by stretch, and the workers' time by part."""
     total = story.spent.total()
     parts = dict(zip(PARTS, msgspec.structs.astuple(total), strict=True))
     worked = sum(parts.values())
@@ -502,11 +509,11 @@ def time_facts(story: Story) -> dict[str, Any]:
     }
 
 
-# ---- what to change -------------------------------------------------------------------------------------------------
+# ---- advice ---------------------------------------------------------------------------------------------------------
 
 
 def _advice(story: Story, source: JournalState, cause: Death | None) -> Iterator[dict[str, Any]]:
-    """Of most use first. Each once."""
+    """Yield each advice once, the most useful first."""
     given: set[Advice] = set()
     for advice, facts in _advices(story, source, cause):
         if advice not in given:
@@ -531,7 +538,7 @@ def _advices(
         yield _against(cause)
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            if cause.cause not in OF_THE_SCRIPT:  # those would befall the next worker too
+            if cause.cause not in OF_THE_SCRIPT:  # those would hit the next worker too
                 yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind is Why.TOO_FEW:
             yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
@@ -571,7 +578,8 @@ def _about_time(story: Story, failed: bool) -> Iterator[tuple[Advice, dict[str, 
         key=lambda stall: stall.seconds,
         default=None,
     )
-    if longest is not None and longest.end is not StallEnd.KILLED:  # its stacks were written then
+    # its stacks were written at the kill
+    if longest is not None and longest.end is not StallEnd.KILLED:
         facts = longest.facts()
         if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):
             yield Advice.LOOK_AT_LINE, {"who": blamed(facts), "rank": longest.culprits[0].rank}

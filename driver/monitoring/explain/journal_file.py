@@ -1,7 +1,7 @@
-"""Reads the journal of any job, however it ended, and whatever has become of the file. Acts.
+"""Reader of a job's journal, in any state of the job and of the file. Acts.
 
-What is not a journal is refused with a sentence. All else is read as far as it goes: a last line that is cut off, lines
-in the middle that are none, an older format, a file that is still being written.
+A file that is not a journal is rejected with an error. Anything else is read as far as possible: an incomplete last
+line, invalid lines, an older format, a file that is still being written.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _HINTS = {
     errno.ENOENT: ": pass the file of --journal",
     errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
-LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has some 50 MB
-NO_JOURNAL = 100  # lines that are none, and not one that is: it is something else
+LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has about 50 MB
+NO_JOURNAL = 100  # invalid lines, without a valid one, after which the file is not a journal
 
 
 @dataclass
 class JournalReading:
-    """A journal, as far as it was read. ``offset``: to be added to its clock, seconds since 1970; None in old ones."""
+    """A journal as far as it was read. ``offset``: from its clock to seconds since 1970; None in old journals."""
 
     header: entries.Header
     settings: Settings | None
@@ -48,7 +48,7 @@ class JournalReading:
 
 
 def read_journal(path: Path) -> JournalReading:
-    """Reads it to its end. Raises Invalid."""
+    """Read a journal to its end. Raises Invalid."""
     with JournalEntries(path) as found:
         for _ in found:
             pass
@@ -56,9 +56,9 @@ def read_journal(path: Path) -> JournalReading:
 
 
 class JournalEntries:
-    """Its entries in order, with their actions, where an archive has left those out too. To be closed.
+    """Iterator over the entries of a journal with their actions, which are recomputed if an archive omits them.
 
-    ``reading`` is what all that were asked for come to. Raises Invalid, at the latest with the first entry.
+    To be closed. ``reading`` accumulates what was read so far. Raises Invalid, at the latest with the first entry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class JournalEntries:
             self._file.close()
             raise
         self.reading = JournalReading(header, settings, _offset(header))
-        self._membership: Membership | None = None  # where actions have to be found again
+        self._membership: Membership | None = None  # used if actions are recomputed
         self._read = self._left_out = 0
         self._torn = self._middle = False
 
@@ -127,7 +127,7 @@ class JournalEntries:
         self.reading.rows.note(entry.event, entry.actions, entry.at)
 
     def _begin_from(self, snapshot: entries.Snapshot) -> None:
-        """A copy that begins in the middle of a job."""
+        """Start from a snapshot: the journal is a copy that begins in the middle of a job."""
         settings = self.reading.settings
         self._middle = True
         membership = None if settings is None else _restored(bytes(snapshot.snapshot), settings)
@@ -162,7 +162,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _is_written(file: BinaryIO) -> bool | None:
-    """Whether a driver holds the lock on it. None: locks do not work here."""
+    """Return whether a driver holds the lock on the file. None: locks do not work here."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -192,7 +192,7 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     try:
         return header, Settings(**header.settings)
     except (TypeError, Invalid):
-        return header, None  # of another version: what happened can be told all the same
+        return header, None  # of another version: the events can be reported nevertheless
 
 
 def _offset(header: entries.Header) -> float | None:
@@ -200,10 +200,10 @@ def _offset(header: entries.Header) -> float | None:
 
 
 def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
-    """What was decided, where only a digest of it is kept."""
+    """Recompute the actions of an entry that has only their digest."""
     try:
         return membership.handle(entry.event, entry.at)
-    # A bug of that version, which the entry may tell, or lines that were left out before.
+    # A bug of that version, which the entry may report, or lines that were skipped before.
     except Exception:
         return []
 

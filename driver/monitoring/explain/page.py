@@ -1,7 +1,7 @@
-"""One page about a job: what was found, its timeline, what it has reported. Values in, text out; loads nothing.
+"""Report on one job as an HTML page: findings, timeline and reported values. Pure; loads nothing.
 
-The page is one file and needs no other. What comes from a job is escaped where it stands in HTML, and in the JSON that
-the script reads. A policy in its head lets no other script run, whatever a worker is called, and nothing be loaded.
+The page is one file without dependencies. Text from a job is escaped in HTML and in the JSON that the script reads. A
+policy in its head forbids other scripts and all loading, whatever a worker is called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class PageJob:
-    """``offset``: to be added to the story's times, seconds since 1970; None where that is not known."""
+    """Contents of the page. ``offset``: from the story's times to seconds since 1970; None if unknown."""
 
     story: Story
     rows: WorkerRows
@@ -61,15 +61,15 @@ class PageJob:
 
 
 def page(job: PageJob) -> str:
-    """The whole file."""
+    """Return the text of the whole file."""
     script = _text("../charts.js") + _text("report.js")
-    told = sections(job.findings)
+    grouped = sections(job.findings)
     began = job.story.began or 0.0
-    title = _title(told, job.command)
+    title = _title(grouped, job.command)
     return Template(_text("report.html")).substitute(
         TITLE=escape(title),
         CHARTS_STYLE=_text("../charts.css"),
-        BODY="\n".join(_body(job, told, title)),
+        BODY="\n".join(_body(job, grouped, title)),
         DATA=_embedded(_data(job, began)),
         SCRIPT=script,
         SCRIPT_HASH="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -81,7 +81,7 @@ def _text(name: str) -> str:
 
 
 def _embedded(value: Any) -> str:
-    """JSON that can't end the element around it."""
+    """Return JSON that cannot end the element around it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -128,35 +128,35 @@ def _series(job: PageJob, began: float) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-# ---- what stands in it ----------------------------------------------------------------------------------------------
+# ---- contents -------------------------------------------------------------------------------------------------------
 
-Told = Mapping[str, Sequence[tuple[JobFinding, str]]]
+Sections = Mapping[str, Sequence[tuple[JobFinding, str]]]
 
 
-def _title(told: Told, command: str) -> str:
-    first = told["ended"][0][1] if told["ended"] else "A job"
+def _title(grouped: Sections, command: str) -> str:
+    first = grouped["ended"][0][1] if grouped["ended"] else "A job"
     return first.removesuffix(".")
 
 
-def _body(job: PageJob, told: Told, title: str) -> Iterable[str]:
-    well = any(finding.what is What.DONE for finding, _ in told["ended"])
-    failed = any(finding.what is What.FAILED for finding, _ in told["ended"])
+def _body(job: PageJob, grouped: Sections, title: str) -> Iterable[str]:
+    well = any(finding.what is What.DONE for finding, _ in grouped["ended"])
+    failed = any(finding.what is What.FAILED for finding, _ in grouped["ended"])
     kind = "good" if well else "bad" if failed else ""
     yield f'<section class="{kind}"><h1>{escape(title)}</h1>'
-    for _, text in told["ended"][1:]:
+    for _, text in grouped["ended"][1:]:
         yield f"<p>{escape(text)}</p>"
     yield f'<p class="faint">{escape(_about(job))}</p></section>'
-    yield from _list("advice", told)
-    for _, text in told["trace"]:
+    yield from _list("advice", grouped)
+    for _, text in grouped["trace"]:
         head, _, trace = text.partition("\n")
         yield f"<section><h2>{HEADINGS['trace']}</h2><p>{escape(head)}</p><pre>{escape(trace)}</pre></section>"
     yield from _tiles(job)
     yield from _timeline(job)
     yield from _reported(job)
-    yield from _list("course", told)
-    yield from _list("lost", told)
-    yield from _cost(job, told)
-    yield from _list("file", told)
+    yield from _list("course", grouped)
+    yield from _list("lost", grouped)
+    yield from _cost(job, grouped)
+    yield from _list("file", grouped)
 
 
 def _about(job: PageJob) -> str:
@@ -169,9 +169,9 @@ def _about(job: PageJob) -> str:
     return "  ·  ".join(parts)
 
 
-def _list(name: str, told: Told) -> Iterable[str]:
-    if told[name]:
-        items = "".join(f"<li>{escape(text)}</li>" for _, text in told[name])
+def _list(name: str, grouped: Sections) -> Iterable[str]:
+    if grouped[name]:
+        items = "".join(f"<li>{escape(text)}</li>" for _, text in grouped[name])
         yield f"<section><h2>{HEADINGS[name]}</h2><ul>{items}</ul></section>"
 
 
@@ -192,12 +192,14 @@ def _tiles(job: PageJob) -> Iterable[str]:
     if facts["goodput"] is not None:
         own.append((f"{facts['goodput']:.3f}", "goodput"))
     taken = {name for _, name in own}
-    said: list[tuple[str, str]] = []
+    values: list[tuple[str, str]] = []
     for name, series in reported.shown().items() if reported is not None else ():
         ends = [series.last] if series.count == 1 else [series.first, series.last]
-        told = f"{name} (reported)" if name in taken else name
-        said.append((" → ".join(map(number, ends)), told))
-    tiles = [*own[:1], *said, *own[1:]] if reported is not None and reported.steps else said + own
+        label = f"{name} (reported)" if name in taken else name
+        values.append((" → ".join(map(number, ends)), label))
+    tiles = (
+        [*own[:1], *values, *own[1:]] if reported is not None and reported.steps else values + own
+    )
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for value, name in tiles
@@ -232,13 +234,13 @@ def _reported(job: PageJob) -> Iterable[str]:
     yield "</section>"
 
 
-def _cost(job: PageJob, told: Told) -> Iterable[str]:
+def _cost(job: PageJob, grouped: Sections) -> Iterable[str]:
     if job.story.began is None:
         return
     facts = time_facts(job.story)
     words: dict[str, str] = {stretch: text for stretch, text in WORDS.items()}
     yield f"<section><h2>{HEADINGS['cost']}</h2>"
-    for finding, text in told["cost"]:
+    for finding, text in grouped["cost"]:
         if finding.what is not What.TIME:
             yield f"<p>{escape(text)}</p>"
     yield from _bar(f"The job, {duration(facts['job_s'])}", facts["job"], words)

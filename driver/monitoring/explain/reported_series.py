@@ -1,7 +1,7 @@
-"""What workers reported by `elastic.report`, as far as a page shows it: numbers over time, and the last texts. Pure.
+"""Values that workers reported by `elastic.report`, for a page: numbers over time, and the latest texts. Pure.
 
-Of each name the reports of the lowest rank that makes any are taken: the others mostly report the same. A series that
-grows beyond POINTS keeps every second of its points, again and again.
+Of each name, the reports of the lowest rank are shown, since other ranks usually report the same. A series that
+exceeds POINTS is thinned to every second point, repeatedly.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 NAMES = 12
 POINTS = 2000
-TEXT = 4000  # characters of one
-STEP = "step"  # by this name a script says which step it has come to
-STEPS = "steps"  # and of how many: that is no curve
+TEXT = 4000  # characters of a text
+STEP = "step"  # name under which a script reports its current step
+STEPS = "steps"  # ... and the total number of steps, which is not shown as a curve
 
 
 class Series:
-    """Of one name."""
+    """The series of one name."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -29,7 +29,7 @@ class Series:
         self._every = 1
 
     def add(self, at: float, value: float) -> None:
-        """The next."""
+        """Add the next value."""
         if not self.count:
             self.first = value
         self.last = value
@@ -42,18 +42,18 @@ class Series:
 
 
 class ReportedSeries:
-    """Of one job."""
+    """Reported values of one job."""
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.texts: dict[str, str] = {}
-        self.steps = 0  # different ones, where a script reports its steps
-        self.again = 0  # steps that were trained, committed, and trained once more
+        self.steps = 0  # distinct steps, if the script reports its step
+        self.again = 0  # steps that were trained again after a commit
         self._step: float | None = None
         self._highest = -math.inf
 
     def report(self, rank: int, metrics: Mapping[str, Any], at: float) -> None:
-        """One report; ``at`` in seconds since 1970."""
+        """Record one report; ``at`` in seconds since 1970."""
         for name, value in metrics.items():
             if isinstance(value, str):
                 if name in self.texts or len(self.texts) < NAMES:
@@ -62,7 +62,7 @@ class ReportedSeries:
                 self._number(rank, name, float(value), at)
 
     def shown(self) -> dict[str, Series]:
-        """The numbers over time, without the steps where a script reports them: those are counted."""
+        """Return the series to show. Reported steps are counted instead."""
         counted = (STEP, STEPS) if self.steps else ()
         return {name: each for name, each in self.series.items() if name not in counted}
 
@@ -80,7 +80,10 @@ class ReportedSeries:
             self._stepped(value)
 
     def _stepped(self, step: float) -> None:
-        """One is reported just before its commit: so where it comes again at once, nothing was lost."""
+        """Count a reported step.
+
+        A step is reported just before its commit, so a repetition of the same step means that nothing was lost.
+        """
         before, self._step = self._step, step
         if step > self._highest:
             self._highest = step

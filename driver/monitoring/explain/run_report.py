@@ -1,4 +1,4 @@
-"""Follows a job while it runs, and writes a page about it at its end. Acts: reads the clock, writes a file."""
+"""Follows a running job, and writes a report page at its end. Acts: reads the clock, writes a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic.protocol.report_values import Report
 
 
 class RunReport:
-    """Of one job, as this driver sees it."""
+    """Report of one job, as seen by this driver."""
 
     def __init__(self, file: Path, command: Sequence[str], settings: Settings) -> None:
         self.file = file
@@ -33,7 +33,7 @@ class RunReport:
         self._left: tuple[Mapping[Worker, int | None], int] | None = None
 
     def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """One event, and what was decided about it; ``now`` by the clock of the journal."""
+        """Record an event and its actions; ``now`` on the journal's clock."""
         if self._offset is None:
             self._offset = time.time() - now
             if self._left is not None:
@@ -45,15 +45,15 @@ class RunReport:
         self._rows.note(event, actions, now)
 
     def adopt(self, ranks: Mapping[Worker, int | None], generation: int) -> None:
-        """What the driver before this one has left. Before anything else."""
+        """Adopt the workers of the previous driver. Must be called first."""
         self._left = ranks, generation
 
     def report(self, report: Report) -> None:
-        """Of a worker."""
+        """Record a report of a worker."""
         self._reported.report(report.rank, report.metrics, report.at)
 
     def write(self) -> None:
-        """The page. Raises Invalid."""
+        """Write the page. Raises Invalid."""
         state = JournalState(self._settings, runs=False, from_the_middle=self._left is not None)
         found = findings(self._story, state)
         job = PageJob(self._story, self._rows, found, self._command, self._offset, self._reported)
@@ -61,7 +61,7 @@ class RunReport:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Whole, or not at all. Raises Invalid."""
+    """Write a file atomically. Raises Invalid."""
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
         unfinished.write_bytes(text.encode(errors="backslashreplace"))

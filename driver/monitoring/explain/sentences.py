@@ -1,4 +1,4 @@
-"""The words for what was found, in one place. Nothing is decided by them: they may be worded anew at any time. Pure."""
+"""Sentences of findings, for display only; they may be reworded at any time. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.driver.reasons import Why, commit_id, counted
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
-LINE = 400  # characters of what somebody else has said
+LINE = 400  # characters of foreign text
 HEADINGS = {
     "ended": "",
     "advice": "What to change",
@@ -52,20 +52,20 @@ _SECTIONS = {
 
 
 def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, str]]]:
-    """Findings with their sentences, by section: those of HEADINGS, in order."""
-    told: dict[str, list[tuple[JobFinding, str]]] = {name: [] for name in HEADINGS}
+    """Return findings with their sentences by section, in the order of HEADINGS."""
+    grouped: dict[str, list[tuple[JobFinding, str]]] = {name: [] for name in HEADINGS}
     for finding in found:
-        told[_SECTIONS.get(finding.what, "ended")].append((finding, sentence(finding)))
-    return told
+        grouped[_SECTIONS.get(finding.what, "ended")].append((finding, sentence(finding)))
+    return grouped
 
 
 def sentence(finding: JobFinding) -> str:
-    """One or a few, without a mark at the beginning; a traceback has several lines."""
+    """Return one or more sentences without a bullet; a traceback has several lines."""
     return _SENTENCES[finding.what](finding.facts)
 
 
 def duration(seconds: float) -> str:
-    """``3.2 s``, ``4 min 12 s``, ``2 h 3 min``."""
+    """Return for example ``3.2 s``, ``4 min 12 s``, ``2 h 3 min``."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds < 60:
@@ -78,12 +78,12 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(ms: float) -> str:
-    """``58 ms``, ``3.4 s``."""
+    """Return for example ``58 ms``, ``3.4 s``."""
     return f"{ms:.0f} ms" if ms < 1000 else duration(ms / 1000)
 
 
 def number(value: float) -> str:
-    """In four digits, or all of a whole number's; with an exponent only where it is long without."""
+    """Return a number with four significant digits, or all digits of an integer; an exponent only for extreme sizes."""
     size = abs(float(f"{value:.4g}"))
     if size and not 1e-4 <= size < 1e7:
         return f"{value:.4g}"
@@ -93,12 +93,12 @@ def number(value: float) -> str:
 
 
 def shown(text: str, limit: int = LINE) -> str:
-    """One line of somebody else's words."""
+    """Return foreign text as one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[:limit]}..."
 
 
-# ---- who was lost, and why ------------------------------------------------------------------------------------------
+# ---- losses and their causes ----------------------------------------------------------------------------------------
 
 _CRASHES = {
     "SIGSEGV": "it touched memory that is not its own (segmentation fault)",
@@ -110,7 +110,7 @@ _CRASHES = {
 
 
 def _death(facts: Facts) -> str:
-    """As a clause: ``rank 1 (h:1#1) raised ValueError: wrong``."""
+    """Return a loss as a clause: ``rank 1 (h:1#1) raised ValueError: wrong``."""
     who, what = facts["who"], shown(facts["what"])
     match Cause(facts["cause"]):
         case Cause.EXCEPTION:
@@ -190,7 +190,7 @@ def _cause(facts: Facts) -> str:
     return f"{_capital(_death(facts))}."
 
 
-# ---- how it ended ---------------------------------------------------------------------------------------------------
+# ---- the outcome ----------------------------------------------------------------------------------------------------
 
 
 def _done(facts: Facts) -> str:
@@ -285,7 +285,7 @@ def _trace(facts: Facts) -> str:
     return f"The traceback of {facts['who']}:\n" + str(facts["text"])
 
 
-# ---- what happened --------------------------------------------------------------------------------------------------
+# ---- the course of events -------------------------------------------------------------------------------------------
 
 
 def _training_began(facts: Facts) -> str:
@@ -324,13 +324,13 @@ def _others(facts: Facts) -> str:
     if alike:
         names = ", ".join(each["who"].removeprefix("worker ") for each in others)
         return f"{spoilt} The same happened to {names}{' and others' if facts['more'] else ''}."
-    told = "; ".join(_death(each) for each in others[:3])
+    clauses = "; ".join(_death(each) for each in others[:3])
     more = f"; and {count - 3} more" if count > 3 else ""
-    return f"{spoilt} Then {told}{more}."
+    return f"{spoilt} Then {clauses}{more}."
 
 
 def _after(facts: Facts) -> str:
-    """What became of the others."""
+    """Return the sentence about the other workers."""
     if facts["ended"]:
         later = facts["ended_after_s"]
         return f"The job ended {duration(later)} later." if later >= 0.1 else "The job ended."
@@ -394,7 +394,7 @@ def _planned(facts: Facts) -> str:
     )
 
 
-# ---- lost, spent ----------------------------------------------------------------------------------------------------
+# ---- lost work, and the cost ----------------------------------------------------------------------------------------
 
 
 def _lost_steps(facts: Facts) -> str:
@@ -462,27 +462,27 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """What those parts of the workers' time are that are not plain, and that somebody had; empty: none."""
+    """Return the explanations of those parts of the workers' time that are not self-explanatory and not zero."""
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 
 
 def _lines_left_out(facts: Facts) -> str:
-    told = []
+    clauses = []
     if facts["count"]:
-        told.append(f"{counted(facts['count'], 'line')} could not be read and were skipped")
+        clauses.append(f"{counted(facts['count'], 'line')} could not be read and were skipped")
     if facts["torn"]:
-        told.append("the last line is incomplete, as after a crash or in a copy")
-    return _capital("; ".join(told)) + "."
+        clauses.append("the last line is incomplete, as after a crash or in a copy")
+    return _capital("; ".join(clauses)) + "."
 
 
-# ---- what to change -------------------------------------------------------------------------------------------------
+# ---- advice ---------------------------------------------------------------------------------------------------------
 
 
 _GOES_ON = "from the live workers, else from the newest checkpoint in --checkpoint-dir"
 
 
-# Of the facts of a finding, worded for a format.
+# Format strings for the facts of a finding.
 _ADVICE = {
     Advice.MORE_MEMORY: (
         "Give the workers of {host} more memory, run fewer of them there, or reduce the memory use of each: a"
@@ -576,7 +576,7 @@ _ADVICE = {
 
 
 def _advice(facts: Facts) -> str:
-    worded = {
+    values = {
         **facts,
         "seen": facts.get("signal") or "its exit was not observed",
         "workers": counted(facts["needed"], "worker") if "needed" in facts else "",
@@ -585,7 +585,7 @@ def _advice(facts: Facts) -> str:
         if facts.get("commits")
         else "no commit",
     }
-    return _ADVICE[Advice(facts["advice"])].format_map(worded)
+    return _ADVICE[Advice(facts["advice"])].format_map(values)
 
 
 _SENTENCES: dict[What, Callable[[Facts], str]] = {

@@ -1,10 +1,11 @@
-"""What happened in a job, from the events and decisions that its journal holds: who was lost and why, what became of
-the others, when the next step came. Pure: told each entry once, in order, with its time; keeps what is needed to tell
-it, and no more than so much.
+"""The course of a job, from the events and decisions in its journal: losses, their causes, and recoveries. Pure.
 
-A story is a list of incidents. One begins with the first sign of trouble: an exit, an exception, a fence, a lost host,
-a world that breaks. It ends when all members of the next world have come through their first collective, when that
-world breaks too, or with the job. Who is lost within it belongs to it; the first of them is taken for its cause.
+Each entry is passed once, in order, with its time; the retained data are bounded.
+
+A story is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
+lost host, or a world that breaks. It ends when all members of the next world have completed their first collective,
+when that world breaks too, or with the job. Workers lost in between belong to it; the first of them is considered its
+cause.
 """
 
 from __future__ import annotations
@@ -27,45 +28,48 @@ from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Commit, Worker
 
-INCIDENTS = 5000  # of which all is kept; later ones are counted
-REQUESTS = 24  # of operators; later ones are left out
-SILENCES = 24  # of etcd; later ones are counted
-TRACES = 20  # different ones
-TRACE = 20_000  # characters of one
+INCIDENTS = 5000  # maximum stored; later ones are only counted
+REQUESTS = 24  # operator requests stored; later ones are dropped
+SILENCES = 24  # outages of etcd stored; later ones are only counted
+TRACES = 20  # distinct tracebacks stored
+TRACE = 20_000  # characters of a traceback
 
 
 @dataclass
 class Incident:
-    """Times are those of the journal's clock. ``size``: of the world before, and ``size_after`` of the next one."""
+    """One incident.
+
+    Times are on the journal's clock. ``size``: of the world before; ``size_after``: of the next one.
+    """
 
     at: float
     deaths: list[Death] = field(default_factory=list)
     broke: Reason | None = None
     size: int = 0
     size_after: int | None = None
-    newest: Commit | None = None  # that was known of when it began
-    commit: Commit | None = None  # training went on from it
+    newest: Commit | None = None  # newest known commit when it began
+    commit: Commit | None = None  # commit from which training resumed
     from_checkpoint: bool = False
-    recovered_ms: float | None = None  # from the cause to the first collective of all
+    recovered_ms: float | None = None  # from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
-    ended: bool = False  # the job ended in it
+    ended: bool = False  # the incident ended the job
 
     @property
     def spoilt(self) -> bool:
-        """Damaged memory of one worker had made the commits of all worthless."""
+        """Whether damaged memory of one worker corrupted the commits of all."""
         return self.broke is not None and self.broke.kind is Why.SPOILT
 
     @property
     def first(self) -> Death | None:
-        """Who was lost first, and not because of another."""
+        """The first worker lost that was not lost because of another."""
         own = [death for death in self.deaths if death.cause not in FOLLOWS]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
 
 
 @dataclass
 class StoreSilence:
-    """etcd did not answer the driver, from ``at`` on. ``back_at``: it did again; None: not as far as is known."""
+    """An outage of etcd since ``at``. ``back_at``: its end; None if not known to have ended."""
 
     at: float
     reason: Reason
@@ -74,14 +78,14 @@ class StoreSilence:
 
 @dataclass
 class Planned:
-    """Changes of the world that cost no step: joins and leaves."""
+    """Planned changes of the world, joins and leaves, which cost no step."""
 
     count: int = 0
     longest_ms: float = 0.0
 
 
 class Story:
-    """Of one job. ``spent`` has the same numbers as the summary that elasticrun gives at the end."""
+    """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end."""
 
     def __init__(self) -> None:
         self.spent = TimeSpent()
@@ -91,43 +95,42 @@ class Story:
         self.incidents: list[Incident] = []
         self.more_incidents = 0
         self.planned = Planned()
-        # The first world in elastic.run began, or that of a job of a fixed size.
+        # When the first world in elastic.run began, or that of a job of a fixed size.
         self.trained_at: float | None = None
         self.end: events.EndJob | None = None
         self.end_at = 0.0
-        self.after: Death | None = None  # training had succeeded, and its process failed later
-        self.after_raised = (
-            False  # not later: its training function raised, once the others had returned
-        )
-        self.stop: str | None = None  # somebody has asked for it
-        # Of operators, and whether they were done.
+        self.after: Death | None = None  # a process that failed after training had succeeded
+        # Its training function raised once the others had returned, so that it did not fail after training.
+        self.after_raised = False
+        self.stop: str | None = None  # reason of a stop request
+        # Operator requests, and whether they were carried out.
         self.requests: list[tuple[float, events.Event, bool]] = []
         self.largest = 0
         self.started = 0  # processes
         self.hosts: set[str] = set()
         self.checkpoints = 0
         self.drivers = 1
-        self.torn_driver: str = ""  # a bug of it, as it was raised
+        self.torn_driver: str = ""  # a bug of the driver, as raised
         self.store_away: StoreSilence | None = None
         self.silences: list[StoreSilence] = []
         self.more_silences = 0
-        self.members: dict[Worker, int] = {}  # of the present world: their ranks
+        self.members: dict[Worker, int] = {}  # ranks in the current world
         self.generation = 0
         self.newest: Commit | None = None
-        self.durable: Commit | None = None  # that of the newest checkpoint
-        self.commits = Series(0)  # how many were made, as far as it is told
-        self._ranks: dict[Worker, int] = {}  # the last that each had
+        self.durable: Commit | None = None  # commit of the newest checkpoint
+        self.commits = Series(0)  # number of commits, as far as reported
+        self._ranks: dict[Worker, int] = {}  # last rank of each worker
         self._connected: set[Worker] = set()
-        self._dead: set[Worker] = set()  # it was said why
-        self._going: set[Worker] = set()  # told to leave
+        self._dead: set[Worker] = set()  # workers whose loss is recorded
+        self._going: set[Worker] = set()  # workers asked to leave
         self._open: Incident | None = None
         self._traces: set[str] = set()
-        self._running = False  # the present world is in elastic.run
+        self._running = False  # the current world is in elastic.run
 
-    # ---- told ------------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------------------------
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """One event, and what was decided about it."""
+        """Record an event and its actions."""
         if self.began is None:
             self.began = now
         self.last = now
@@ -140,7 +143,7 @@ class Story:
                 self.requests.append((now, event, action.done))
 
     def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
-        """What stands here begins in the middle of a job, in this world."""
+        """Begin in the middle of a job, in this world."""
         self.began = self.last = now
         self.members = dict(members)
         self.spent.stalls.adopt(self.members.items(), generation)
@@ -151,7 +154,7 @@ class Story:
         self.trained_at, self._running = now, True
 
     def trouble(self, reason: Reason, now: float) -> None:
-        """Around the driver."""
+        """Record trouble outside the job, as an outage of etcd."""
         if reason.kind is Why.STORE_SILENT:
             self.store_away = StoreSilence(now, reason)
             if len(self.silences) < SILENCES:
@@ -163,20 +166,20 @@ class Story:
             self.store_away = None
 
     def bug(self, error: str) -> None:
-        """Handling an event has raised this in the driver."""
+        """Record an exception of the driver while it handled an event."""
         self.torn_driver = error
 
     def go_on(self, now: float) -> None:
-        """It is so late, and the job still runs."""
+        """Advance the time of a job that still runs."""
         if self.began is not None and self.end is None and now > self.last:
             self.last = now
             self.spent.go_on(now)
 
-    # ---- asked -----------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     @property
     def code(self) -> int | None:
-        """The job's exit code; None: it has not ended."""
+        """The job's exit code; None if it has not ended."""
         if self.end is None:
             return None
         failed = self.after is not None or self.end.reason.facts.get("strict")
@@ -184,18 +187,18 @@ class Story:
 
     @property
     def last_incident(self) -> Incident | None:
-        """The one that the job has ended in, or is in."""
+        """The incident in which the job ended or is now; otherwise the last one."""
         return self._open or (self.incidents[-1] if self.incidents else None)
 
     def losses(self) -> list[Death]:
-        """Everybody that was lost, in order."""
+        """Return all losses in order."""
         return [death for incident in self.incidents for death in incident.deaths]
 
     def in_trouble(self) -> bool:
-        """The last incident is not over."""
+        """Return whether the last incident is in progress."""
         return self._open is not None
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- private ---------------------------------------------------------------------------------------------------
 
     def _happened(self, event: events.Event, now: float, fenced: set[Worker]) -> None:
         match event:
@@ -246,9 +249,9 @@ class Story:
         worker = event.worker
         if worker in self._dead:
             self._complete(event)
-            told = [each for each in self.losses() if each.worker == worker]
-            if event.code and told:
-                self._failed_after(told[-1])
+            own = [each for each in self.losses() if each.worker == worker]
+            if event.code and own:
+                self._failed_after(own[-1])
                 self.after_raised |= self.after is not None and self.after.worker == worker
         elif worker not in self._going:
             rank, connected = self._ranks.get(worker), worker in self._connected
@@ -259,7 +262,7 @@ class Story:
         self._connected.discard(worker)
 
     def _complete(self, event: events.WorkerExited) -> None:
-        """The exit of one of which it was said before why: with its code."""
+        """Add the exit code to a loss that was recorded before."""
         if self._open is None:
             return
         for index, death in enumerate(self._open.deaths):
@@ -321,7 +324,7 @@ class Story:
             self._open.size_after = len(world.members)
             self._open.from_checkpoint = not world.holders and self._open.newest is not None
             self._open.commit = self.durable if self._open.from_checkpoint else world.commit
-        self._dead &= self._connected  # the others have long gone
+        self._dead &= self._connected  # the others exited long ago
 
     def _knows(self, commit: Commit | None) -> None:
         before = self.newest
@@ -330,7 +333,7 @@ class Story:
         self.newest = commit
         known = before is not None and before.generation == commit.generation
         more = commit.number - (before.number if known and before is not None else 0)
-        if more:  # commit 0 of a generation is the newest of the one before it
+        if more:  # commit 0 of a generation is the newest of the previous one
             self.commits.add(self.last, (self.commits.last if self.commits.count else 0.0) + more)
 
     def _lost(self, death: Death, now: float) -> None:
@@ -346,11 +349,11 @@ class Story:
             self._traces.add(trace)
         aside = self._open is None and bool(self.members) and death.worker not in self.members
         self._incident(now).deaths.append(death)
-        if aside:  # nobody trains with it, and nobody waits
+        if aside:  # no worker trains with it or waits for it
             self._open = None
 
     def _failed_after(self, death: Death) -> None:
-        """The driver fails the job for a member whose process had not ended well once training had; see `Ending`."""
+        """Record a member whose process failed after training succeeded, which fails the job; see `Ending`."""
         succeeded = self.end is not None and self.end.code == 0 and self.stop is None
         runs = death.worker in self.members and death.worker in self._connected
         if succeeded and runs and self.after is None:

@@ -1,8 +1,10 @@
-"""What each slot of a job did when: rows of spans for a timeline, the sizes of its worlds, its recoveries. Pure.
+"""The activity of each slot of a job over time: rows of spans for a timeline, sizes of its worlds, recoveries.
 
-span      [start, end, state, incarnation, rank]      seconds; an index into STATES; rank -1 outside a world
-world     [at, size, generation]
-recovery  [began, ended, generation, kind]            from the cause to the first collective of all
+Pure.
+
+    span      [start, end, state, incarnation, rank]      seconds; an index into STATES; rank -1 outside a world
+    world     [at, size, generation]
+    recovery  [began, ended, generation, kind]            from the cause to the first collective of all
 """
 
 from __future__ import annotations
@@ -24,65 +26,67 @@ STATES = (
     "standby",
     "leaving",
     "done",
-    "lost",  # it has raised, or its host is gone, and its process may live
-    # Of what was training, as far as the stalls that `table` is given tell.
+    "lost",  # it raised or its host was lost; its process may still run
+    # Parts of the training time, from the stalls passed to `table`.
     "waiting",
     "stalled",
 )
-SPANS = 200_000  # of all rows; later ones are left out
+SPANS = 200_000  # maximum of all rows; later ones are dropped
 Span = list[float | int]
 
 
 @dataclass
 class _Now:
-    """Of a worker that has not ended."""
+    """Current span of a worker that has not exited."""
 
     row: str
     since: float
     state: str
     rank: int = -1
-    before: str = ""  # it was frozen
+    before: str = ""  # state before it was frozen
 
 
 class WorkerRows:
-    """One job's."""
+    """Activity of the slots of one job."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Span]] = {}  # by host:slot
         self.worlds: list[tuple[float, int, int]] = []
         self.recoveries: list[tuple[float, float, int, str]] = []
-        self.deaths: list[tuple[float, str, int]] = []  # when, row, exit code
+        self.deaths: list[tuple[float, str, int]] = []  # time, row, exit code
         self.left_out = 0
         self._now: dict[Worker, _Now] = {}
         self._spans = 0
         self._over = False
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """One event, and what was decided about it."""
+        """Record an event and its actions."""
         self._happened(event, now)
         for action in actions:
             self._decided(action, now)
 
     def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
-        """It begins in the middle of a job, in this world."""
+        """Begin in the middle of a job, in this world."""
         for worker, rank in members:
             self._begin(worker, "training", now).rank = rank
         self.worlds.append((now, len(self._now), generation))
 
     def table(self, until: float, stalls: Iterable[Stall] = ()) -> dict[str, list[Span]]:
-        """All rows, with what is not over yet as far as ``until``. In a stall its culprits were stalled, and the other
-        members waited."""
+        """Return all rows, with unfinished spans up to ``until``.
+
+        In a stall, its culprits are shown as stalled, and the other members as waiting.
+        """
         rows = {row: [*spans] for row, spans in self.rows.items()}
         for worker, now in self._now.items():
             rows[now.row].append(_span(worker, now, max(until, now.since)))
-        told = sorted(stalls, key=lambda stall: stall.since)
-        begins, ends = [each.since for each in told], [each.until for each in told]
-        for row, spans in rows.items() if told else ():
+        ordered = sorted(stalls, key=lambda stall: stall.since)
+        begins, ends = [each.since for each in ordered], [each.until for each in ordered]
+        for row, spans in rows.items() if ordered else ():
             rows[row] = [
                 part
                 for span in spans
                 for part in _parted(
-                    span, told[bisect_right(ends, span[0]) : bisect_left(begins, span[1])]
+                    span, ordered[bisect_right(ends, span[0]) : bisect_left(begins, span[1])]
                 )
             ]
         return rows
@@ -170,7 +174,7 @@ class WorkerRows:
 
 
 def _parted(span: Span, stalls: Sequence[Stall]) -> list[Span]:
-    """What of it was before, in and after each stall."""
+    """Split a span into the parts before, in and after each stall."""
     start, end, state, incarnation, rank = span
     if STATES[int(state)] != "training" or rank < 0:
         return [span]
