@@ -7,12 +7,12 @@ from collections.abc import Callable
 from elastic.checkpoints.manifest import at_step
 from elastic.driver.job.checkpoint_shares import Failed, Made, NotEqual
 
-QUIET_S = 30.0  # between two lines of a kind
-NAMED = 4  # workers of a group
+QUIET_S = 30.0  # minimum interval between two lines of a kind
+NAMED = 4  # workers named per group
 
 
 class CheckpointLines:
-    """``now``: a clock, in seconds. ``log``: takes a level and a text."""
+    """Log lines about checkpoints of one job. ``now``: clock in seconds; ``log``: takes a level and a text."""
 
     def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
         self._now = now
@@ -28,7 +28,7 @@ class CheckpointLines:
         self._say_made("info" if self._unsaid is None else "debug", made)
 
     def ended(self) -> None:
-        """Says which checkpoint was the last, where only earlier ones were said."""
+        """Log the last checkpoint if only earlier ones were logged."""
         self._over = True
         if self._unsaid is not None:
             self._say_made("info", self._unsaid)
@@ -37,11 +37,11 @@ class CheckpointLines:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         ago_s = self._now() - self._made_at
         since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
-        said = f"{at_step(made.commit, made.step)} is durable{since}"
+        text = f"{at_step(made.commit, made.step)} is durable{since}"
         folder = made.place.rstrip("/").rpartition("/")[2]
-        self._log(level, f"{said}: {folder} ({size})")
+        self._log(level, f"{text}: {folder} ({size})")
         if level != "debug":
-            self._log("debug", f"{said}: {made.place}")
+            self._log("debug", f"{text}: {made.place}")
 
     def failed(self, failed: Failed) -> None:
         level = "warning" if failed.unusual and self._may_say(Failed) else "debug"

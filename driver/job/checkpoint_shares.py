@@ -1,4 +1,4 @@
-"""Brings a checkpoint together: who has written its part, who is to complete it, and when it is off. Pure.
+"""Coordination of a checkpoint: which ranks have written their share, when it is completed or dropped. Pure.
 
     CheckpointDue from rank 0 --> MakeDurable to all
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
@@ -6,8 +6,8 @@
     replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual
     NotFinite from all        --> Spoilt, if they differed before
 
-It lives as long as one world: whatever that has not completed stays undone. Nothing here has to survive the driver.
-Ranks say what has had no answer again and again, so that another one hears it too.
+The state is that of one world: checkpoints not completed in it are dropped. It does not have to survive the driver,
+since ranks repeat unanswered messages until the next driver receives them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastic.protocol.messages import (
 
 @dataclass(frozen=True)
 class TellRanks:
-    """This message to these workers."""
+    """Action: send a message to these workers."""
 
     workers: list[Worker]
     message: Message
@@ -42,29 +42,29 @@ class TellRanks:
 
 @dataclass(frozen=True)
 class Made:
-    """A commit that no failure can take away."""
+    """A commit became durable."""
 
     commit: Commit
     place: str
     size: int  # bytes
     took_s: float
-    step: int | None = None  # the state's own
+    step: int | None = None  # step counter of the state
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A commit that will not be in the storage, and why."""
+    """A commit will not be stored. ``reason``: why not."""
 
     number: int
     who: Worker
     reason: str
-    # Not only that the word came too late, or that the one before is still being written.
+    # Other than a late message or an unfinished previous checkpoint.
     unusual: bool
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """This worker's replica differs from those of ``equal`` others, which were equal to it before."""
+    """A worker's replica differs from those of ``equal`` others, which were equal to it before."""
 
     worker: Worker
     generation: int
@@ -75,18 +75,19 @@ class Damaged:
 
 @dataclass(frozen=True)
 class NotEqual:
-    """Replicas differ, and nobody can tell which are right: no majority agrees, or they never were equal."""
+    """Replicas differ, and it is unknown which are right: no majority agrees, or they never were equal."""
 
     commit: Commit
-    groups: list[list[Worker]]  # of those that agree
+    groups: list[list[Worker]]  # groups of workers that agree
     parts: list[str]
     ever_equal: bool
 
 
 @dataclass(frozen=True)
 class Spoilt:
-    """Damaged memory of one has reached all replicas, by gradients: none of them is right any more. ``damaged``: those
-    that differed before from ``equal`` others; nobody, where it can't be told.
+    """Damaged memory of one worker corrupted all replicas through the gradients.
+
+    ``damaged``: workers that differed before from ``equal`` others; empty if unknown.
     """
 
     generation: int
@@ -106,14 +107,14 @@ class CheckpointShares:
     _members: list[Worker] = field(default_factory=list)  # by rank
     # Digests, by request.
     _written: dict[int, dict[Worker, dict[str, int]]] = field(default_factory=dict)
-    _ever_equal: bool = False  # all replicas were, at some checkpoint of this job
+    _ever_equal: bool = False  # all replicas were equal at some checkpoint of this job
     _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # by request
     _done: dict[int, Commit] = field(default_factory=dict)
     _not_finite: dict[Worker, NotFinite] = field(default_factory=dict)
-    _newest: Commit | None = None  # that is complete, of all worlds
+    _newest: Commit | None = None  # newest complete checkpoint of all worlds
 
     def world(self, generation: int, members: Sequence[Worker]) -> None:
-        """Another world trains."""
+        """Begin a new world."""
         self._generation, self._members = generation, [*members]
         self._written.clear()
         self._off.clear()
@@ -121,7 +122,7 @@ class CheckpointShares:
         self._not_finite.clear()
 
     def handle(self, worker: Worker, message: Any) -> list[Action] | None:
-        """None: the message is about something else."""
+        """Handle a message; return the actions, or None if it is about something else."""
         if not isinstance(
             message, (CheckpointDue, NotFinite, ShareWritten, ShareDropped, CheckpointWritten)
         ):
@@ -146,7 +147,7 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                if again:  # it waits for long: have all others heard what they are to do?
+                if again:  # it has waited for long: repeat the request to the others
                     silent = [each for each in self._members if each not in written]
                     return [TellRanks(silent, MakeDurable(self._generation, number))]
             case ShareDropped(reason=reason):
@@ -163,7 +164,7 @@ class CheckpointShares:
     def _complete(
         self, number: int, commit: Commit, written: dict[Worker, dict[str, int]]
     ) -> list[Action]:
-        """All have written. What differs between replicas is never made durable."""
+        """Complete a checkpoint that all have written. Replicas that differ are never made durable."""
         groups: dict[tuple[tuple[str, int], ...], list[Worker]] = {}
         for worker in self._members:
             groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
@@ -190,19 +191,19 @@ class CheckpointShares:
         return [drop, *damaged]
 
     def _compare_before(self) -> list[Action]:
-        """Replicas as they were before gradients became infinite or NaN, once all have said what they know."""
-        said = {w: each for w, each in self._not_finite.items() if each.digest is not None}
-        commits = {each.commit for each in said.values()}
+        """Compare the replicas as they were before gradients became infinite or NaN, once all ranks have reported."""
+        reports = {w: each for w, each in self._not_finite.items() if each.digest is not None}
+        commits = {each.commit for each in reports.values()}
         if not self._ever_equal or len(commits) != 1 or len(self._not_finite) < len(self._members):
             return []
         groups: dict[int | None, list[Worker]] = {}
-        for worker in filter(said.__contains__, self._members):
-            groups.setdefault(said[worker].digest, []).append(worker)
+        for worker in filter(reports.__contains__, self._members):
+            groups.setdefault(reports[worker].digest, []).append(worker)
         if len(groups) == 1:
             return []
         self._not_finite.clear()
         most, *others = sorted(groups.values(), key=len, reverse=True)
-        known = 2 * len(most) > len(said)
+        known = 2 * len(most) > len(reports)
         damaged = [worker for each in others for worker in each] if known else []
         return [Spoilt(self._generation, commits.pop(), damaged, len(most))]
 

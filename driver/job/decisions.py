@@ -1,10 +1,10 @@
-"""Decides what becomes of one job: `Membership` while it trains, `Ending` once its outcome is known. Pure.
+"""Decisions about one job: `Membership` while it trains, `Ending` once its outcome is known. Pure.
 
-    answer = decisions.answer(event, now)            what membership says: it goes into the journal
-    actions = decisions.follow(event, answer, now)   all that is to be done about it
+    answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
+    actions = decisions.follow(event, answer, now)   all actions to perform
 
-Where membership has raised it is asked no more, and the job ends. An operator's first stop sets the exit code and ends
-the patience, the second one ends the grace.
+After an exception of membership it is not called again, and the job ends. An operator's first stop request sets the
+exit code and limits waiting; the second one kills at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from elastic.protocol.messages import Place, Worker
 
 
 class Decider(Protocol):
-    """Membership, or a test's script."""
+    """Interface of Membership, for tests."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
@@ -41,7 +41,7 @@ class Decider(Protocol):
 
 
 class JobDecisions:
-    """One job's. ``running`` and ``members``: of the driver before this one, if it goes on with a job."""
+    """Decisions of one job. ``running`` and ``members``: those of the previous driver, if it resumes a job."""
 
     def __init__(
         self,
@@ -52,41 +52,41 @@ class JobDecisions:
         running: Collection[Worker] = (),
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
-        self.running = set(running)  # started, and their end was not heard of
+        self.running = set(running)  # started workers whose exit was not reported
         self.members = dict(members or {})  # of the last world
         self.stop_code: int | None = None  # set by the first request to stop
         self.ending: Ending | None = None  # once the outcome is known
-        self.raised = False  # membership has, and is not asked any more
+        self.raised = False  # membership raised and is not called any more
         self._membership = membership
         self._leave_s = leave_s
         self._idle_s = idle_s  # see `Ending`
         self._failed: dict[Worker, Reason] = {}  # see `Ending`
-        self._let_go: set[Worker] = set()  # and their exit was not handled yet
+        self._let_go: set[Worker] = set()  # released workers whose exit was not handled yet
 
     @property
     def over(self) -> bool:
-        """Whether nobody is left: the driver may end."""
+        """Return whether no worker is left, so that the driver may exit."""
         return self.ending is not None and self.ending.over
 
     def next_deadline(self) -> float | None:
-        """When to say TimePassed."""
+        """Return when to send TimePassed."""
         ending = None if self.ending is None else self.ending.next_deadline()
         decision = None if self.raised else self._membership.next_deadline()
         return min((at for at in (ending, decision) if at is not None), default=None)
 
     def answer(self, event: Event, now: float) -> list[Action]:
-        """The decisions of membership. Raises what it raises, after which it is not called again."""
+        """Return the actions of membership. Its exceptions are passed on, after which it is not called again."""
         if self.raised:
             return []
         try:
             return self._membership.handle(event, now)
         except Exception:
-            self.raised = True  # from here on it would only add to the confusion
+            self.raised = True  # its state is unreliable from now on
             raise
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
-        """The answer, and what the end of the job adds to it, in order."""
-        begun = self.ending is not None  # the exit that brings the end about is membership's
+        """Return the answer's actions and those that the end of the job adds, in order."""
+        begun = self.ending is not None  # membership handles the exit that causes the end
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None
         if isinstance(event, StopRequested) and self.stop_code is None:
@@ -145,16 +145,16 @@ class JobDecisions:
         return outcome
 
     def _stopped(self, event: StopRequested, *, again: bool, now: float) -> list[Action]:
-        """Asked to, after the outcome was known."""
+        """Handle a stop request after the outcome was known."""
         assert self.ending is not None and self.stop_code is not None
         actions: list[Action] = []
-        if not again or self.ending.code == 0:  # it had succeeded while a stop waited
+        if not again or self.ending.code == 0:  # it had succeeded while a stop was pending
             self.ending.stopped(self.stop_code, now)
             actions.append(EndJob(self.stop_code, in_words(event.reason)))
         return actions + self.ending.hurried(now) if again else actions
 
     def _unseen(self, event: Event) -> set[Worker]:
-        """The workers whose exit will not be reported any more."""
+        """Return the workers whose exit will not be reported any more."""
         match event:
             case HostLost(host):
                 return {worker for worker in self.running if worker.host == host}

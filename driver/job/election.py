@@ -1,4 +1,4 @@
-"""Takes the seat of a job's driver in etcd, or waits for it. Acts; etcd decides."""
+"""Acquisition of the leadership of a job in etcd. Acts; etcd decides."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from elastic.driver.job.multi_host_plan import FleetPlan
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
-SOON_S = 1.0  # a seat that is free is taken within this time
-LEFT_S = 4.0  # ... and one that a killed driver has left when its lease is over
+SOON_S = 1.0  # a free seat is taken within this time
+LEFT_S = 4.0  # ... and that of a killed driver once its lease has expired
 
 
 class Lead:
-    """Our seat in etcd. ``waited``: another driver sat there before us."""
+    """Leadership in etcd. ``waited``: another driver led before."""
 
     def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
         self.etcd = etcd
@@ -28,7 +28,11 @@ class Lead:
 async def campaign(
     plan: FleetPlan, log: Log, stack: contextlib.AsyncExitStack
 ) -> Lead | str | None:
-    """None without etcd; a sentence where the wait for the seat was ended. Raises Invalid where it is taken."""
+    """Become the leader of a job.
+
+    Returns None without etcd, or the reason if a signal ended the wait. Raises Invalid if another driver leads and
+    this one is not a standby.
+    """
     if plan.etcd is None:
         return None
     from elastic.driver.etcd.client import Etcd
@@ -61,7 +65,7 @@ async def campaign(
 
 
 async def _unless_stopped(taking: asyncio.Future[int]) -> str:
-    """Waits for the seat; a sentence if Ctrl-C or SIGTERM came first."""
+    """Wait for leadership. Return "" once acquired, or a text if Ctrl-C or SIGTERM occurred first."""
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def asked(name: str) -> None:

@@ -1,11 +1,11 @@
-"""Decides how a job ends once its outcome is known: whom to wait for, whom to kill, which exit code. Pure.
+"""Decisions about the end of a job once its outcome is known: waiting, kills and the exit code. Pure.
 
-outcome 0: members run on by themselves, as long as they like --> all gone --> exit code 0, or 1 if one failed
-           others have been told to leave and get ``leave_s``
-           with --strict the code is 1 from the beginning if scripts have failed, so that fewer returned than began
-           members that train again wait for each other: one that is frozen is killed after ``idle_s``, and once one has
-           failed the others get ``leave_s``
-otherwise: everybody has been told; GRACE_S later all are killed --> all gone, or DEATH_S passed --> the code
+outcome 0: members continue by themselves without a limit --> all exited --> exit code 0, or 1 if one failed
+    other workers were asked to leave and have ``leave_s``
+    with --strict the code is 1 from the start if scripts failed, so that fewer returned than began
+    members that train again wait for each other: a frozen one is killed after ``idle_s``, and once one has
+    failed the others have ``leave_s``
+otherwise: all workers are notified; after GRACE_S all are killed --> all exited, or DEATH_S passed --> the code
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from elastic.driver.membership.membership import describe_exit
 from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Place, Worker
 
-GRACE_S = 1.0  # between the word that the job is over and the kill
-DEATH_S = 15.0  # for killed processes to be gone
-REMIND_S = 30.0  # between two lines that say who is awaited
+GRACE_S = 1.0  # seconds between the notification that the job is over and the kill
+DEATH_S = 15.0  # seconds for killed processes to exit
+REMIND_S = 30.0  # interval between two log lines about awaited workers
 
 
 class Ending:
-    """From the outcome to the exit code. ``members`` are those of the last world, ``alive`` all worker processes."""
+    """The phase between outcome and exit.
+
+    Args:
+        outcome: the decision of membership.
+        members: places of the last world's members.
+        alive: all worker processes.
+        leave_s: seconds for workers to leave.
+        idle_s: seconds after which a frozen member that trains again is killed; 0: never.
+        failed: members whose training function raised or called sys.exit.
+        now: on the caller's clock.
+    """
 
     def __init__(
         self,
@@ -36,7 +46,6 @@ class Ending:
         failed: Mapping[Worker, Reason] | None = None,
         now: float,
     ) -> None:
-        """``idle_s``: 0 for never. ``failed``: whose training function has raised or called sys.exit."""
         lacking = outcome.code == 0 and bool(outcome.reason.facts.get("strict"))
         self.code = 1 if lacking else outcome.code
         self.begun: list[events.Action] = []
@@ -47,7 +56,7 @@ class Ending:
         self._leave_s = leave_s
         self._idle_s = idle_s
         self._again = False
-        self._frozen: dict[Worker, tuple[float, str]] = {}  # since when, and how
+        self._frozen: dict[Worker, tuple[float, str]] = {}  # frozen workers: since when, and how
         self._members = dict(members)
         self._alive = set(alive)
         self._remind_at: float | None = None
@@ -64,7 +73,7 @@ class Ending:
         return not self._alive
 
     def next_deadline(self) -> float | None:
-        """When to call ``overdue``."""
+        """Return when to call ``overdue``."""
         if self.over:
             return None
         times = [self._remind_at, self._kill_at, self._give_up_at]
@@ -104,9 +113,9 @@ class Ending:
         if self.code != 0 or event.code == 0 or place is None:
             return []
         self._fail(now)
-        who = f"rank {place.rank} ({event.worker} on {event.worker.host})"
+        name = f"rank {place.rank} ({event.worker} on {event.worker.host})"
         why = because(
-            Why.FAILED_AFTER_TRAINING, who=who, exit=event.reason or describe_exit(event.code)
+            Why.FAILED_AFTER_TRAINING, who=name, exit=event.reason or describe_exit(event.code)
         )
         if (cause := self._failed.get(event.worker)) is not None:
             why = because(Why.FAILED_IN_TRAINING, cause=cause)
@@ -118,7 +127,7 @@ class Ending:
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
-        """Their host is gone: no exit will be seen."""
+        """Handle workers whose host is lost, so that their exit is not observed."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
         if self.code != 0 or not members:
@@ -129,20 +138,20 @@ class Ending:
         return [events.Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Asked to stop: from now on this is no success, and nobody is waited for."""
+        """Handle a stop request: the job does not succeed any more, and remaining workers are killed after GRACE_S."""
         self.code = code
         self._remind_at = None
         if self._give_up_at is None:
             self._kill_at = now + GRACE_S
 
     def hurried(self, now: float) -> list[events.Action]:
-        """Asked again: no grace."""
+        """Handle a second stop request: kill all workers now."""
         self._remind_at = None
         self._kill_at = now
         return self.overdue(now)
 
     def overdue(self, now: float) -> list[events.Action]:
-        """The actions at a deadline."""
+        """Return the actions that are due."""
         actions: list[events.Action] = []
         for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
             if now >= since + self._idle_s:
@@ -164,8 +173,8 @@ class Ending:
             if ending:
                 self._give_up_at = now + DEATH_S
             reason = because(Why.JOB_OVER if ending else Why.NOT_LEFT)
-            doomed = self._alive if ending else self._alive - self._members.keys()
-            actions += [events.KillWorker(worker, reason) for worker in sorted(doomed)]
+            to_kill = self._alive if ending else self._alive - self._members.keys()
+            actions += [events.KillWorker(worker, reason) for worker in sorted(to_kill)]
         if self._give_up_at is not None and now >= self._give_up_at:
             left = ", ".join(str(worker) for worker in sorted(self._alive))
             actions.append(

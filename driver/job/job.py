@@ -1,4 +1,4 @@
-"""One job, complete and checked: what to run, where, and what to say about it. Made by `cli`, run by the driver."""
+"""Definition of a job, complete and validated: what to run, where, and what to report. Created by `cli`."""
 
 from __future__ import annotations
 
@@ -17,69 +17,72 @@ from elastic.driver.processes.console import Write
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.protocol.report_values import Report
 
-WORKERS_PER_CORE = 8  # at most, on one machine whose slots nobody has counted
+WORKERS_PER_CORE = 8  # limit on one machine with an unspecified number of slots
 
 
 class Stoppable(Protocol):
-    """A driver, for whoever may want its job to end."""
+    """A driver whose job can be stopped."""
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """From any thread: end the job with this exit code; a second time at once."""
+        """End the job with this exit code; kill it on the second call. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """At most one of ``hosts`` and ``script`` is set; without either, hosts come as ``fleet`` says.
+    """A job. At most one of ``hosts`` and ``script`` is set; without either, ``fleet`` supplies the hosts.
 
-    ``settings.env`` is what the job adds to every worker's environment; ``environ`` is the driver's own.
+    ``settings.env`` is added to every worker's environment; ``environ`` is that of the driver.
     """
 
     command: list[str]  # the program and its arguments
     settings: Settings
     hosts: dict[str, int] | None  # host -> slots, in order of preference
     script: list[str] | None  # the discovery script, with an absolute path, and its arguments
-    fleet: FleetPlan | None = None  # what is needed beyond this machine; None: nothing ever is
-    own_slots: bool = False  # nobody has said how many slots this machine has
-    slots_per_host: int = 1  # of a host that the script prints without a number
+    # settings for other hosts or driver failover; None: this machine only
+    fleet: FleetPlan | None = None
+    own_slots: bool = False  # the number of slots of this machine was not specified
+    slots_per_host: int = 1  # of a host that the script lists without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
-    streams: tuple[Write, Write] | None = None  # in place of the driver's stdout and stderr
-    # Each report of a worker, in the loop's thread.
+    streams: tuple[Write, Write] | None = None  # used instead of the driver's stdout and stderr
+    # Called with each report of a worker, in the loop's thread.
     reported: Callable[[Report], object] | None = None
-    preemption: str = "off"  # who may announce the end of a machine; see `preemption.watch`
-    # Modules that a process for the next worker has imported; see `processes.prepared`.
+    preemption: str = "off"  # source of preemption notices; see `preemption.watch`
+    # Modules that the process for the next worker imports in advance; see `processes.prepared`.
     preload: str = ""
-    stdin_rank: int | None = None  # whose worker has this process's standard input
-    begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
-    # Called with the address where operators call, and their key.
+    stdin_rank: int | None = None  # rank of the worker that inherits standard input
+    begun: Callable[[Stoppable], object] | None = None  # called with the driver once it exists
+    # Called with the operators' address and key.
     steered: Callable[[str, bytes], object] | None = None
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     gloo_timeout_s: float = 30.0  # for a group to form
-    collective_timeout_s: float = 660.0  # when a collective gives up by itself
-    output_dir: str | None = None  # exists, and can be written to
+    collective_timeout_s: float = 660.0  # timeout of a collective
+    output_dir: str | None = None  # an existing writable folder
     prefix_timestamps: bool = False
-    journal: str | None = None  # can be written to
-    summary: bool = False  # say at the end how the time went
-    report: str | None = None  # the file of a page about the job; can be written to
-    metrics: tuple[str, int] | None = None  # address and port to serve them on
-    dashboard: tuple[str, int] | None = None  # the same, of the live page
-    opentelemetry: bool = False  # send traces of recoveries, as its variables in ``environ`` say
-    tensorboard: str | None = None  # the folder for scalars; can be written to
+    journal: str | None = None  # a writable file
+    summary: bool = False  # log a summary of the time spent at the end
+    report: str | None = None  # writable file for a page about the job
+    metrics: tuple[str, int] | None = None  # address and port of the metrics server
+    dashboard: tuple[str, int] | None = None  # the same for the live page
+    opentelemetry: bool = False  # send traces of recoveries, configured by variables in ``environ``
+    tensorboard: str | None = None  # writable folder for scalars
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
-    log_timestamps: bool = True  # in the driver's own lines
-    notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once
-    # Called where the start is refused: removes what the checks have written, unless the job has made use of it.
+    log_timestamps: bool = True  # prefix the driver's log lines with the time
+    # level and text of lines to log once
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    # Called if the start is refused: removes files that the checks created, unless the job has used them.
     refused: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
-        """By which commands find it."""
+        """The name by which commands find the job."""
         return f"job-{os.getpid()}" if self.fleet is None else self.fleet.name
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int]:
-    """The hosts that the discovery script lists now. The first run must succeed; later failures are only logged.
+    """Return the hosts that the discovery script lists now. Later failures of the script are only logged.
 
-    Raises Invalid if it fails, or prints what is not a list of hosts. An empty list is none: hosts may be on their way.
+    Raises Invalid if the script fails or its output is not a list of hosts. An empty list is allowed: hosts may appear
+    later.
     """
     assert job.script is not None
     hosts = await ScriptDiscovery(job.script, log, default_slots=job.slots_per_host).ask()
@@ -91,19 +94,19 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int]:
 def script_discovery(
     job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
 ) -> Discovery:
-    """The script's hosts as they change, from its first list on. ``only``: others than this machine are left out."""
+    """Return the script's discovery, starting from its first list. ``only``: use no hosts other than this machine."""
     assert job.script is not None
     script = ScriptDiscovery(job.script, log, default_slots=job.slots_per_host, known=known)
     return script if only is None else LocalDiscovery(script, only.elsewhere, log)
 
 
 def most_workers(cores: int) -> int:
-    """The default limit of workers on this machine, which protects it from a mistyped number."""
+    """Return the default limit of workers on this machine, which protects it from a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
-    """Hosts that were given, or this machine, with room for all workers that an operator has wanted before."""
+    """Return the discovery of the given hosts, or of this machine with slots for all workers requested before."""
     assert job.hosts is not None
     if not job.own_slots:
         return StaticDiscovery(job.hosts)
@@ -115,9 +118,10 @@ def listed_hosts(job: Job, workers_max: int) -> Discovery:
 def room_for(
     job: Job, discovery: Discovery, cores: int | None = None
 ) -> Callable[[int], Awaitable[str]] | None:
-    """How this machine gets more slots for so many workers, if nobody has said how many it has; returns why not, or
-    nothing. No more than `most_workers`, unless the job had more before. ``cores``: None: as many as this process may
-    use.
+    """Return a function that adds slots to this machine for a number of workers; None if the slots were specified.
+
+    The function returns "" or the reason for refusing. The limit is `most_workers`, unless the job had more before.
+    ``cores``: default is the number that this process may use.
     """
     if not isinstance(discovery, OwnSlots):
         return None

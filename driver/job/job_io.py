@@ -42,9 +42,9 @@ from elastic.protocol.report_values import Report
 if TYPE_CHECKING:
     from elastic.driver.monitoring.metrics import Metrics
 
-STOPPED_S = 2.0  # for what is not written yet, per stream, when a job was stopped
+STOPPED_S = 2.0  # seconds for writing the remaining output per stream after a stop
 
-# Horovod's names; ours have four levels.
+# Horovod's names, mapped to our four levels.
 _LEVELS = {
     "TRACE": "debug",
     "DEBUG": "debug",
@@ -57,13 +57,13 @@ _LEVELS = {
 
 @dataclass
 class JobIO:
-    """``place_of`` may be set later, once there is a membership that knows."""
+    """Input and output of one driver. ``place_of`` may be set later, once a membership exists."""
 
     console: Console
     output: Output
     tracing: Tracing
     metrics: Metrics | None
-    spent: TimeSpent | None  # for a summary at the end
+    spent: TimeSpent | None  # for the summary at the end
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
@@ -71,13 +71,13 @@ class JobIO:
     desk: OperatorDesk
     place_of: Callable[[Worker], Place | None]
 
-    level: str  # of the console
+    level: str  # log level of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
-    raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers announced
-    stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
+    raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
+    stopped: bool = False  # by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
-        """A worker has reported something; ``reported`` is whoever else hears it."""
+        """Distribute a worker's report. ``reported``: a further receiver."""
         self.page.reported(report)
         if self.report is not None:
             self.report.report(report)
@@ -89,7 +89,7 @@ class JobIO:
             reported(report)
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """``now``: by the clock of the journal."""
+        """Record an event and its actions. ``now``: on the journal's clock."""
         if isinstance(event, StopRequested):
             self.output.tracebacks.stopped = True
         if isinstance(event, WorkerRaised):
@@ -107,10 +107,12 @@ class JobIO:
             self.tensorboard.note(actions)
 
     def say_rest(self, *, last: bool = False) -> None:
-        """Log exceptions of workers that were not logged yet. ``last``: no worker is left; one that was killed before
-        it could send its exception had announced it.
+        """Log exceptions of workers that were not logged yet.
+
+        ``last``: no worker is left. A worker that was killed before it sent its traceback to stderr had reported it
+        before.
         """
-        # Who says why the job can't go on has no traceback.
+        # A worker that reports why the job cannot continue has no traceback.
         unsent = [text for who, text in self.raised.items() if text and who not in self.output.sent]
         if last and unsent and not self.output.tracebacks.shown:
             self.console("error", unsent[0].rstrip())
@@ -120,7 +122,7 @@ class JobIO:
 
 @contextlib.contextmanager
 def open_job_io(job: Job) -> Iterator[JobIO]:
-    """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
+    """Open a job's output, and log its notes. Raises Invalid or OSError if a file or a port is not available."""
     found: list[JobIO] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
     status: StatusLine | None = None
@@ -156,7 +158,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         heard=page.said,
     )
     metrics: Metrics | None = None
-    wait_s: float | None = STOPPED_S  # also where an exception ends it
+    wait_s: float | None = STOPPED_S  # also if an exception ends it
     try:
         for note_level, line in job.notes:
             console(note_level, line)
@@ -166,7 +168,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
             from elastic.driver.monitoring.metrics import (
-                Metrics,  # its library takes a tenth of a second
+                Metrics,  # its import takes a tenth of a second
             )
 
             metrics = Metrics(*job.metrics)
@@ -218,7 +220,7 @@ def _write(report: RunReport, log: Log) -> None:
 
 
 def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
-    """Not open yet."""
+    """Return a desk for operators that is not open yet."""
     secret = secrets.token_bytes(SECRET_BYTES) if job.fleet is None else job.fleet.secret
     key = derived(secret, PURPOSE)
     steering = Steering(
@@ -233,16 +235,16 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
 
 
 def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None] | None:
-    """None where stderr is no terminal."""
+    """Return the function that shows the status line; None if stderr is not a terminal."""
     if status is None:
         return None
     line = status
-    # An empty piece would not be written: a space stands for it, and is no line either.
+    # An empty chunk would not be written, so a space stands for it, which is not shown either.
     return lambda text: output.say_apart(line.show, text.encode(errors="replace") or b" ")
 
 
 async def serve_page(job: Job, job_io: JobIO) -> None:
-    """The live page, where it is wanted; its link is shown once. Raises Invalid."""
+    """Serve the live page if requested, and log its link once. Raises Invalid."""
     if job.dashboard is None:
         await job_io.page.serve(None, job_io.line)
         return
@@ -258,15 +260,20 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 
 
 def page_token(job: Job) -> str:
-    """The token that grants access to the page. The next driver of a job with its own secret uses the same."""
+    """Return the token that grants access to the page.
+
+    The next driver of a job with a given secret uses the same one.
+    """
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)
     return derived(job.fleet.secret, "dashboard").hex()[:32]
 
 
 def _asked_to_end() -> bool:
-    """By a Ctrl-C that came after the job's end: asyncio has cancelled this task, which waits for nothing any more, and
-    raises KeyboardInterrupt when it is over. Python 3.10 raises it at once.
+    """Return whether Ctrl-C was pressed after the job's end.
+
+    asyncio has then cancelled this task, which waits for nothing any more, and raises KeyboardInterrupt when the task
+    ends. Python 3.10 raises it at once.
     """
     cancelling = getattr(asyncio.current_task(), "cancelling", None)
     return cancelling is not None and cancelling() > 0
@@ -274,7 +281,7 @@ def _asked_to_end() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_it() -> Iterator[None]:
-    """Let Ctrl-C end a wait in this thread: asyncio's own handler would only cancel a task, but no loop runs."""
+    """Let Ctrl-C end a blocking wait in this thread: asyncio's handler would only cancel a task, but no loop runs."""
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGINT) in unwanted:

@@ -1,4 +1,4 @@
-"""State that a killed driver has left behind, when a new job starts in its place."""
+"""Cleanup of agents of a killed driver when a new job replaces its job."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from elastic.errors import Invalid
 
 
 async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: Log) -> None:
-    """Dismisses the agents of the job in this file, as its own driver would at its end: they look for one where that
-    has listened. Waits until their workers are dead, within a bound. ``listed``: the hosts of the new one.
+    """Detach the agents of the job in the journal at ``path``, as its own driver would at its end.
+
+    They look for a driver where the killed one listened. Waits until their workers are dead, within a limit.
+    ``listed``: hosts of the new job.
     """
     if plan.etcd or plan.provider or plan.agents_come:
-        return  # they find the new driver, and end what they have left before they serve it
+        return  # these agents find the new driver, and clean up before they serve it
     archive = FileArchive(Path(path))
     try:
         header = archive.header()
@@ -34,7 +36,7 @@ async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: 
         if past is None or past.over:
             return
         hosts = {worker.host for worker in past.membership.roster}
-    except Invalid:  # its end is lacking, as on a full disk
+    except Invalid:  # its end is missing, for example after a full disk
         hosts = set(listed)
     finally:
         archive.close()
@@ -66,7 +68,7 @@ async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: 
         while (here or hosts - called) and now() - began < (CLOSE_S if here else CALL_S):
             await asyncio.sleep(0.005)
     except OSError:
-        pass  # somebody else listens there by now
+        pass  # another process listens there now
     finally:
         await server.close()
     if missing := ", ".join(sorted(hosts - called)):

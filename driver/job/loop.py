@@ -1,10 +1,9 @@
-"""Runs one job: tells `JobDecisions` what happens, does what it answers. Decides nothing itself.
+"""Event loop of one job: passes events to `JobDecisions` and performs its actions. Decides nothing itself.
 
-    mailbox -> decisions.answer(event, now) -> journal, until that has settled -> perform each action
+    mailbox -> decisions.answer(event, now) -> journal, until it is written -> perform each action
 
-Events that have queued up meanwhile are decided together and written together. Whatever happens comes through the
-mailbox as an event: a process that could not be started as its exit, a message that a worker sends as the event of that
-name, a signal as StopRequested.
+Queued events are decided together and written together. Everything that happens arrives in the mailbox as an event: a
+failed start as an exit, a worker's message as the event of the same name, a signal as StopRequested.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.report_values import Report as WorkerReport
 
-AT_ONCE = 1000  # events that are decided and written together
-LINE = 79  # columns of a text, which the log puts 21 others before
-WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
+AT_ONCE = 1000  # maximum number of events decided and written together
+LINE = 79  # columns of a text, after the log's prefix of 21
+WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only after the driver has
 Line = tuple[str, str]  # level and text for the log
-LAST_CHECKPOINT_S = 6.0  # at SIGTERM; `docker stop` sends SIGKILL after 10 s
-# A process manager signals all processes of a job, and a wrapper among them passes its SIGTERM on: one request.
+LAST_CHECKPOINT_S = 6.0  # after SIGTERM; `docker stop` sends SIGKILL after 10 s
+# A process manager signals all processes of a job, and a wrapper may forward its SIGTERM: this is one request.
 REPEATED_S = 1.0
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
-    """The connections of all workers: a `Server` that they call, or a `Fleet` of agents."""
+    """The connections of all workers: a `Server` that workers connect to, or a `Fleet` of agents."""
 
     async def open(
         self,
@@ -92,48 +91,60 @@ class WorkerConnections(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRuntime:
-    """The job, and the addresses at which its workers find the driver and each other.
+    """A job, and the addresses at which its workers find the driver and each other.
 
-    ``by_agents``: agents start the workers, and add what their hosts have; then ``environ`` is only what goes before
-    that, and ``advertised``, ``bind`` and ``secret`` mean nothing.
+    ``by_agents``: agents start the workers and add the environment of their hosts. ``environ`` then has only additions
+    to it, and ``advertised``, ``bind`` and ``secret`` are unused.
     """
 
     settings: Settings
     command: Sequence[str]
-    environ: Mapping[str, str]  # what workers inherit
+    environ: Mapping[str, str]  # inherited by workers
     by_agents: bool = False
     secret: str = ""  # hexadecimal
     tls: TlsFiles | None = None
-    interface: str = "127.0.0.1"  # address the control server listens on
-    advertised: str = ""  # address workers connect to, if it is another one
-    bind: str = "127.0.0.1"  # address on which a worker may listen for its peers
+    interface: str = "127.0.0.1"  # address on which the control server listens
+    advertised: str = ""  # address that workers connect to, if it differs
+    bind: str = "127.0.0.1"  # address on which a worker listens for its peers
     port: int = 0
     gloo_timeout_s: float = 30.0  # for a group to form
-    collective_timeout_s: float = 30.0  # for a collective to end
+    collective_timeout_s: float = 30.0  # timeout of a collective
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """State of an earlier driver of the job. ``clock_offset``: seconds to add to this machine's clock to continue the
-    journal's clock.
+    """State taken over from an earlier driver of the job.
+
+    ``clock_offset``: seconds to add to this machine's clock to continue the journal's clock.
     """
 
     running: Collection[Worker]
-    places: Mapping[Worker, Place]  # in the last world
+    places: Mapping[Worker, Place]  # places in the last world
     generation: int
     clock_offset: float
 
 
 class Driver:
-    """One job, from its first worker to its exit code.
+    """Driver of one job, from its first worker to its exit code.
 
-    ``log`` takes a level and a text, ``noted`` every event with its actions and time, as the journal does.
-    ``past``: what the driver before this one has left, if membership was rebuilt from its journal. ``listening`` is
-    awaited with the address at which this driver is found, before anything else happens. ``reported`` is called with
-    each report of a worker, in the event loop's thread. ``leaves`` is called at SIGTERM, which then ends this driver
-    and not the job. ``answered`` is called with each answer to an operator's request. ``gone`` is called once no worker
-    is left, before the last line of a job that has failed.
-    After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
+    Args:
+        job: the job and its addresses.
+        membership: decides about the job.
+        server: connections of the workers.
+        launcher: starts and kills processes.
+        discovery: source of hosts.
+        journal: record of all events and decisions.
+        log: takes a level and a text.
+        noted: called with every event, its actions and time, like the journal.
+        tracing: collects timelines.
+        past: state of the previous driver, if membership was restored from its journal.
+        listening: awaited with the driver's address before anything else happens.
+        reported: called with each report of a worker, in the event loop's thread.
+        leaves: called at SIGTERM, which then ends this driver and not the job.
+        answered: called with each answer to an operator's request.
+        gone: called once no worker is left, before the last log line of a failed job.
+
+    After ``run``, ``places`` has the members of the last world, and ``results`` the values that workers sent.
     """
 
     def __init__(
@@ -158,7 +169,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self._versions = Versions()
-        self._promised: dict[Worker, Place] = {}  # at their start; until there is a world
+        self._promised: dict[Worker, Place] = {}  # places at their start; until the first world
         self.generation = past.generation if past else 0
         self.outcome = ""  # why the job ended
         self._adopts = past is not None
@@ -167,7 +178,7 @@ class Driver:
         self._leaves = leaves
         self._answered = answered
         self._gone = gone
-        self._last_line: Line | None = None  # why it fails; said when no worker is left
+        self._last_line: Line | None = None  # reason of the failure, logged when no worker is left
         self._decisions = JobDecisions(
             membership,
             leave_s=job.settings.leave_s,
@@ -185,24 +196,24 @@ class Driver:
         self._tracing = tracing or Tracing(log)
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
-        self._slots = 0  # that discovery lists
+        self._slots = 0  # number of listed slots
         self._held: bool | None = None  # whether a member of the latest world held a commit
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
-        self._layouts: dict[str, str] = {}  # text by digest
-        self._step_input = b""  # the last that was said
+        self._layouts: dict[str, str] = {}  # layout text by digest
+        self._step_input = b""  # last value received
         self._exit_barrier = ExitBarrier(server, self._post)
-        self._stop_code: int | None = None  # of the first request to stop that was heard
-        self._hurried = False  # a second one was heard: nothing waits for the journal any more
-        # What it is written with, while that is awaited.
+        self._stop_code: int | None = None  # code of the first stop request
+        self._hurried = False  # a second stop request arrived: the journal is not awaited any more
+        # The pending write of the journal, if one is awaited.
         self._settling: asyncio.Future[None] | None = None
-        self._signalled: int | None = None  # the exit code of the last signal
+        self._signalled: int | None = None  # exit code of the last signal
         self._signalled_at: dict[signal.Signals, float] = {}
-        self._early_stop: tuple[str, int] | None = None  # a request that came before run()
-        self._said_last = ""  # of what was done to the world
+        self._early_stop: tuple[str, int] | None = None  # a stop request before run()
+        self._said_last = ""  # last log line about the world
         self._exits = ExitLines(log)
 
     @property
@@ -211,35 +222,39 @@ class Driver:
         return self._decisions.members
 
     def ordered_results(self) -> list[bytes | None]:
-        """The results of the last world's members by rank; None of those that sent none.
+        """Return the results of the last world's members by rank; None for a member that sent none.
 
-        Where no worker called ``init()`` there was no world, and the ranks are those they were started with.
+        If no worker called ``init()``, there was no world, and the ranks are those assigned at the start.
         """
         places = self.places or self._promised
         by_rank = sorted(places, key=lambda worker: places[worker].rank)
         return [self.results.get(worker) for worker in by_rank]
 
     def last_reports(self) -> dict[int, WorkerReport]:
-        """The last report of each member of the last world that has made any, by rank."""
+        """Return the last report of each member of the last world that has sent any, by rank."""
         return self._reports.by_rank(self.places)
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code; asked a second time, kill everything at once. From any thread."""
+        """End the job with this exit code; on the second call, kill everything at once. Thread-safe."""
         if self._loop is None:
             self._early_stop = (reason, code)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop, reason, code)
 
     def tell(self, event: events.Event) -> None:
-        """An operator's request. From the event loop's thread, once the job runs."""
+        """Handle an operator's request. Must be called in the event loop's thread while the job runs."""
         self._post(event)
 
     def dump(self, worker: Worker) -> None:
-        """Have a worker write its stacks, because somebody asks."""
+        """Request the stacks of a worker on behalf of an operator."""
         self._launcher.dump(worker)
 
     async def run(self) -> int:
-        """The whole job. Returns its exit code; no worker is left when it does. Raises OSError if it can't listen."""
+        """Run the whole job and return its exit code; no worker is left then.
+
+        Raises:
+            OSError: it cannot listen.
+        """
         self._loop = asyncio.get_running_loop()
         if self._early_stop is not None:
             self._stop(*self._early_stop)
@@ -248,7 +263,7 @@ class Driver:
         assert self._decisions.ending is not None
         heard = self._signalled if self._stop_code is None else self._stop_code
         if self._decisions.stop_code is None and heard is not None:
-            return heard  # it came when the loop had no turn left to decide about it
+            return heard  # it arrived after the loop's last decision
         return self._decisions.ending.code
 
     async def _run(self) -> None:
@@ -289,7 +304,7 @@ class Driver:
             await self._tracing.close()
             self._journal.close()
 
-    # ---- what happens becomes an event -----------------------------------------------------------------------------
+    # ---- event sources ---------------------------------------------------------------------------------------------
 
     async def _watch_hosts(self) -> None:
         listed = False
@@ -298,11 +313,12 @@ class Driver:
             async for hosts in self._discovery.watch():
                 self._post(events.HostsChanged(dict(hosts)))
                 if listed:
-                    # A hint to scripts, which may wait for it: nobody has to stop.
+                    # A hint to scripts that wait for hosts; no worker has to stop.
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
-            # Adapters report their sources' trouble themselves: this is a bug in one, and the hosts we have stay good.
+            # Adapters report errors of their sources themselves: this is a bug in one, and the known hosts remain
+            # valid.
             trouble = repr(error)
             self._log("error", f"host discovery ended; the list of hosts stays as it is: {trouble}")
         if not listed:
@@ -313,9 +329,9 @@ class Driver:
     def _heard(self, worker: Worker, message: Any) -> None:
         if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
             return
-        about_checkpoints = self._checkpoints.handle(worker, message)
-        if about_checkpoints is not None:
-            self._bring_together(about_checkpoints)
+        checkpoint_actions = self._checkpoints.handle(worker, message)
+        if checkpoint_actions is not None:
+            self._perform_checkpoint_actions(checkpoint_actions)
             return
         match message:
             case protocol.Layout(digest, text):
@@ -327,7 +343,7 @@ class Driver:
             case _:
                 self._post(event_of(worker, message))
 
-    def _bring_together(self, actions: Sequence[checkpoint_shares.Action]) -> None:
+    def _perform_checkpoint_actions(self, actions: Sequence[checkpoint_shares.Action]) -> None:
         for action in actions:
             match action:
                 case checkpoint_shares.TellRanks(workers, message):
@@ -350,7 +366,7 @@ class Driver:
         self._exit_barrier.disconnected(worker)
 
     def _worker_gone(self, event: events.WorkerExited) -> None:
-        """An exit comes after everything that the worker has said."""
+        """Handle an exit, which must follow everything that the worker has sent."""
         self._exit_barrier.gone(event)
 
     def _stop(self, reason: str, code: int) -> None:
@@ -366,8 +382,10 @@ class Driver:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGHUP, SIGINT and SIGTERM stop the job, or all but SIGINT this driver alone. SIGHUP stays ignored where it
-        is, as under nohup. Only a main thread may handle signals.
+        """Handle SIGHUP, SIGINT and SIGTERM as requests to stop the job.
+
+        If ``leaves`` is set, all but SIGINT stop only this driver. An ignored SIGHUP stays ignored, as under nohup.
+        Signals are handled in the main thread only.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -375,8 +393,8 @@ class Driver:
         loop = self._loop
         assert loop is not None
 
-        def heard(number: int, _: object) -> None:
-            # The next signal may call this before it returns, so it compares nothing: the loop does.
+        def forward(number: int, _: object) -> None:
+            # May be interrupted by the next signal, so it only forwards: the loop compares.
             if number == signal.SIGINT or self._leaves is None:
                 self._signalled = STOP_CODES[signal.Signals(number)]
             loop.call_soon_threadsafe(self._hear_signal, signal.Signals(number), self._now())
@@ -385,12 +403,12 @@ class Driver:
         if before[signal.SIGHUP] == signal.SIG_IGN:
             del before[signal.SIGHUP]
         for number in before:
-            signal.signal(number, heard)
+            signal.signal(number, forward)
         try:
             yield
         finally:
             for number, handler in before.items():
-                # None: it was not set from Python, and cannot be restored from there.
+                # None: not set from Python, so it cannot be restored.
                 if handler is not None:
                     signal.signal(number, handler)
 
@@ -410,7 +428,7 @@ class Driver:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     async def _handle(self, first: tuple[float, events.Event]) -> None:
-        """This event and all that have queued up behind it. Each counts as of when it came."""
+        """Handle this event and all that are queued behind it, each as of the time of its arrival."""
         decided: list[tuple[events.Event, list[events.Action]]] = []
         arrived: tuple[float, events.Event] | None = first
         while arrived is not None:
@@ -426,7 +444,7 @@ class Driver:
             await self._written(self._journal.rest())
 
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
-        """A store may be silent for as long as it likes; an operator's second stop does not wait for it."""
+        """Wait for the journal to be written. An operator's second stop request does not wait for a silent store."""
         self._settling = asyncio.ensure_future(writing)
         if self._hurried:
             self._settling.cancel()
@@ -441,11 +459,11 @@ class Driver:
     def _carry_out(self, event: events.Event, actions: list[events.Action]) -> None:
         self._perform(actions)
         if isinstance(event, events.WorkerConnected):
-            told = self._versions.heard(event.worker.host, event.torch_version)
-            if told:
-                self._log("warning", told)
+            differing = self._versions.heard(event.worker.host, event.torch_version)
+            if differing:
+                self._log("warning", differing)
         if isinstance(event, events.WorkerExited) and event.worker not in self.results:
-            self._promised.pop(event.worker, None)  # it may be one of any number
+            self._promised.pop(event.worker, None)  # another worker may get its place
 
     def _decide(self, event: events.Event, now: float) -> list[events.Action]:
         """Decide the actions. Membership's answer is written to the journal before any action."""
@@ -478,14 +496,14 @@ class Driver:
             )
 
     def _now(self) -> float:
-        """On the clock of the journal, which goes on from one driver to the next."""
+        """Return the time on the journal's clock, which continues from one driver to the next."""
         assert self._loop is not None
         return self._loop.time() + self._offset
 
-    # ---- what is asked for gets done -------------------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[events.Action]) -> None:
-        # Starting a process takes milliseconds: who waits for a word about the world hears it first, the log last.
+        # Starting a process takes milliseconds: messages about worlds are sent first, the log is written last.
         if not actions:
             return
         lines: dict[int, Line | None] = {}
@@ -506,7 +524,7 @@ class Driver:
         self._log_workers("releasing", [a for a in actions if isinstance(a, events.LetGo)], given)
 
     def _do(self, action: events.Action) -> Line | None:
-        """Perform one action. Returns what the log has to say of it."""
+        """Perform one action. Returns the log line about it, if any."""
         send, broadcast = self._server.send, self._server.broadcast
         match action:
             case events.StartWorker():
@@ -531,10 +549,10 @@ class Driver:
                 return self._publish(action)
             case events.TellWorld(generation, member, store, holders, commit, reason, checkpoint):
                 text, run = str(reason), self._checkpoint_run
-                word = protocol.World(
+                message = protocol.World(
                     generation, member.place, store, holders, commit, text, run, checkpoint
                 )
-                send(member.worker, word)
+                send(member.worker, message)
             case events.WelcomeWorker(worker, place, newcomer, elastic):
                 send(worker, protocol.Welcome(place, newcomer, elastic, self._step_input))
             case events.PrepareChange(generation, change, members, reason):
@@ -550,9 +568,9 @@ class Driver:
                 send(worker, protocol.Leave(str(reason), fenced))
             case events.RejectWorker(worker, layout, expected):
                 texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
-                words = layout_diff.difference(*texts)
-                send(worker, protocol.Rejected(words))
-                return ("error", f"the state of {worker} differs from the world's:\n{words}")
+                diff = layout_diff.difference(*texts)
+                send(worker, protocol.Rejected(diff))
+                return ("error", f"the state of {worker} differs from the world's:\n{diff}")
             case events.TellStandby(worker):
                 send(worker, protocol.StandBy())
                 return ("info", f"standby {worker} is ready")
@@ -565,7 +583,7 @@ class Driver:
                 return self._end(action)
             case events.Report(level, text, about):
                 if about is not None and about.kind is Why.SLOT_GIVEN_UP:
-                    text = in_one_line(about) or text  # what it wrote is on the screen already
+                    text = in_one_line(about) or text  # the output is already on the screen
                 return None if self._exits.shares(about) else (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
@@ -587,10 +605,10 @@ class Driver:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
         wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         if job.by_agents:
-            said = job_environment(
+            job_env = job_environment(
                 worker, place, settings.elastic, job.collective_timeout_s, wait_timeout_s
             )
-            env = {**without_secrets(job.environ), **settings.env, **said}
+            env = {**without_secrets(job.environ), **settings.env, **job_env}
         else:
             env = worker_environment(
                 job.environ,
@@ -617,7 +635,7 @@ class Driver:
         actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
         given: Sequence[Reason | None],
     ) -> None:
-        """Workers to which the same is done for one reason share a line, unless a report has given the reason."""
+        """Log actions on several workers for the same reason in one line, unless a report has stated the reason."""
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:
             if action.reason not in given:
@@ -661,20 +679,20 @@ class Driver:
         if outcome.code != 0:
             self._server.broadcast(self._decisions.running, protocol.End(reason))
         if self.outcome:
-            return None  # a stop has come after it
+            return None  # a stop request followed
         self.outcome = reason
         self._about_checkpoints.ended()
         if outcome.code == 0:
             level = "warning" if outcome.reason.facts.get("failed") else "info"
             return (level, f"training ended: {reason}")
-        # What a worker wrote is on the screen already.
-        said = (
+        # The worker's output is already on the screen.
+        text = (
             f"the job ended with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
         )
-        said = said.replace("; ", ";\n") if len(said) > LINE else said
+        text = text.replace("; ", ";\n") if len(text) > LINE else text
         if self._decisions.stop_code is not None:
-            return ("info", said)
-        self._last_line = ("error", said)
+            return ("info", text)
+        self._last_line = ("error", text)
         return None
 
 

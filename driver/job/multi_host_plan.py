@@ -1,7 +1,6 @@
-"""The additional settings of a job on several hosts.
+"""Additional settings of a job on several hosts.
 
-A job is such a one if it has a host that is not this machine, hosts that come by etcd, or a driver that may be followed
-by another.
+A job is of this kind if a host is not this machine, hosts register in etcd, or the driver can be replaced by another.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from elastic.driver.job.provider import Provider
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 
-AWAY_S = 600.0  # workers train on for so long without a driver, where another may come
-BOUND_AWAY_S = 30.0  # ... where none will, should only the connection have been lost
+AWAY_S = 600.0  # how long workers train without a driver if another may take over
+BOUND_AWAY_S = 30.0  # ... and if none will, in case only the connection was lost
 
-# What of the driver's environment goes to workers on all hosts: what is about training, not about the driver's machine.
+# Environment of the driver that is forwarded to all hosts: about training, not about the driver's machine.
 FORWARDED = re.compile(
     r"(HOROVOD|ELASTIC|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|CUDA_LAUNCH|HF|TRANSFORMERS)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|PYTHONUNBUFFERED|PYTHONWARNINGS|TZ|LANG|LC_ALL"
@@ -26,36 +25,37 @@ FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class PodSource:
-    """``slots``: of each pod; None: as many as it has GPUs, or one."""
+    """Selection of pods as hosts. ``slots``: of each pod; None: the number of its GPUs, or one."""
 
     selector: str
-    namespace: str | None  # None: this pod's own
+    namespace: str | None  # None: that of this pod
     slots: int | None
-    address: str  # of this pod, where the driver listens; empty: where the rest of the world would reach it
+    # of this pod, where the driver listens; empty: the address by which other hosts reach it
+    address: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """``elsewhere``: some host is another machine. ``outlived``: agents go on without this driver."""
+    """Settings for other hosts and driver failover. ``outlived``: agents continue without this driver."""
 
     name: str  # of the job
     secret: bytes = field(repr=False)
-    given_secret: bool  # by the user, so that others have it too
+    given_secret: bool  # by the user, so that other processes have it too
     etcd: EtcdAccess | None
     tls: TlsFiles | None
     ssh: SshOptions
     resume: bool
     standby: bool
-    fresh: bool  # begin a job, whatever there is to go on with
+    fresh: bool  # start a new job, even if one could be resumed
     interfaces: list[str]
     port: int
     away_s: float
     forwarded: dict[str, str] = field(repr=False)
-    by_etcd: bool  # hosts are the agents that register there
-    service: str | None  # a headless service whose addresses are the hosts
-    pods: PodSource | None  # the hosts, as the Kubernetes API tells them
-    needed: bool  # known already to be such a job
-    provider: Provider | None = None  # of hosts and agents, in place of lists and ssh
+    by_etcd: bool  # hosts are the agents registered in etcd
+    service: str | None  # headless service whose addresses are the hosts
+    pods: PodSource | None  # hosts are pods listed by the Kubernetes API
+    needed: bool  # known to need agents
+    provider: Provider | None = None  # supplies hosts and agents, instead of lists and ssh
 
     @property
     def outlived(self) -> bool:
@@ -63,16 +63,16 @@ class FleetPlan:
 
     @property
     def left_by_sigterm(self) -> bool:
-        """Kubernetes ends a driver's pod with its node, and starts another: that is not the end of the job."""
+        """Whether SIGTERM ends only this driver: Kubernetes replaces a driver's pod when its node is drained."""
         return self.pods is not None and self.outlived
 
     @property
     def agents_come(self) -> bool:
-        """By themselves: nobody is started over ssh."""
+        """Whether agents connect by themselves, so that none is started over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """Raises Invalid."""
+        """Return the server's TLS context; None without TLS. Raises Invalid."""
         if self.tls is None:
             return None
         from elastic.protocol import tls
@@ -81,7 +81,7 @@ class FleetPlan:
 
 
 def provided(plan: FleetPlan, provider: Provider) -> FleetPlan:
-    """The same, with hosts from an engine."""
+    """Return the plan with hosts from an engine."""
     return replace(
         plan,
         provider=provider,

@@ -1,4 +1,4 @@
-"""The seam under an engine that supplies machines, such as Ray: it says which there are, and puts an agent on one."""
+"""Interface of an engine that supplies machines, such as Ray: it lists them and starts agents on them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Decides nothing about the job: how many workers it has, and when, is for the driver to say."""
+    """Supplies machines. Decides nothing about the job: the driver decides how many workers it has, and when."""
 
-    outlived: bool  # the job may outlive its driver, and another one go on with it
-    fresh: bool  # this driver is the job's first
-    secret: bytes  # of the job
-    lost: asyncio.Event | None  # set once another driver has the job
+    outlived: bool  # the job can outlive its driver and be resumed by another
+    fresh: bool  # this is the first driver of the job
+    secret: bytes  # secret of the job
+    lost: asyncio.Event | None  # set once another driver leads the job
 
     @property
     def towards(self) -> Sequence[str]:
-        """Addresses of some machines, by which is found out on which network the driver has to listen."""
+        """Addresses of some machines, which determine the network on which the driver listens."""
 
     def discovery(self, log: Log, need: Callable[[], Need]) -> Discovery:
-        """The machines and their slots. Called once; ``need`` as often as wanted, in the driver's loop."""
+        """Return the discovery of machines and slots.
+
+        Called once; it may call ``need`` at any time in the driver's loop.
+        """
 
     def starter(self, log: Log) -> Starter:
-        """Starts an agent on one of them. Called once."""
+        """Return the starter of agents. Called once."""
 
     def archive(self) -> Archive | None:
-        """Where the journal is kept that another driver goes on from; None: the job ends with this one."""
+        """Return the archive of the journal from which another driver resumes; None: the job ends with this driver."""
 
     def environ_of(self, host: str) -> Mapping[str, str]:
-        """Environment variables of this host's workers, in addition to those of all workers."""
+        """Return environment variables of this host's workers, in addition to those of all workers."""
 
     async def listening(self, address: str) -> None:
-        """The driver is found at ``host:port`` from here on: agents that belong to the driver before have to know."""
+        """Publish the driver's address ``host:port``, which agents of the previous driver need."""

@@ -1,4 +1,4 @@
-"""Files that the checks of a start have created: removed if the start is refused. Acts."""
+"""Files created by the checks of a start, which are removed if the start is refused. Acts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class Traces:
-    """The files of one start. ``remove`` removes them, the latest first; safe to repeat."""
+    """The files of one start. ``remove`` removes them in reverse order; safe to repeat."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
         while self._undo:
-            with contextlib.suppress(OSError):  # it is no more than an empty file or folder
+            with contextlib.suppress(OSError):  # at worst an empty file or folder remains
                 self._undo.pop()()
 
     @contextlib.contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Around the checks."""
+        """Remove the files if an exception is raised in this context."""
         try:
             yield
         except BaseException:
@@ -32,21 +32,22 @@ class Traces:
             raise
 
     def folder(self, path: str) -> None:
-        """Note a folder that is about to be created, with its parents: each that is still empty then is removed."""
+        """Register a folder that is about to be created, with its parents. Only empty ones are removed."""
         made = Path(os.path.abspath(path))
         for folder in reversed([made, *made.parents]):
             if not folder.exists():
                 self._undo.append(folder.rmdir)
 
     def file(self, path: str) -> None:
-        """Note a file that is about to be created. A journal with more than its header belongs to a started job, and is
-        kept.
+        """Register a file that is about to be created.
+
+        A journal with more than its header belongs to a started job, and is kept.
         """
         if not os.path.exists(path):
             self._undo.append(lambda: _remove_unused(Path(path)))
 
     def run(self, storage: Storage, number: int) -> None:
-        """A run was claimed. One that has a checkpoint keeps its mark."""
+        """Register a claimed run. A run that has a checkpoint keeps its mark."""
 
         def give_back() -> None:
             if all(name.run != number for name in catalog.names(storage)):

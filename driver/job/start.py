@@ -1,4 +1,4 @@
-"""Puts a checked job together and runs it from this process. Decides nothing but on how many machines it is."""
+"""Assembly and execution of a validated job in this process. Decides only whether it needs agents."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ from elastic.protocol.report_values import Report
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``results`` are the values of launched functions by rank, still pickled, None where there is
-    none; ``reports`` the last of each rank of the last world that has made any.
+    """The outcome of a job.
+
+    Args:
+        code: its exit code.
+        reason: why it ended.
+        results: pickled values of launched functions by rank; None if missing.
+        reports: the last report of each rank of the last world that has sent any.
     """
 
     code: int
@@ -40,9 +45,11 @@ class Outcome:
 
 
 async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
-    """Runs the job to its end; no worker is left when this returns.
+    """Run a job to its end; no worker is left when this returns.
 
-    Raises Invalid for what can be known before anything is started, OSError if it can't listen.
+    Raises:
+        Invalid: a problem was found before anything was started.
+        OSError: it cannot listen.
     """
     this_host = this_host or ThisHost()
     try:
@@ -82,14 +89,16 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
 
 
 async def _may_grow(fleet: FleetPlan) -> bool:
-    """Whether a script that lists this machine alone may list another later: its workers must reach those here."""
+    """Return whether a script that lists only this machine may list others later, whose workers must reach those
+    here.
+    """
     return not is_loopback(await listen_address(fleet.interfaces, (), grows=True))
 
 
 async def _alone(
     job: Job, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """All hosts are this machine, and everything ends with this process."""
+    """Run a job with all hosts on this machine, where everything ends with this process."""
     membership = Membership(job.settings)
     job_io.place_of = membership.place_of
     console = job_io.console
@@ -159,5 +168,6 @@ async def _alone(
         job.begun(driver)
     code = await driver.run()
     if code:
-        job.refused()  # by workers, whose state does not fit a checkpoint, before they wrote one of their own
+        # by workers whose state does not fit a checkpoint, before they wrote one themselves
+        job.refused()
     return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

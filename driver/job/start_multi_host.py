@@ -1,7 +1,7 @@
-"""Runs a job whose workers belong to agent processes: on several hosts, or with a driver that another may follow. Acts.
+"""Execution of a job whose workers belong to agents: on several hosts, or with driver failover. Acts.
 
-In order: lead, read what there is to go on from, listen, tell where, adopt or begin. Whoever is deposed in between ends
-without touching a worker: they are another driver's by then.
+In order: become leader, read the journal, listen, announce the address, adopt or begin. A driver that loses leadership
+in between exits without touching a worker, since the workers belong to another driver by then.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Report
 
-ASKED = 16  # hosts whose names are looked up to find out where to listen
-DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver goes on with the job
+ASKED = 16  # host names resolved to determine where to listen
+DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver continues the job
 
 Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 
@@ -63,8 +63,9 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 async def start_fleet(
     job: Job, plan: FleetPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """The job's exit code, why it ended, results and last reports by rank. Raises Invalid and OSError before anything
-    is started.
+    """Run a job with agents; return its exit code, the reason, and results and last reports by rank.
+
+    Raises Invalid and OSError before anything is started.
     """
     async with contextlib.AsyncExitStack() as stack:
         leading = await campaign(plan, job_io.console, stack)
@@ -86,7 +87,7 @@ async def start_fleet(
 async def _past(
     job: Job, plan: FleetPlan, lead: Lead | None, archive: Archive | None
 ) -> RecoveredJob | None:
-    """The job that this driver goes on with. Raises Invalid where it must not begin one."""
+    """Return the job that this driver resumes, if any. Raises Invalid if it must not start a new one."""
     if archive is None:
         return None
     begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
@@ -105,7 +106,7 @@ async def _past(
             " --fresh discards what is left of it and starts a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
-        return None  # its workers ended with their driver; or nobody has waited for its outcome
+        return None  # its workers ended with their driver; or no driver has waited for its outcome
     name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
     return to_go_on_with(
         found,
@@ -118,7 +119,10 @@ async def _past(
 
 
 def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
-    """Where the journal of jobs that outlive a driver is kept. Raises Invalid where another driver writes it."""
+    """Return the archive for the journal of a job that outlives its driver.
+
+    Raises Invalid if another driver writes it.
+    """
     if plan.provider is not None:
         return plan.provider.archive()
     if lead is not None:
@@ -127,8 +131,11 @@ def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
 
 
 def _bound(server: Server[Any], interface: str, port: int, own: int) -> Address:
-    """Where it listens. ``own``: the port of --driver-port. Raises Invalid where that, or the former driver's, is
-    taken, and OSError.
+    """Bind the server and return its address. ``own``: the port of --driver-port.
+
+    Raises:
+        Invalid: that port, or the previous driver's, is taken.
+        OSError: it cannot listen.
     """
     try:
         return server.bind(interface, port)
@@ -148,7 +155,7 @@ def _bound(server: Server[Any], interface: str, port: int, own: int) -> Address:
 
 
 class _Run:
-    """One driver, from its first word to its last."""
+    """One driver of the job, from start to exit."""
 
     def __init__(
         self,
@@ -170,15 +177,15 @@ class _Run:
         job_io.place_of = self.membership.place_of
         self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
         self.id = past.job if past is not None else uuid.uuid4().hex
-        self.lost: asyncio.Event | None = None  # another driver leads
+        self.lost: asyncio.Event | None = None  # set once another driver leads
         if lead is not None:
             self.lost = lead.leadership.lost
         elif plan.provider is not None:
             self.lost = plan.provider.lost
-        self.left = False  # by SIGTERM, and the job goes on
+        self.left = False  # by SIGTERM, while the job continues
         if plan.left_by_sigterm and self.lost is None:
             self.lost = asyncio.Event()
-        self._told: set[asyncio.Task[None]] = set()
+        self._publishing: set[asyncio.Task[None]] = set()
 
     async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
         job, plan, past = self.job, self.plan, self.past
@@ -263,7 +270,8 @@ class _Run:
             code = loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
         if code:
-            job.refused()  # as no agent could be started, or by workers, before they wrote a checkpoint
+            # for example if no agent could be started, or by workers before they wrote a checkpoint
+            job.refused()
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
     async def _unless_deposed(self, driver: loop.Driver) -> int | None:
@@ -293,10 +301,10 @@ class _Run:
         self.left = True
         self.lost.set()
 
-    # ---- where and how ---------------------------------------------------------------------------------------------
+    # ---- addresses, agents and hosts -------------------------------------------------------------------------------
 
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
-        """The address and port to listen on. Agents without etcd know only those of the driver before this one."""
+        """Return the address and port to listen on. Agents without etcd know only those of the previous driver."""
         movable = self.plan.etcd is not None or self.plan.provider is not None
         movable = movable or self.plan.pods is not None  # another pod, with the name of a service
         if self.past is not None and not movable and self.past.address:
@@ -393,7 +401,7 @@ class _Run:
         await self._announce_desk(address.host)
 
     async def _announce_desk(self, interface: str) -> None:
-        """Operators elsewhere find this driver as its agents do: by etcd, or by Ray."""
+        """Announce the operators' address in the way in which agents find the driver: by etcd or by Ray."""
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
@@ -404,7 +412,7 @@ class _Run:
             key = operators_key(self.plan.name)
             await self.lead.leadership.transact([(key, address.encode())])
 
-    # ---- what is kept for the next driver --------------------------------------------------------------------------
+    # ---- state for the next driver ---------------------------------------------------------------------------------
 
     async def _journal(self, archive: Archive | None, writer: Writer) -> Journal:
         if isinstance(archive, EtcdArchive) and not self.plan.outlived:
@@ -427,7 +435,7 @@ class _Run:
         )
         copy = None
         if self.job.journal is not None and not isinstance(archive, FileArchive):
-            # Readable here, whatever etcd has forgotten by then: from where this driver begins.
+            # A copy that can be read here after etcd has discarded it, starting with this driver.
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
             state = None if self.past is None else snapshot.taken(self.membership)
             file = FileArchive(Path(self.job.journal))
@@ -439,7 +447,10 @@ class _Run:
         return journal if copy is None else Copied(journal, copy)
 
     def _nobody_waits(self) -> bool:
-        """All train, and nobody has to be found again, or must be gone soon: a snapshot of many workers takes long."""
+        """Return whether all train and no worker is about to reconnect or exit.
+
+        Only then is a snapshot taken, since one of many workers takes long.
+        """
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
 
@@ -477,12 +488,12 @@ class _Run:
             return
         for action in actions:
             if isinstance(action, PublishWorld):
-                task = asyncio.ensure_future(self._tell_generation(action.generation))
-                self._told.add(task)
-                task.add_done_callback(self._told.discard)
+                task = asyncio.ensure_future(self._publish_generation(action.generation))
+                self._publishing.add(task)
+                task.add_done_callback(self._publishing.discard)
 
-    async def _tell_generation(self, generation: int) -> None:
-        """For agents that no driver reaches: whether the others have gone on without them."""
+    async def _publish_generation(self, generation: int) -> None:
+        """Publish the generation, by which disconnected agents learn whether the job has continued without them."""
         assert self.lead is not None
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
         with contextlib.suppress(Deposed):
@@ -490,7 +501,7 @@ class _Run:
 
 
 class Overheard:
-    """A discovery whose lists somebody else hears too."""
+    """A discovery that passes its lists to a callback too."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
         self._source = source

@@ -1,4 +1,7 @@
-"""The operator's end: finds a running job, proves itself, asks, and waits for each answer. Blocks, within bounds."""
+"""Client of a running job for operators: finds its driver, authenticates, and sends requests.
+
+Blocks, with timeouts.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class JobUnreachable(ElasticError):
-    """The driver of a job can't be asked: it has ended, another one has taken over, or the key is another job's."""
+    """The driver of a job cannot be reached: it has exited, another one has taken over, or the key is another job's."""
 
 
 @dataclass(frozen=True)
 class JobAddress:
-    """Where a job is steered."""
+    """The address and key with which a job is reached."""
 
     name: str
     address: str
@@ -50,23 +53,23 @@ class JobAddress:
 
 
 def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
-    """One that runs on this machine: by its name, or else its journal or its driver's process; without any, the only
-    one.
+    """Find a job that runs on this machine: by name, by journal, by its driver's process, or the only one.
 
-    Raises Invalid with those that there are.
+    Raises:
+        Invalid: with a list of the running jobs.
     """
-    there = found = records(environ)
+    jobs = found = records(environ)
     which, whose, path, hint = "job of this user", "", "", ""
-    called = [] if journal is not None else [each for each in there if each.name == wanted]
+    called = [] if journal is not None else [each for each in jobs if each.name == wanted]
     if called:
         found = called
     elif journal is not None or (wanted and os.path.isfile(wanted)):
         path = os.path.abspath(journal or wanted)
-        found = [record for record in there if record.journal == path]
+        found = [record for record in jobs if record.journal == path]
         which, whose = f"job of this user whose journal is {path}", path
         hint = f" (if it has ended: elasticrun explain {path})"
     elif wanted:
-        found = [each for each in there if wanted == str(each.pid)]
+        found = [each for each in jobs if wanted == str(each.pid)]
         which = f"job {wanted!r} of this user"
         if wanted.isdecimal():
             whose, path = f"process {wanted}", f"/proc/{wanted}"
@@ -76,7 +79,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
                 f"{whose} belongs to user {other}, and a job answers only the user that started it: run the"
                 f" command as {other}"
             )
-        raise Invalid(f"no {which} runs here{hint}; {_others(there)}")
+        raise Invalid(f"no {which} runs here{hint}; {_others(jobs)}")
     if len(found) > 1:
         raise Invalid(f"{len(found)} jobs run here: name one of {_listed(found)}")
     [record] = found
@@ -84,7 +87,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
 
 
 def _other_owner(path: str) -> str:
-    """Empty where it is our own, or there is none."""
+    """Return the owner of a file if it is another user; otherwise ""."""
     try:
         uid = os.stat(path).st_uid
     except OSError:
@@ -93,18 +96,18 @@ def _other_owner(path: str) -> str:
 
 
 def key_of(secret: bytes) -> bytes:
-    """By which operators of a job prove themselves."""
+    """Return the key that authenticates operators of a job."""
     return derived(secret, PURPOSE)
 
 
-def _others(there: Sequence[JobRecord]) -> str:
-    if there:
-        return f"running: {_listed(there)}"
+def _others(jobs: Sequence[JobRecord]) -> str:
+    if jobs:
+        return f"running: {_listed(jobs)}"
     return "for a job that is led from elsewhere, pass --etcd HOST:PORT, --job NAME and --secret-file FILE"
 
 
-def _listed(there: Sequence[JobRecord]) -> str:
-    return ", ".join(f"{each.name} (process {each.pid})" for each in there[:8])
+def _listed(listed: Sequence[JobRecord]) -> str:
+    return ", ".join(f"{each.name} (process {each.pid})" for each in listed[:8])
 
 
 def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) -> JobUnreachable:
@@ -114,7 +117,7 @@ def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) 
 
 
 class JobClient:
-    """One connection. Raises JobUnreachable."""
+    """One authenticated connection to a driver. Raises JobUnreachable."""
 
     def __init__(self, job: JobAddress) -> None:
         self.job = job
@@ -136,15 +139,15 @@ class JobClient:
             raise _unreachable(job, f"refuses: {error}", error, CONNECT_S) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
-        """One request of this kind, and what is answered. Raises JobUnreachable."""
+        """Send a request of this kind, and return the answer. Raises JobUnreachable."""
         request: Request = kind(next(self._numbers), *arguments)
         try:
             self._socket.sendall(self._wire.frame_of(encoded(request)))
             deadline = time.monotonic() + ANSWER_S
             while True:
-                told = self._next(deadline)
-                if isinstance(told, Told) and told.number == request.number:
-                    return told
+                reply = self._next(deadline)
+                if isinstance(reply, Told) and reply.number == request.number:
+                    return reply
         except (OSError, ProtocolError) as error:
             raise _unreachable(self.job, f"is gone: {error}", error, ANSWER_S) from None
 
@@ -187,7 +190,7 @@ def _user() -> str:
 def _name_of(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:  # a container may have no name for it
+    except KeyError:  # a container may have no name for the user
         return str(uid)
 
 

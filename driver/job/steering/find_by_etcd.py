@@ -1,4 +1,4 @@
-"""Where the driver of a job hears operators, as etcd tells it. No policy."""
+"""Lookup of the address for operators in etcd. No policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WITHIN_S = 5.0
 
 
 def desk_of(access: EtcdAccess, job: str) -> str:
-    """``host:port``. Raises Invalid where nobody leads the job, or etcd does not answer."""
+    """Return the address ``host:port`` of a job. Raises Invalid if it has no leader, or etcd does not answer."""
     return asyncio.run(_desk_of(access, job))
 
 

@@ -1,7 +1,7 @@
-"""Every message between an operator and the driver of a running job. Pure: values only; `framing` makes bytes of them.
+"""Messages between an operator and the driver of a running job. Pure: values only; `framing` encodes them.
 
-The operator calls, and both prove that they know the operators' key of the job, which is derived from its secret. Then
-each request is answered by one `Told`, with the request's number.
+The operator connects, and both sides prove knowledge of the operators' key of the job, which is derived from its
+secret. Each request is answered by one `Told` with the same number.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import msgspec
 
 from elastic.protocol.messages import VERSION
 
-PURPOSE = "operator"  # of the key that is derived from the job's secret
+PURPOSE = "operator"  # for deriving the key from the job's secret
 
 
 class OperatorMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
-    """Base of what travels between them, but for the handshake."""
+    """Base class of all messages except the handshake."""
 
 
 class OperatorAnswer(OperatorMessage):
-    """Answer to protocol.Challenge, with a challenge of its own. ``name``: of this connection, and who it is for."""
+    """Answer to protocol.Challenge, with a challenge of its own. ``name``: that of the connection and its user."""
 
     name: str
     nonce: bytes
@@ -29,7 +29,7 @@ class OperatorAnswer(OperatorMessage):
 
 
 class AskStatus(OperatorMessage):
-    """The state of the page, as JSON; see `monitoring.dashboard.page_state`."""
+    """Request the state of the page, as JSON; see `monitoring.dashboard.page_state`."""
 
     number: int
 
@@ -46,17 +46,18 @@ class AskDrain(OperatorMessage):
 
 
 class AskRemove(OperatorMessage):
-    """``worker``: a rank, or ``host:slot``."""
+    """Request a worker's removal. ``worker``: a rank, or ``host:slot``."""
 
     number: int
     worker: str
 
 
 class AskStacks(OperatorMessage):
-    """Request stacks of a rank or ``host:slot``; empty: of the first members. The answer's data is text by worker, as
-    JSON.
+    """Request the stacks of a worker: text by worker as JSON in the answer's data.
 
-    ``log``: they are written into the log of the job too.
+    Args:
+        worker: a rank or ``host:slot``; empty: the first members.
+        log: write them to the job's log too.
     """
 
     number: int
@@ -65,7 +66,10 @@ class AskStacks(OperatorMessage):
 
 
 class AskLogs(OperatorMessage):
-    """The newest lines, or those after the line of this number. In the answer's data: [last number, lines], as JSON."""
+    """Request the newest log lines, or those after number ``after``.
+
+    The answer's data is ``[last number, lines]`` as JSON.
+    """
 
     number: int
     worker: str = ""
@@ -73,14 +77,14 @@ class AskLogs(OperatorMessage):
 
 
 class AskStop(OperatorMessage):
-    """End the job; asked a second time, at once."""
+    """End the job; a second request kills it at once."""
 
     number: int
     why: str = ""
 
 
 class Told(OperatorMessage):
-    """``done`` is False where it is not done, and ``text`` says why."""
+    """Answer to a request. If ``done`` is False, ``text`` is the reason."""
 
     number: int
     done: bool

@@ -1,9 +1,9 @@
-"""Where the jobs that run on this machine are found by commands of the same user: a folder that nobody else can enter.
+"""Records of the jobs that run on this machine, for commands of the same user, in a private folder.
 
     $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
 
-Each driver leaves a file there, with its address and the operators' key, and keeps it locked while it runs. A folder
-that somebody else owns, or may enter, is not used.
+Each driver writes a file with its address and the operators' key, and keeps it locked while it runs. A folder that
+belongs to another user, or that others can access, is not used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """How a running job is reached."""
+    """Contact information of a running job."""
 
     name: str
     pid: int  # of its driver
@@ -37,7 +37,7 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class LeftRecord:
-    """A record that is found until it is closed, or its process has ended. Raises Invalid and OSError."""
+    """A record that is valid until it is closed or its process exits. Raises Invalid and OSError."""
 
     def __init__(self, environ: Mapping[str, str], record: JobRecord) -> None:
         folder = runtime_folder(environ)
@@ -46,7 +46,7 @@ class LeftRecord:
         checked_folder(folder)
         self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # of a process that had this number before
+            self.path.unlink()  # of an earlier process with the same pid
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -59,7 +59,7 @@ class LeftRecord:
 
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
-    """Not made here."""
+    """Return the path of the folder, without creating it."""
     given = environ.get("XDG_RUNTIME_DIR", "")
     if given and os.path.isdir(given):
         return Path(given) / "hvd-elastic"
@@ -67,7 +67,7 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """Raises Invalid where it is not ours alone."""
+    """Return the folder if only this user can access it. Raises Invalid otherwise."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise Invalid(
@@ -78,12 +78,12 @@ def checked_folder(folder: Path) -> Path:
 
 
 def records(environ: Mapping[str, str]) -> list[JobRecord]:
-    """Records of the jobs that run here, the oldest first. Removes records of killed drivers. Raises Invalid."""
+    """Return the records of running jobs, oldest first. Removes records of killed drivers. Raises Invalid."""
     folder = runtime_folder(environ)
     try:
         if not folder.exists():
             return []
-    except PermissionError:  # XDG_RUNTIME_DIR is another user's, as after su
+    except PermissionError:  # XDG_RUNTIME_DIR is another user's, for example after su
         raise Invalid(
             f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to a folder of yours, or unset it"
         ) from None
@@ -92,11 +92,11 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
 
 
 def _read(path: Path) -> JobRecord | None:
-    """None if nobody keeps it locked."""
+    """Read a record; None if no process keeps it locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return None  # it has just gone
+        return None  # removed meanwhile
     with os.fdopen(fd, "rb") as file:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

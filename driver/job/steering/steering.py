@@ -1,7 +1,7 @@
-"""Hears operators while a job runs: what they ask becomes events for membership, and its answers go back. Acts.
+"""Server for operators of a running job: their requests become events for membership. Acts.
 
-Two ways lead here: on loopback, found by `runtime_folder`; and, where agents come from other machines, on the address
-on which these come too. Both are control connections as any other: proved, and sealed.
+It listens on loopback, found by `runtime_folder`, and, if agents connect from other machines, on the address that
+these use. Connections are authenticated and sealed like any control connection.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Worker
 
-ANSWER_S = 10.0  # for membership to decide, which takes milliseconds
-STACKS_S = 3.0  # for stacks to be written
-QUIET_S = 0.25  # ... and nothing has followed for so long
-AT_ONCE = 64  # requests
-STOP_CODE = 143  # as at SIGTERM
+ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
+STACKS_S = 3.0  # seconds for stacks to be written
+QUIET_S = 0.25  # ... and complete if nothing has followed for this long
+AT_ONCE = 64  # concurrent requests
+STOP_CODE = 143  # as after SIGTERM
 
 OPERATORS: Callers[str] = Callers(
     "operator", messages.from_operator, OperatorAnswer, lambda answer: answer.name
@@ -55,12 +55,12 @@ Grow = Callable[[int], Awaitable[str]]
 
 
 async def _no_room(workers: int) -> str:
-    """The hosts are somebody else's."""
+    """Used if the hosts are specified elsewhere."""
     return ""
 
 
 class Steered(Protocol):
-    """A driver, as operators need it."""
+    """The interface of a driver that operators use."""
 
     def tell(self, event: Event) -> None: ...
     def dump(self, worker: Worker) -> None: ...
@@ -76,12 +76,13 @@ class Steering:
     command: Sequence[str]
     journal: str
     environ: Mapping[str, str]
-    standby: bool = False  # its driver waits until another one, here maybe, no longer leads
+    standby: bool = False  # its driver waits to replace another one, possibly on this machine
 
 
 class OperatorDesk:
-    """Of one driver. ``grow`` makes room for so many workers on this machine, where hosts were not given, or says why
-    not.
+    """Answers the operators of one driver.
+
+    ``grow`` adds slots on this machine for a number of workers if hosts were not specified; it returns "" or a reason.
     """
 
     def __init__(self, job: Steering, page: LivePage, log: Log) -> None:
@@ -101,7 +102,10 @@ class OperatorDesk:
         self._driver, self._grow = driver, grow or _no_room
 
     async def open(self) -> None:
-        """On loopback, for commands of this user. A job whose folder or port can't be had goes on without."""
+        """Listen on loopback for commands of this user.
+
+        Errors of the folder or port are logged, and the job continues.
+        """
         try:
             address = await self.listen("127.0.0.1")
             record = JobRecord(
@@ -127,7 +131,7 @@ class OperatorDesk:
             self._log("warning", why)
 
     async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
-        """On one more address. Raises OSError."""
+        """Listen on another address. Raises OSError."""
         server: Server[str] = Server(secret=self.job.key, log=self._log, callers=OPERATORS, tls=tls)
         self._servers.append(server)
         return await server.open(
@@ -138,7 +142,7 @@ class OperatorDesk:
         )
 
     def answered(self, answer: AnswerRequest) -> None:
-        """Membership has decided, and that is in the journal."""
+        """Handle membership's answer, once it is in the journal."""
         future = self._answers.pop(answer.request, None)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -163,8 +167,8 @@ class OperatorDesk:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, server: Server[str], who: str, request: Request) -> None:
-        told = await self._done(who, request)
-        server.send(who, msgspec.structs.replace(told, number=request.number))
+        answer = await self._done(who, request)
+        server.send(who, msgspec.structs.replace(answer, number=request.number))
 
     async def _done(self, who: str, request: Request) -> Told:
         match request:
@@ -203,9 +207,9 @@ class OperatorDesk:
         number = next(self._numbers)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            made = event(number)
-            self._log("debug", f"{who} asks: {made}")
-            self._driver.tell(made)
+            request = event(number)
+            self._log("debug", f"{who} asks: {request}")
+            self._driver.tell(request)
             answer: AnswerRequest | None = None
             with contextlib.suppress(asyncio.TimeoutError):
                 answer = await within(future, ANSWER_S)
@@ -263,5 +267,5 @@ class OperatorDesk:
 
     def _unknown(self, name: str) -> str:
         size = len(self._page.members())
-        rank = f"a rank, 0 to {size - 1}, or " if size else ""  # nobody trains yet
+        rank = f"a rank, 0 to {size - 1}, or " if size else ""  # no worker trains yet
         return f"{name} is not a worker of this job: pass {rank}host:slot"
