@@ -1,17 +1,17 @@
-"""Decides which agent serves a host, which starts wait for it, when a host is lost, and when an agent is started. Pure.
+"""Decisions about agents: which one serves a host, pending starts, lost hosts, and when to start an agent. Pure.
 
-    nobody --start a worker--> wanted: an agent is started there (if anybody can), starts wait for it
-    wanted --Registered--> here: starts go out, what its workers say comes in
+    none   --start a worker--> wanted: an agent is started there (if possible), and starts are queued for it
+    wanted --Registered--> here: queued starts are sent, messages of its workers are received
     here   --gone--> missing, for RETURN_S --Registered--> here
-              |          +--------------------------------> lost: HostLost
-              +--gone silently-----------------------------> lost --Registered--> here
-              +--the driver gives it up--------------------> lost
-    here   --off the list, its workers gone--> nobody: its agent is dismissed, if we have started it
+      |          +--------------------------------> lost: HostLost
+      +--gone silently-----------------------------> lost --Registered--> here
+      +--the driver gives it up--------------------> lost
+    here   --off the list, its workers gone--> none: its agent is dismissed, if this driver started it
 
-On each new connection the agent says who runs; that becomes HostReported, and its workers say again where they stand.
-What was ordered on a connection that was lost is not repeated: the report shows what became of it.
+On each new connection, the agent reports the running workers, which becomes HostReported, and its workers repeat their
+state. Orders sent on a lost connection are not repeated: the report shows whether they were carried out.
 
-`fleet.Fleet` performs the actions; the simulator in `elastic.chaos` does so on a virtual clock.
+`fleet.Fleet` performs the actions; the simulator in `elastic.chaos` performs them on a virtual clock.
 """
 
 from __future__ import annotations
@@ -53,29 +53,33 @@ from elastic.driver.network.address_check import Agreement
 from elastic.driver.processes.leases import Leases
 from elastic.protocol.messages import Worker
 
-ARRIVE_S = 30.0  # from an agent that was started to its call
-CALL_S = 3.0  # for an agent that runs already to call; it tries once a second
-RETURN_S = 0.5  # from a connection that was closed to the next; an agent tries at once
-BEATS = 4  # in a lease
-REPEATED_S = 0.2  # the kernel repeats what is not acknowledged after this time at the earliest
-STOPPED_S = 10.0  # for an agent to say anything; its host's kernel acknowledges what we say even if it is stopped
-TOGETHER_S = 0.2  # hosts that go silent for one reason are noticed within this time
-NO_AGENT = 126  # exit code of a worker that nobody could start
+ARRIVE_S = 30.0  # seconds from the start of an agent to its connection
+CALL_S = 3.0  # seconds for a running agent to connect; it retries every second
+RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects at once
+BEATS = 4  # beats per liveness timeout
+REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
+# seconds without a message from an agent; its host's kernel acknowledges data even if the agent is stopped
+STOPPED_S = 10.0
+TOGETHER_S = 0.2  # hosts that become silent for the same reason are noticed within this time
+NO_AGENT = 126  # exit code of a worker that could not be started
 
 
 def silence_s(lease_s: float) -> float:
-    """For how long an agent may leave something unacknowledged, so that with the beat before it a lease has passed.
+    """Return how long an agent's host may leave data unacknowledged.
 
-    Linux counts that from the first repetition of what was sent, and others may be on their way out with it.
+    With the beat before it, this is one liveness timeout. Linux counts from the first retransmission, and the data of
+    other hosts may be in flight at the same time.
     """
     return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
 
 
 class AgentPool:
-    """The agents of one job. Feed it events with their time, perform the actions it returns, in order.
+    """The agents of one job. Pass it events with their time, and perform the actions that it returns, in order.
 
-    ``starts_agents`` False: nobody starts agents, they come by themselves. ``adopted``: the workers that a driver
-    before this one has left behind.
+    Args:
+        attach: first message to each agent.
+        starts_agents: this driver can start agents; otherwise they connect by themselves.
+        adopted: the workers of the previous driver.
     """
 
     def __init__(
@@ -94,21 +98,22 @@ class AgentPool:
         for worker in adopted:
             self._host(worker.host).running.add(worker)
 
-    # ---- what others may ask ---------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def agent_of(self, host: str) -> HostAgent | None:
-        """Whom to send what is meant for a host; None where there is nobody now."""
+        """Return the agent to which messages for a host are sent; None if none is connected."""
         known = self._hosts.get(host)
         return known.agent if known is not None and known.here else None
 
     def alive(self) -> frozenset[Worker]:
-        """Ordered or reported, and their exit was not."""
+        """Return the workers that were ordered or reported, and whose exit was not."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
-        """Whether an agent will still tell the exit of a worker, or hang up because it ends when it is dismissed. We do
-        not hang up first: if it is about to say something, that fails, and our last word to it is lost unread. One that
-        was started, and would look for us for minutes, is to call first.
+        """Return whether an agent will still report an exit, or close its connection after its dismissal.
+
+        The driver does not close connections first: an agent that is about to send would fail, and the dismissal would
+        be lost unread. An agent that was just started is awaited too, as it would search for the driver for minutes.
         """
         return any(
             host.coming or (host.here and (host.running or host.ends))
@@ -116,13 +121,13 @@ class AgentPool:
         )
 
     def next_deadline(self) -> float | None:
-        """When to say TimePassed."""
+        """Return when to send TimePassed."""
         return self._due.first()
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def handle(self, event: pool_events.PoolEvent, now: float) -> list[pool_events.PoolAction]:
-        """What to do about an event, in order."""
+        """Return the actions for an event, in order."""
         self._actions.begin(now)
         match event:
             case pool_events.AgentSaid(agent, message, caller):
@@ -162,14 +167,14 @@ class AgentPool:
                 case Due.RETRY:
                     self._try_again(self._host(name))
                 case Due.RESIGNATION:
-                    # By now agents have ended their workers, whether they live or not.
+                    # Agents have ended their workers by now, whether they are reachable or not.
                     for held in map(self._host, self._reach.give_up()):
                         self._lose(held, held.overdue_why)
                 case Due.BEAT:
                     self._beat()
 
     def _ready(self) -> None:
-        """Agents of workers that are adopted are given as long to come back as those that run already."""
+        """Give agents of adopted workers as much time to connect as running agents."""
         self._beat()
         for host in self._hosts.values():
             if not host.here:
@@ -177,8 +182,10 @@ class AgentPool:
                 self._expect(host, CALL_S, "its agent has not reconnected to the new driver")
 
     def _beat(self) -> None:
-        """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
-        packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
+        """Send a beat to all agents, so that a lost host is detected.
+
+        A host that receives nothing, but whose own packets arrive, is detected only while data wait for its
+        acknowledgement.
         """
         self._due.put("", Due.BEAT, self._actions.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
@@ -199,7 +206,7 @@ class AgentPool:
             if host.coming:
                 self._due.put(host.name, Due.ARRIVAL, self._actions.now + CALL_S)
 
-    # ---- agents come and go ----------------------------------------------------------------------------------------
+    # ---- agents connect and disconnect -----------------------------------------------------------------------------
 
     def _agent_said(self, agent: HostAgent, host: AgentRecord, message: Any, caller: str) -> None:
         if agent == host.agent:
@@ -210,9 +217,9 @@ class AgentPool:
             case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message, caller)
             case _ if agent != host.agent:
-                pass  # of one that another has followed
-            case Heard(worker, said) if worker.host == agent.host:
-                self._actions.add(pool_events.PassOn(worker, said))
+                pass  # from an agent that was replaced
+            case Heard(worker, sent) if worker.host == agent.host:
+                self._actions.add(pool_events.PassOn(worker, sent))
             case Seen(event) if event.worker.host == agent.host:
                 self._seen(host, event)
             case Printed(worker, stream, data) if worker.host == agent.host:
@@ -228,10 +235,10 @@ class AgentPool:
                 self._actions.add(pool_events.HangUp(agent))
 
     def _agent_called(self, agent: HostAgent, host: AgentRecord) -> None:
-        """It is told who this driver is, and answers with Registered.
+        """Handle a new connection: the agent receives Attach and answers with Registered.
 
-        Where another is here, the earlier one has been replaced without knowing it, and a later one has to wait until
-        the other is gone: it may be the same machine, started again, whose end has not been noticed yet.
+        If another agent of the host is connected, an earlier one has been replaced without knowing it. A later one
+        waits until the other is gone: it may be the same machine after a reboot that was not noticed yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
             self._actions.add(pool_events.TellAgents([agent], [self.attach]))
@@ -243,16 +250,16 @@ class AgentPool:
             self._actions.add(pool_events.HangUp(agent))
 
     def _registered(
-        self, agent: HostAgent, host: AgentRecord, said: Registered, caller: str
+        self, agent: HostAgent, host: AgentRecord, message: Registered, caller: str
     ) -> None:
         if host.here and agent != host.agent:
             return  # it was not attached
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
-            news = "has a new agent; the workers of the previous one are gone"
-            self._actions.log("info", f"{agent.host} {news}")
+            text = "has a new agent; the workers of the previous one are gone"
+            self._actions.log("info", f"{agent.host} {text}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
-        host.ends, host.coming = said.ends, False
+        host.ends, host.coming = message.ends, False
         host.given_up = False
         self._due.drop(host.name, Due.ARRIVAL)
         self._due.drop(host.name, Due.RETRY)
@@ -261,22 +268,24 @@ class AgentPool:
         if self._closing:
             self._actions.tell(host, Detach("the job has ended"))
             return
-        for event in said.exits:
+        for event in message.exits:
             self._exited(host, event)
         waiting = {order.worker for order in host.starts}
-        # Whoever has to be started on this connection has not failed to come back from the last one.
+        # Workers to be started on this connection are not missing from the last one.
         ordered = sorted(host.running - waiting)
         self._actions.add(
-            pool_events.TellDriver(HostReported(agent.host, said.running, ordered, said.notice))
+            pool_events.TellDriver(
+                HostReported(agent.host, message.running, ordered, message.notice)
+            )
         )
-        host.running = {*said.running, *waiting}
+        host.running = {*message.running, *waiting}
         for order in host.starts:
             self._actions.tell(host, order)
         host.starts.clear()
         for worker in sorted(host.doomed & host.running):
             self._actions.tell(host, Kill(worker))
         host.doomed.clear()
-        trouble = self._networks.note(host.name, said.bind, said.addresses, caller)
+        trouble = self._networks.note(host.name, message.bind, message.addresses, caller)
         if trouble:
             self._actions.log("warning", trouble)
 
@@ -295,7 +304,7 @@ class AgentPool:
             self._expect(host, RETURN_S, f"its agent has not reconnected within {RETURN_S:g} s")
 
     def _give_up_host(self, host: AgentRecord, why: str) -> None:
-        """Its agent may wake, and comes then as any that was lost."""
+        """Give up a host; its agent may return like any lost agent."""
         if not host.here or host.agent is None or self._closing:
             return
         self._actions.log("error", f"gave up the agent of {host.name}: {why}")
@@ -324,7 +333,7 @@ class AgentPool:
             self._due.put("", Due.RESIGNATION, self._actions.now + self.attach.away_s)
 
     def _back_among_others(self, name: str) -> None:
-        """This host is reached. Whoever was not given up gets its time anew."""
+        """Handle a host that is reachable again. Hosts that were not given up get their full time again."""
         released = self._reach.here(name)
         if ("", Due.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", Due.RESIGNATION)
@@ -346,8 +355,10 @@ class AgentPool:
             self._start_again(host)
 
     def _part(self, host: AgentRecord) -> None:
-        """From the agent of a host that has left the list, once its workers have: the machine may be waited for, and
-        is not empty with an agent on it. Those that come by themselves stay.
+        """Dismiss the agent of a host that left the list, once its workers have exited.
+
+        The cluster may wait for the machine, which is not idle with an agent on it. Agents that connect by themselves
+        stay.
         """
         if not self._starts_agents or self._closing or host.name in self._listed:
             return
@@ -359,7 +370,7 @@ class AgentPool:
         self._reach.drop(host.name)
         self._networks.drop(host.name)
 
-    # ---- agents are started ----------------------------------------------------------------------------------------
+    # ---- starting agents -------------------------------------------------------------------------------------------
 
     def _start_agent(self, host: AgentRecord) -> None:
         if not host.starting:
@@ -367,7 +378,10 @@ class AgentPool:
             self._actions.add(pool_events.StartAgent(host.name))
 
     def _start_again(self, host: AgentRecord) -> None:
-        """What ran there is unknown until its agent, or a new one, tells; and nothing can be started before."""
+        """Schedule another start of an agent.
+
+        What runs on the host is unknown until its agent, or a new one, reports.
+        """
         if not self._starts_agents or self._closing or (host.name, Due.RETRY) in self._due:
             return
         self._due.put(host.name, Due.RETRY, self._actions.now + host.again_s)
@@ -413,8 +427,8 @@ class AgentPool:
             return
         host.starts.append(order)
         if (host.name, Due.ARRIVAL) in self._due:
-            return  # one that runs there is expected
-        if self._starts_agents:  # a start ends by itself, with a reason if it fails
+            return  # a running agent is expected
+        if self._starts_agents:  # an attempt to start ends by itself, with a reason if it fails
             self._start_agent(host)
         else:
             self._expect(host, CALL_S, "its agent has not connected to this driver")
@@ -437,7 +451,7 @@ class AgentPool:
             self._actions.add(pool_events.TellDriver(event))
 
     def _exited(self, host: AgentRecord, event: WorkerExited) -> None:
-        """Told once of each worker."""
+        """Report an exit, once for each worker."""
         if event.worker in host.running:
             host.running.discard(event.worker)
             self._actions.add(pool_events.TellDriver(event))

@@ -1,10 +1,10 @@
-"""Starts an agent process: what it has to know comes as one line of JSON on standard input (see `Bootstrap`).
+"""Agent process: reads its configuration as one line of JSON from standard input (see `Bootstrap`).
 
     python -m elastic.driver.agents.agent_process
 
-Once that is checked it writes a line that begins with READY, and its release, to standard output. The end of its
-standard input is its own. But where it is told to outlive who started it, it goes on in the background then, or after
-two minutes, with nothing of its starter's, unless nobody reads its standard output any more.
+After validation it writes a line with READY and its release to standard output. It exits when its standard input is
+closed. If it is to outlive its starter, it instead continues in the background at that point, or after two minutes,
+detached from its starter, unless its standard output has no reader any more.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def main() -> int:
         return 2
     print(f"{READY} {__version__}", flush=True)
     if bootstrap.outlives:
-        if not _hear_out(FIND_S):
+        if not _await_starter(FIND_S):
             return 1
-        _leave()
+        _daemonize()
     log = Console(write_stderr, level=bootstrap.log_level, colour=False, timestamps=True)
     return asyncio.run(serve(bootstrap, slots=slots, bound=True, log=log))
 
 
 async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> int:
-    """One agent until its end; returns its exit code. Raises Invalid where etcd can't be used."""
+    """Run one agent to its end; return its exit code. Raises Invalid if etcd cannot be used."""
     if bootstrap.etcd is None:
         find = _at_addresses(bootstrap.drivers, bootstrap.drivers_file)
         process = AgentProcess(bootstrap, find, slots=slots, bound=bound, log=log)
@@ -66,7 +66,7 @@ async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> i
 
 
 def read_bootstrap(line: bytes) -> Bootstrap:
-    """Raises Invalid; the text holds nothing of the line, which has a secret in it."""
+    """Parse the configuration. Raises Invalid, without any text of the line, which contains a secret."""
     try:
         bootstrap = msgspec.json.decode(line, type=Bootstrap)
         secret = bytes.fromhex(bootstrap.secret)
@@ -84,7 +84,7 @@ def read_bootstrap(line: bytes) -> Bootstrap:
 
 
 def check(bootstrap: Bootstrap) -> None:
-    """Before it is said to be ready. Raises Invalid."""
+    """Validate the configuration before READY is written. Raises Invalid."""
     from elastic.driver.network.choose_address import check_wanted
 
     check_wanted(bootstrap.interfaces)
@@ -97,12 +97,12 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """As many as this host has GPUs that may be used, else cores. Without torch, which takes seconds to import."""
+    """Return the number of usable GPUs of this host, otherwise of cores. Without torch, whose import takes seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        named = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
-        if named:
-            return len(named)
+        devices = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
+        if devices:
+            return len(devices)
     else:
         with contextlib.suppress(OSError):
             gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
@@ -111,7 +111,7 @@ def own_slots() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# ---- where the driver is -------------------------------------------------------------------------------------------
+# ---- addresses of the driver ---------------------------------------------------------------------------------------
 
 
 def _at_addresses(drivers: list[str], file: str = "") -> Find:
@@ -131,18 +131,20 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """The addresses in a file that whoever started this agent may write anew; none if there is no such file."""
+    """Return the addresses in a file that the agent's starter may rewrite; empty if there is no such file."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []
 
 
-# ---- in the background -----------------------------------------------------------------------------------------------
+# ---- running in the background ---------------------------------------------------------------------------------------
 
 
-def _hear_out(within_s: float) -> bool:
-    """Until who has started it has heard that it is ready, and closed its standard input: it may be ended until then.
-    After so long the host of that is gone, and nobody will. False: it was ended indeed, or the ssh between them was.
+def _await_starter(within_s: float) -> bool:
+    """Wait until the starter has read READY and closed standard input, since it may end this process until then.
+
+    After ``within_s`` the starter's host is considered lost. Returns False if this process was ended, or the ssh
+    connection was.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
@@ -154,20 +156,20 @@ def _hear_out(within_s: float) -> bool:
     return not heard.poll(0)
 
 
-def _leave() -> None:
-    """Goes on as a child in a session of its own, with nothing that was its starter's but its environment."""
+def _daemonize() -> None:
+    """Continue as a child in its own session, with only the environment of the starter."""
     sys.stdout.flush()
     if os.fork():
         os._exit(0)
     os.setsid()
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)
-    os.close(nowhere)
+        os.dup2(null, fd)
+    os.close(null)
 
 
 def _end_with_stdin(process: AgentProcess) -> None:
-    """Who holds the other end of standard input has started this process, and it ends with that."""
+    """End the agent when standard input is closed, since its starter holds the other end."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:

@@ -1,12 +1,12 @@
-"""Decides whom an agent serves, what it tells a driver that has found it, and how long it waits for one. Pure.
+"""Decisions of an agent: which driver it serves, and how long it waits for one. Pure.
 
     IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
-                       |                       |
-                       |                       +-- away_s passed, or fenced: kill the workers --> IDLE
-                       +--detached, or attached to another job: kill the workers --> IDLE
+             |                       |
+             |                       +-- away_s passed, or fenced: kill the workers --> IDLE
+             +--detached, or attached to another job: kill the workers --> IDLE
 
-A driver has a term, which grows with every driver of a job, and in etcd with every job of one name. An agent never
-serves one whose term is lower than one that it has served: that one was replaced while it could not hear of it.
+Each driver has a term, which grows with every driver of a job and, in etcd, with every job of the same name. An agent
+never serves a driver with a lower term than one that it has served: that driver was replaced while it could not know.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-EXITS_LIMIT = 4096  # a job's exits on one host; the oldest are forgotten
+EXITS_LIMIT = 4096  # exits of a job on one host; the oldest are discarded
 
 
 @dataclass(frozen=True)
 class AttachOutcome:
-    """What follows from an `Attach`."""
+    """Result of an `Attach`."""
 
-    refused: str = ""  # why this driver is not served; empty: it is
-    kill: bool = False  # the workers that run belong to a job that is over
+    refused: str = ""  # why this driver is not served; empty: it is served
+    kill: bool = False  # the running workers belong to a job that is over
 
 
 @dataclass
 class AgentState:
-    """One agent's part. Fields are read by the shell, written here only."""
+    """State of one agent. Fields are read by the shell, and written here only."""
 
-    job: str = ""  # empty: none, or it is over
-    term: int = 0  # the greatest that was served, of the last job
-    generation: int = 0  # the greatest that workers here were told of
+    job: str = ""  # empty: no current job
+    term: int = 0  # greatest term served, of the last job
+    generation: int = 0  # greatest generation sent to workers here
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
-    away_since: float | None = None  # without a driver, while it serves a job
+    away_since: float | None = None  # when the driver was lost, while a job is served
     _away_s: float = 0.0
     _lease_s: float = 0.0
-    _last: str = ""  # the job that was served last
-    _over: str = ""  # the job that was over last
+    _last: str = ""  # the last job served
+    _over: str = ""  # the last job that was over
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
-        """A driver has said who it is. ``seated``: the term of the one that leads, as etcd has told; 0: there is none.
+        """Handle a driver's `Attach`. ``seated``: the leader's term according to etcd; 0 if it has none.
 
-        Terms begin anew if etcd loses its data, and with each job in a file; then it is another job. Of those in etcd
-        its word counts.
+        Terms restart if etcd loses its data, and with each job whose journal is a file; then it is another job. For
+        jobs in etcd, the term in etcd is decisive.
         """
         if attach.term < self.term and (attach.job == self._last or seated not in (0, attach.term)):
             return AttachOutcome(
@@ -64,33 +64,35 @@ class AgentState:
         return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
-        """Whether a driver of this term makes ours one of the past, which may not know it, and be stopped."""
+        """Return whether a driver of this term replaces ours, which may be stopped and not know it."""
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:
-        """The connection to the driver has ended."""
+        """Handle the end of the connection to the driver."""
         if self.job and self.away_since is None:
             self.away_since = now
 
     @property
     def away_by(self) -> float | None:
-        """Until then a driver must have come back."""
+        """The time by which a driver must have returned; None if one is connected."""
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
-        """Whether it has waited long enough for a driver. Its workers are then to be killed."""
+        """Return whether it has waited long enough for a driver, so that its workers must be killed."""
         if self.away_by is None or now < self.away_by:
             return False
         self.release()
         return True
 
     def told(self, generation: int) -> None:
-        """Workers here were told of this world."""
+        """Record the generation of a world that was sent to workers here."""
         self.generation = max(self.generation, generation)
 
     def fenced(self, generation: int, now: float) -> bool:
-        """The others have gone on to this generation, as far as is known from elsewhere than the driver. Whether the
-        workers here must not go on in theirs, because no driver has known them for a lease.
+        """Return whether the workers here must be killed because the others have continued without them.
+
+        ``generation``: the current one according to a source other than the driver. True only after no driver was
+        reachable for one liveness timeout.
         """
         if self.away_since is None or now - self.away_since < self._lease_s:
             return False
@@ -100,21 +102,21 @@ class AgentState:
         return True
 
     def detached(self) -> None:
-        """The job is over for this agent."""
+        """Handle the end of the job for this agent."""
         self._over = self.job or self._over
         self.release()
 
     def release(self) -> None:
-        """The job goes on without its workers here; its driver may come back."""
+        """Give up the job, which continues without the workers here; its driver may return."""
         self.job, self.away_since = "", None
         self.exits.clear()
 
     def may_start(self, worker: Worker) -> bool:
-        """Not one that has run here: what was said on a lost connection may be said again."""
+        """Return whether a start is valid. A worker that has run here is not started again by a repeated message."""
         return bool(self.job) and worker not in self.exits
 
     def exited(self, event: WorkerExited) -> None:
-        """Kept, because a driver that is away has to be told later."""
+        """Store an exit, since a driver that is away needs it later."""
         if self.job:
             self.exits[event.worker] = event
             while len(self.exits) > EXITS_LIMIT:

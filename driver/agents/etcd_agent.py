@@ -1,4 +1,4 @@
-"""An agent that is found, and finds its driver, by etcd. Acts."""
+"""Agent that registers in etcd, and finds its driver there. Acts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """What the driver writes of the latest world; see `elastic.driver.job.start_multi_host`."""
+    """What the driver writes about the latest world; see `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str
@@ -30,9 +30,10 @@ class _Generation(msgspec.Struct):
 async def serve_by_etcd(
     bootstrap: Bootstrap, access: EtcdAccess, *, slots: int, bound: bool, log: Log
 ) -> int:
-    """Until its end; returns its exit code. ``bound``: a driver has started it, which knows of its host already.
+    """Run an agent to its end; return its exit code.
 
-    Raises Invalid where etcd can't be used, or another agent serves this host.
+    ``bound``: a driver started it, and knows its host already. Raises Invalid if etcd cannot be used, or another agent
+    serves this host.
     """
     seat = _Seat()
     etcd = Etcd(access, log)
@@ -60,7 +61,7 @@ async def serve_by_etcd(
 
 
 class _Seat:
-    """Where the driver is, as far as etcd has told."""
+    """The driver's address, as last read from etcd."""
 
     def __init__(self) -> None:
         self._seat: DriverSeat | None = None
@@ -71,7 +72,7 @@ class _Seat:
         self._changed.set()
 
     async def find(self) -> list[tuple[str, int]]:
-        """Waits for one while nobody leads."""
+        """Return the driver's addresses. Waits while there is no leader."""
         while self._seat is None:
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -93,7 +94,7 @@ async def _watch_driver(registration: Registration, seat: _Seat, process: AgentP
 
 
 async def _watch_generation(etcd: Etcd, job: str, process: AgentProcess) -> None:
-    """Whether the others have gone on without this host, while no driver reaches it."""
+    """Fence the workers if the others have continued without this host while no driver reaches it."""
     latest: _Generation | None = None
 
     async def look_again() -> None:

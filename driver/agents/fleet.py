@@ -1,7 +1,7 @@
-"""The driver's side of all agents: a launcher, and the connections of all workers, in one. Decides nothing.
+"""The driver's side of all agents: a launcher and the connections of all workers in one. Decides nothing.
 
-`agent_pool.AgentPool` decides. Here are the server that agents call, the starter, the alarm clock, and the callbacks of
-the job's loop.
+`agent_pool.AgentPool` decides. This module has the server that agents connect to, the starter, the timer, and the
+callbacks of the job's loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elastic.protocol.messages import Address, Worker
 AGENTS: Callers[HostAgent] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
 )
-CLOSE_S = 15.0  # for the agents to kill their workers and to say so
+CLOSE_S = 15.0  # seconds for agents to kill their workers and report it
 
 ReachUs = Callable[[str], Bootstrap]
 
@@ -48,10 +48,17 @@ ReachUs = Callable[[str], Bootstrap]
 class Fleet:
     """All agents of one job.
 
-    ``starter`` None: nobody starts agents, they come by themselves. ``reach`` tells an agent that is to be started how
-    to find this driver. ``folder``: where workers start; ``environ_of(host)``: what those on a host are given besides.
-    ``adopted``: the workers that a driver before this one has left behind. ``deposed``: whether another driver has the
-    job: from then on nobody is told anything, and nothing is ended.
+    Args:
+        server: server that agents connect to.
+        attach: first message to each agent.
+        sink: receives the workers' output.
+        log: takes a level and a text.
+        starter: starts agents; None if they connect by themselves.
+        reach: returns the configuration by which a new agent on a host finds this driver.
+        folder: working folder of the workers.
+        adopted: workers of the previous driver.
+        environ_of: additional environment of the workers on a host.
+        deposed: whether another driver leads the job. From then on, nothing is sent and nothing is killed.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class Fleet:
         heard: Callable[[Worker, Any], None],
         gone: Callable[[Worker, bool], None],
     ) -> Address:
-        """From here on agents are served. Raises OSError."""
+        """Start to serve agents. Raises OSError."""
         self._heard, self._gone = heard, gone
         return await self._server.open(
             interface,
@@ -106,7 +113,7 @@ class Fleet:
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
-        """To the agent of a host. False where there is none now: then all is dropped."""
+        """Send messages to the agent of a host. Returns False if none is connected, in which case they are dropped."""
         agent = None if self._deposed() else self.pool.agent_of(name)
         return agent is not None and self._server.send(agent, *messages)
 
@@ -123,7 +130,7 @@ class Fleet:
         self._handle(pool_events.DriverReady())
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """See `Launcher.start`. ``env`` goes before what the agent's host has."""
+        """Start a worker; see `Launcher.start`. ``env`` takes precedence over the environment of the agent's host."""
         env = {**env, **self._environ_of(worker.host)}
         self._handle(pool_events.StartOrdered(Start(worker, list(command), env, self._folder)))
 
@@ -134,8 +141,8 @@ class Fleet:
         by_host: dict[str, list[Worker]] = {}
         for worker in workers:
             by_host.setdefault(worker.host, []).append(worker)
-        for host, there in by_host.items():
-            self.order(host, Probe(there))
+        for host, local in by_host.items():
+            self.order(host, Probe(local))
 
     def dump(self, worker: Worker) -> None:
         self.order(worker.host, Dump(worker))
@@ -147,11 +154,14 @@ class Fleet:
         return self.pool.alive()
 
     def listed(self, hosts: Mapping[str, int]) -> None:
-        """Discovery has a new list."""
+        """Apply a new list from discovery."""
         self._handle(HostsChanged(dict(hosts)))
 
     async def close(self) -> None:
-        """Dismiss every agent; wait until each has killed its workers, and hung up if it ends, within a bound."""
+        """Dismiss all agents.
+
+        Waits until they have killed their workers, and have disconnected if they exit, within a limit.
+        """
         self._handle(pool_events.JobEnded())
         for task in self._starting:
             task.cancel()
@@ -162,7 +172,7 @@ class Fleet:
         if self._starter is not None:
             await self._starter.close()
 
-    # ---- what happens, and what is done about it -------------------------------------------------------------------
+    # ---- events and actions ----------------------------------------------------------------------------------------
 
     def _agent_said(self, agent: HostAgent, message: Any) -> None:
         caller = self._server.peer(agent) if isinstance(message, Registered) else ""

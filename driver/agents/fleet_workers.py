@@ -1,4 +1,4 @@
-"""The connections of all workers, each through its host's agent, as `loop.Driver` sees a `Server`. Decides nothing."""
+"""Connections of all workers through their hosts' agents, with the interface of `Server`. Decides nothing."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ class Workers:
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
-        """See `Server.open`. Which workers may connect is known to their agents, who started them."""
+        """Serve agents; see `Server.open`. The agents know which workers may connect, since they started them."""
         return await self._fleet.listen(interface, port, heard, gone)
 
     def send(self, who: Worker, message: Message) -> bool:
         return self._fleet.order(who.host, Tell([who], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        """Those of one host that stand together leave in one piece; the first need not wait for the last."""
-        for host, there in groupby(messages, key=lambda each: each[0].host):
-            self._fleet.order(host, *(Tell([who], cast(Any, said)) for who, said in there))
+        """Send messages; consecutive ones for the same host are sent together, without waiting for the rest."""
+        for host, group in groupby(messages, key=lambda each: each[0].host):
+            self._fleet.order(host, *(Tell([who], cast(Any, message)) for who, message in group))
 
     def broadcast(self, them: Iterable[Worker], message: Message) -> None:
         by_host: dict[str, list[Worker]] = {}
         for worker in them:
             by_host.setdefault(worker.host, []).append(worker)
-        for host, there in by_host.items():
-            self._fleet.order(host, Tell(there, cast(Any, message)))
+        for host, local in by_host.items():
+            self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, who: Worker) -> bool:
-        """No exit needs to wait for last words: their agent has seen to that."""
+        """Return False: exits never wait for remaining messages here, since the agent has ordered them."""
         return False
 
     def drain(self, who: Worker) -> None:
-        """See `connected`."""
+        """Do nothing; see `connected`."""
 
     def disconnect(self, who: Worker) -> None:
         self._fleet.order(who.host, Drop(who))

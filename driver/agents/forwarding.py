@@ -1,7 +1,7 @@
-"""The sink of an agent process: passes on what workers write to whoever shows it. Decides nothing.
+"""Sink of an agent process: forwards workers' output to the driver. Decides nothing.
 
-Nobody waits for a driver that is away: what is written meanwhile is kept up to a limit, and what finds no room there
-is left out, and counted in the output itself.
+Workers never wait for a missing driver: their output is buffered up to a limit. What exceeds the limit is omitted, and
+the number of omitted bytes is inserted into the output.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from elastic.driver.processes.last_words import Tails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
-KEPT_LIMIT = 4 * 1024 * 1024  # bytes, of one host
-CONGESTED = 8 * 1024 * 1024  # bytes that the connection still has to send: then nothing is added
+KEPT_LIMIT = 4 * 1024 * 1024  # bytes per host
+CONGESTED = 8 * 1024 * 1024  # bytes pending on the connection above which nothing is added
 
 
 class Forwarding:
-    """See `Sink`. ``send`` is False when there is no connection, ``backlog`` what it still has to send."""
+    """Forwards output to the driver; see `Sink`.
+
+    Args:
+        send: sends a message; returns False without a connection.
+        backlog: returns the bytes that are pending on the connection.
+    """
 
     def __init__(self, send: Callable[[Printed], bool], backlog: Callable[[], int]) -> None:
         self._send = send
@@ -30,7 +35,7 @@ class Forwarding:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        if stream == "usage":  # it is of this moment: nothing is kept for later
+        if stream == "usage":  # a momentary value: not buffered
             if not self._kept and self._backlog() < CONGESTED:
                 self._send(Printed(worker, stream, data))
             return
@@ -47,7 +52,7 @@ class Forwarding:
         self._tails.drop(worker)
 
     def catch_up(self) -> None:
-        """There is a connection, or room in it again: send what was kept."""
+        """Send buffered output once there is a connection with room."""
         while self._kept and self._backlog() < CONGESTED:
             if not self._send(self._kept[0]):
                 return

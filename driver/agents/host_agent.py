@@ -1,10 +1,9 @@
-"""An agent as a process of its own: between the workers of its host, which call it, and the driver, which it calls.
+"""Agent of one host: connects to the driver, and serves the workers of its host. Acts.
 
-Acts; `AgentState` decides whom it serves. Workers are started, watched and killed by `Agent`, as in a driver's process,
-and speak the worker protocol with this process over loopback. What they say is passed on while there is a driver, and
-lost while there is none: whenever a driver is found, it is told which workers run and what became of the others, and
-each worker is asked to say again where it stands. So neither the loss of a connection nor that of a driver stops
-training.
+`AgentState` decides which driver it serves. Workers are started, monitored and killed by `Agent`, as in the driver's
+process, and speak the worker protocol with this process over loopback. Their messages are forwarded while a driver is
+connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and the workers
+repeat their state. The loss of a connection or of a driver therefore does not stop training.
 """
 
 from __future__ import annotations
@@ -65,19 +64,24 @@ from elastic.rendezvous import nccl_settings
 from elastic.version import __version__
 
 LOOPBACK = "127.0.0.1"
-CLEARED_S = 12.0  # for killed workers to be gone; the agent reports those that are not
-MISSING_SAID_S = 600.0  # between two lines about a driver that is not found
-HERE_S = 2.0  # between two signs of life
-ANOTHER_REASON_S = 3.0  # ... if the reason is another
-FIND_S = 120.0  # for the first driver, where one has started this agent
+CLEARED_S = 12.0  # seconds for killed workers to exit; the agent reports those that do not
+MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
+HERE_S = 2.0  # interval between two answers to beats
+ANOTHER_REASON_S = 3.0  # ... interval if the reason changes
+FIND_S = 120.0  # seconds to find the first driver, if a driver started this agent
 
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
 
 class AgentProcess:
-    """One host's agent. `run` returns its exit code; no worker is left when it does.
+    """The agent of one host. `run` returns its exit code; no worker is left then.
 
-    ``find`` gives addresses at which the driver may be. ``bound``: it was started by a driver, and serves one job only.
+    Args:
+        bootstrap: its configuration.
+        find: returns addresses at which the driver may be.
+        slots: number of slots of this host.
+        bound: it was started by a driver, and serves one job only.
+        log: takes a level and a text.
     """
 
     def __init__(
@@ -93,18 +97,19 @@ class AgentProcess:
         self._workers_secret = derived(self._secret, "worker")
         self._state = AgentState()
         self._lease_s = Settings.lease_s
-        self._address = Address("", 0)  # where the workers call
+        self._address = Address("", 0)  # that workers connect to
         self._bind = ""
         self._addresses: list[str] = []
         self._network: dict[str, str] = {}
-        self._results: dict[Worker, Heard] = {}  # a launched function's value is said once
+        # values of launched functions, which are sent only once
+        self._results: dict[Worker, Heard] = {}
         self._connected: set[Worker] = set()
-        self._workers_of = ""  # the job that the workers here belong to
-        self._stale: set[Worker] = set()  # of a job that is over; their names may come again
+        self._workers_of = ""  # job of the workers here
+        self._stale: set[Worker] = set()  # workers of a job that is over; their names may be reused
         self._missing_said_at = float("-inf")
         self._missing_said = ""
         self._said_here_at = float("-inf")
-        self._seated = 0  # the term of the driver that leads, as etcd has told
+        self._seated = 0  # the leader's term according to etcd
         self._served = False
         self._over: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -117,7 +122,7 @@ class AgentProcess:
         )
         self._away_alarm: asyncio.TimerHandle | None = None
 
-    # ---- the whole life --------------------------------------------------------------------------------------------
+    # ---- lifetime --------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -127,7 +132,7 @@ class AgentProcess:
             self.identity,
             self._secret,
             self._find,
-            opened=lambda: None,  # the driver speaks first
+            opened=lambda: None,  # the driver sends first
             heard=self._heard,
             closed=self._driver_lost,
             missing=self._missing,
@@ -156,10 +161,10 @@ class AgentProcess:
             gone=self._worker_hung_up,
             expected=lambda worker: worker in self._agent.alive(),
         )
-        ends = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
-            ends.append(signal.SIGHUP)
-        for number in ends:
+        end_signals = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
+            end_signals.append(signal.SIGHUP)
+        for number in end_signals:
             loop.add_signal_handler(number, self._asked_to_end, number)
         if self._bound:
             loop.call_later(FIND_S, self._never_found)
@@ -182,20 +187,20 @@ class AgentProcess:
             await self._server.close()
 
     def end(self, code: int, why: str) -> None:
-        """Kill the workers and return this code from `run`."""
+        """Kill the workers, and return this code from `run`."""
         if self._over is not None and not self._over.done():
             level = "error" if code else "debug" if self._bound else "info"
             self._log(level, f"the agent exits: {why}")
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
-        """A driver of this term leads, as far as is known from elsewhere. One of a lower term is left for it."""
+        """Handle the leader's term from etcd: leave a driver with a lower one."""
         self._seated = term
         if self._state.superseded(term):
             self._uplink.drop(f"a driver of term {term} is the leader now")
 
     def fence(self, generation: int, job: str) -> None:
-        """The others of this job are known to train in this generation; see `AgentState.fenced`."""
+        """Handle a generation of this job that was read from etcd; see `AgentState.fenced`."""
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
                 f"the job continued with generation {generation} without this host, which no driver has reached for"
@@ -218,10 +223,10 @@ class AgentProcess:
                 self._agent.dump(worker)
             case Drop(worker):
                 self._server.disconnect(worker)
-            case Tell(workers, word):
-                if isinstance(word, messages.World):
-                    self._state.told(word.generation)
-                self._server.broadcast(workers, word)
+            case Tell(workers, forwarded):
+                if isinstance(forwarded, messages.World):
+                    self._state.told(forwarded.generation)
+                self._server.broadcast(workers, forwarded)
             case Detach(reason):
                 self._dismissed(reason)
             case Beat():
@@ -238,7 +243,7 @@ class AgentProcess:
         try:
             own = interfaces.own_addresses()
             wanted, local = self.bootstrap.interfaces, self._uplink.bound
-            if not self._bind or not self._agent.alive():  # those that run listen where they do
+            if not self._bind or not self._agent.alive():  # running workers keep their address
                 self._bind = choose_address.choose_bind(wanted, own, local=local)
             self._network = choose_address.worker_variables(self._bind, own, os.environ)
             self._addresses = [f"{each.address}/{each.prefix_length}" for each in own if each.up]
@@ -288,7 +293,7 @@ class AgentProcess:
         )
 
     def _ready(self, ready: bool) -> None:
-        """For a readiness probe: the file is there while a driver is."""
+        """Create or remove the file for a readiness probe, which exists while a driver is connected."""
         if self.bootstrap.ready_file:
             with contextlib.suppress(OSError):
                 file = Path(self.bootstrap.ready_file)
@@ -323,7 +328,7 @@ class AgentProcess:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
-        """Said when it is news, and now and then."""
+        """Log that no driver is found: at once for a new reason, and otherwise at intervals."""
         now = self._now()
         least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
         if now - self._missing_said_at >= least_s:
@@ -341,7 +346,7 @@ class AgentProcess:
             self._uplink.send(Here())
 
     def _refused(self, reason: str) -> None:
-        """What runs here is nobody's any more. Where this agent was started by hand, it waits for the other's end."""
+        """Kill the workers, which no driver owns. An agent that was started by hand waits for the other's end."""
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")
             return
@@ -393,10 +398,10 @@ class AgentProcess:
         self._connected.add(worker)
         if worker in self._stale:
             return
-        heard = Heard(worker, message)
+        relayed = Heard(worker, message)
         if isinstance(message, messages.SendResult):
-            self._results[worker] = heard
-        self._uplink.send(heard)
+            self._results[worker] = relayed
+        self._uplink.send(relayed)
 
     def _worker_hung_up(self, worker: Worker, silent: bool) -> None:
         self._connected.discard(worker)
@@ -417,32 +422,32 @@ class AgentProcess:
         self._uplink.send(Seen(event))  # type: ignore[arg-type]
 
     async def _clear(self, why: str) -> None:
-        """Kill every worker, and wait for it within a bound."""
-        doomed = self._agent.alive()
-        if doomed:
-            self._log_here("info", f"killing {counted(len(doomed), 'worker')}: {why}")
-        for worker in doomed:
+        """Kill all workers, and wait for their exits within a limit."""
+        to_kill = self._agent.alive()
+        if to_kill:
+            self._log_here("info", f"killing {counted(len(to_kill), 'worker')}: {why}")
+        for worker in to_kill:
             self._agent.kill(worker)
         deadline = self._now() + CLEARED_S
-        while self._agent.alive() & doomed and self._now() < deadline:
+        while self._agent.alive() & to_kill and self._now() < deadline:
             await asyncio.sleep(0.005)
         self._results.clear()
 
-    # ---- small things ----------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
         self._uplink.send(Announced(self._machine.notice))
 
     def _asked_to_end(self, number: int) -> None:
-        """SIGTERM leaves the workers time to leave; any other signal, or a second one, does not."""
+        """Handle a signal: SIGTERM gives the workers time to leave; other signals, or a second one, do not."""
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
         if number != signal.SIGTERM or not in_use or not self._machine.told(name):
             self.end(0, name)
 
     def _log(self, level: str, text: str) -> None:
-        """In the driver's log; and here, where nobody has started this process who would show both."""
-        told = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
-        if not (told and self._bound):
+        """Log in the driver's log, and also here unless this agent was started by a driver, which shows both."""
+        delivered = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
+        if not (delivered and self._bound):
             self._log_here(level, text)
 
     def _now(self) -> float:
@@ -455,7 +460,7 @@ class AgentProcess:
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
-    """``python`` means the one that runs this agent, which has the package; a login over ssh may have another PATH."""
+    """Put the folder of this agent's Python first in PATH, since a login over ssh may have another one."""
     own = os.path.dirname(sys.executable)
     path = environ.get("PATH", os.defpath)
     return {
@@ -465,7 +470,7 @@ def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _contexts(bootstrap: Bootstrap) -> tuple[Any, Any]:
-    """TLS as one who calls, and as one who is called."""
+    """Return the TLS contexts of a client and of a server."""
     if bootstrap.tls is None:
         return None, None
     from elastic.protocol import tls

@@ -1,4 +1,4 @@
-"""What an agent knows of the end of its machine: announced by the machine's cloud, or by SIGTERM. Acts."""
+"""The end of an agent's machine, announced by the cloud or by SIGTERM. Acts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-# Before it is killed an agent ends by itself; where there is less time, after half of it.
+# Seconds before its kill at which an agent exits by itself; half of the time if there is less.
 LAST_S = 5.0
 
 
 class MachineEnd:
-    """``grace_s``: from SIGTERM to SIGKILL. ``changed``: another notice stands, or none. ``end``: the agent is to end,
-    and why.
+    """Tracks the end of one machine.
+
+    Args:
+        host: name of the agent's host.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        changed: called when the notice changes.
+        end: ends the agent, with an exit code and a reason.
+        log: takes a level and a text.
     """
 
     def __init__(
@@ -37,11 +43,11 @@ class MachineEnd:
         self._log = log
         self._watch: Watch | None = None
         self._watches = ""
-        self._told = ""  # by SIGTERM
+        self._told = ""  # reason, after SIGTERM
         self._end_by = 0.0
 
     def watch(self, attach: Attach) -> None:
-        """As this driver wishes."""
+        """Watch the sources of notices that this driver requests."""
         if self._watch is not None:
             if self._watches == attach.preemption:
                 return
@@ -59,14 +65,14 @@ class MachineEnd:
 
     @property
     def notice(self) -> Notice | None:
-        """What stands, with the time that is left."""
+        """The notice in effect, with the remaining time; None if there is none."""
         if self._told:
             left_s = self._end_by - asyncio.get_running_loop().time()
             return Notice(self._told, max(0.0, left_s))
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
-        """By a signal, which leaves the workers time to leave. False: it was told before."""
+        """Handle a signal, which gives the workers time to leave. Returns False if one was handled before."""
         if self._told:
             return False
         loop = asyncio.get_running_loop()
@@ -77,7 +83,7 @@ class MachineEnd:
         return True
 
     def nobody_left(self) -> None:
-        """The last worker has gone."""
+        """Handle the exit of the last worker."""
         if self._told:
             self._end(0, self._told)
         elif self._watch is not None:

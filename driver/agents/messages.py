@@ -1,9 +1,8 @@
-"""Every message between an agent process and the driver. Pure: values only; `elastic.protocol.framing` makes bytes of
-them.
+"""Messages between an agent and the driver. Pure: values only; `elastic.protocol.framing` encodes them.
 
-The agent calls, and both prove that they know the job's secret, as between worker and driver. Then the driver says
-`Attach`, the agent answers `Registered`, and from there on either says what it has to. What the workers of the agent's
-host say, and are told, passes through here unchanged.
+The agent connects, and both sides prove knowledge of the job's secret, as between worker and driver. The driver then
+sends `Attach`, and the agent answers `Registered`; afterwards both send at any time. Messages from and to the workers
+of the agent's host pass through unchanged.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from elastic.protocol.messages import VERSION, Value, Worker
 
 
 class HostAgent(Value):
-    """One start of the agent of one host: the identity of an agent process. A host that comes back has a greater
-    ``incarnation``.
-    """
+    """Identity of one agent process of a host. Each restart has a greater ``incarnation``."""
 
     host: str
     incarnation: int  # nanoseconds since 1970 at its start
@@ -37,7 +34,7 @@ class HostAgent(Value):
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
-    """Base of everything that travels between agent and driver, but for the handshake."""
+    """Base class of all messages between agent and driver except the handshake."""
 
 
 # ---- agent -> driver ---------------------------------------------------------------------------------------------
@@ -53,34 +50,34 @@ class AgentAnswer(AgentMessage):
 
 
 class Registered(AgentMessage):
-    """First message on each connection, once the driver has said who it is: who runs here, what became of others."""
+    """First message on each connection, in answer to `Attach`: the running workers and past exits."""
 
     slots: int
-    bind: str  # the numeric address on which the workers of this host listen for each other
-    addresses: list[str]  # all that it has, as in 10.0.0.5/24
+    bind: str  # numeric address on which the workers of this host listen for each other
+    addresses: list[str]  # all addresses of the host, as 10.0.0.5/24
     running: list[Worker]
-    exits: list[WorkerExited]  # of workers of this job, the latest last
-    job: str = ""  # that its workers belong to; empty: it has had none
+    exits: list[WorkerExited]  # of workers of this job, latest last
+    job: str = ""  # job of its workers; empty: none yet
     release: str = ""  # of this package
-    notice: Notice | None = None  # of the end of its machine, if one stands
-    ends: bool = False  # once it is dismissed; otherwise it waits for the next job
+    notice: Notice | None = None  # preemption notice in effect, if any
+    ends: bool = False  # it exits when dismissed; otherwise it waits for the next job
 
 
 class Heard(AgentMessage):
-    """A worker said this."""
+    """A message of a worker."""
 
     worker: Worker
     message: messages.FromWorker
 
 
 class Seen(AgentMessage):
-    """What the agent sees of its workers from outside."""
+    """An observation of a worker's process."""
 
     event: WorkerExited | WorkerFrozen | WorkerThawed | WorkerProbed | WorkerDisconnected
 
 
 class Printed(AgentMessage):
-    """What a worker has written, cut anywhere. Empty: the stream is at its end."""
+    """Output of a worker, split anywhere. Empty: end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]
@@ -95,44 +92,44 @@ class Logged(AgentMessage):
 
 
 class Announced(AgentMessage):
-    """The machine has announced its end; None: that is off."""
+    """A preemption notice of the machine; None: it was withdrawn."""
 
     notice: Notice | None
 
 
 class Here(AgentMessage):
-    """An answer to `Beat`, now and then: it does not only have a connection, it runs."""
+    """Regular answer to `Beat`: the agent is not only connected but running."""
 
 
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Attach(AgentMessage, tag="Hire"):  # agents of earlier releases know it by this name
-    """First message: who the driver is. An agent that has served a later one closes the connection."""
+class Attach(AgentMessage, tag="Hire"):  # name used by earlier releases
+    """First message: identity of the driver. An agent that has served a later one closes the connection."""
 
-    job: str  # a new one for each job, also under the same name
+    job: str  # unique for each job, also under the same name
     term: int  # grows with every driver of a job
     lease_s: float
-    away_s: float  # workers train on for so long without a driver
-    # Who may announce the end of the agent's machine; see `preemption.watch`.
+    away_s: float  # how long workers train without a driver
+    # Source of preemption notices of the agent's machine; see `preemption.watch`.
     preemption: str = "off"
-    slurm: dict[str, str] = {}  # what the driver's environment says of the allocation
-    preload: str = ""  # what the next worker is prepared with
+    slurm: dict[str, str] = {}  # variables about the allocation in the driver's environment
+    preload: str = ""  # modules that the process for the next worker imports
 
 
 class Reject(AgentMessage, tag="Refused"):
-    """The driver has no use for this agent; it must not come back."""
+    """The driver does not accept this agent, which must not return."""
 
     reason: str
 
 
 class Start(AgentMessage):
-    """Start this incarnation. What every worker is told of its agent and its host, the agent adds itself."""
+    """Start this incarnation of a worker. The agent adds the environment that describes itself and its host."""
 
     worker: Worker
     command: list[str]
-    env: dict[str, str]  # goes before the agent's own
-    folder: str  # to start it in, if there is one of this name
+    env: dict[str, str]  # takes precedence over the agent's environment
+    folder: str  # working folder, if it exists on the host
 
 
 class Kill(AgentMessage):
@@ -154,18 +151,18 @@ class Drop(AgentMessage):
 
 
 class Tell(AgentMessage):
-    """Pass this on to those of your workers that are connected."""
+    """Forward a message to those of these workers that are connected."""
 
     workers: list[Worker]
     message: messages.FromDriver
 
 
 class Beat(AgentMessage):
-    """The driver is here. Several times in a lease."""
+    """The driver is alive. Sent several times per liveness timeout."""
 
 
 class Detach(AgentMessage, tag="Dismissed"):
-    """The job is over: kill what is left of it."""
+    """The job is over: kill its remaining workers."""
 
     reason: str
 

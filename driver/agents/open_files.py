@@ -1,4 +1,4 @@
-"""How many files a driver may have open: each host's agent is one. Decides how many it needs, and asks for them."""
+"""Limit of open files of a driver, which has a connection to each host's agent: computes and sets it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import resource
 
 from elastic.errors import Invalid
 
-SPARE = 512  # for strangers, and for whatever else a process has open
-# Where hosts come by themselves, for so many of them at least, if the system lets us.
+SPARE = 512  # for unauthenticated connections and other files
+# Minimum number if hosts connect by themselves, as far as the system permits.
 UNKNOWN = 16_384
 
 
 def limit_for(hosts: int | None, soft: int, hard: int) -> int:
-    """The limit to set, where ``soft`` and ``hard`` are those that hold now. ``hosts`` None: nobody knows how many.
+    """Return the limit to set.
 
-    While an agent's new connection stands in for an old one, both are open. Raises Invalid.
+    Args:
+        hosts: number of hosts; None if unknown.
+        soft: current soft limit.
+        hard: current hard limit.
+
+    While an agent reconnects, both connections may be open. Raises Invalid if the hard limit is too low.
     """
-    endless = resource.RLIM_INFINITY
+    unlimited = resource.RLIM_INFINITY
     wanted = SPARE + (UNKNOWN if hosts is None else 2 * hosts)
-    if soft == endless or soft >= wanted:
+    if soft == unlimited or soft >= wanted:
         return soft
-    if hard == endless or hard >= wanted:
+    if hard == unlimited or hard >= wanted:
         return wanted
     if hosts is not None and hard < SPARE + hosts:
         raise Invalid(
@@ -31,7 +36,7 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
 
 
 def allow_hosts(hosts: int | None) -> None:
-    """Raises Invalid where the hard limit does not suffice."""
+    """Raise the limit of open files. Raises Invalid if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit_for(hosts, soft, hard)
     if limit != soft:

@@ -1,6 +1,6 @@
-"""What an `AgentPool` hears (events, past tense) and what it asks for (actions, imperative). Pure: values only.
+"""Events that an `AgentPool` receives (past tense) and actions that it requests (imperative). Pure: values only.
 
-It hears `driver.events.HostsChanged` and ``TimePassed`` besides, and asks for ``Report`` where a line is for the log.
+It also receives `driver.events.HostsChanged` and ``TimePassed``, and requests ``Report`` for log lines.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from elastic.protocol.messages import Worker
 
 
 class AgentCalled(msgspec.Struct, frozen=True):
-    """An agent has a new connection, and has proved that it knows the job's secret."""
+    """An agent has a new connection, and has proved knowledge of the job's secret."""
 
     agent: HostAgent
 
 
 class AgentSaid(msgspec.Struct, frozen=True):
-    """``caller``: the numeric address that it calls from, where that matters."""
+    """A message of an agent. ``caller``: the numeric address of its side of the connection, if needed."""
 
     agent: HostAgent
     message: Any  # one of messages.FromAgent
@@ -32,51 +32,51 @@ class AgentSaid(msgspec.Struct, frozen=True):
 
 
 class AgentGone(msgspec.Struct, frozen=True):
-    """Its connection has ended. ``silent``: nobody closed it, what was sent is acknowledged no more."""
+    """An agent's connection ended. ``silent``: it was not closed, but data are not acknowledged any more."""
 
     agent: HostAgent
     silent: bool
 
 
 class AgentStarted(msgspec.Struct, frozen=True):
-    """What `StartAgent` asked for was done. The agent has yet to call. ``outlives``: it may, who has started it."""
+    """A `StartAgent` succeeded; the agent has yet to connect. ``outlives``: it may outlive its starter."""
 
     host: str
     outlives: bool = False
 
 
 class AgentNotStarted(msgspec.Struct, frozen=True):
-    """What `StartAgent` asked for failed."""
+    """A `StartAgent` failed."""
 
     host: str
     reason: str
 
 
 class StartOrdered(msgspec.Struct, frozen=True):
-    """The driver wants a worker."""
+    """The driver orders the start of a worker."""
 
     order: Start
 
 
 class KillOrdered(msgspec.Struct, frozen=True):
-    """The driver wants a worker gone."""
+    """The driver orders the kill of a worker."""
 
     worker: Worker
 
 
 class GiveUpOrdered(msgspec.Struct, frozen=True):
-    """The driver takes a host for lost whose agent is connected, and does not answer."""
+    """The driver gives up a host whose agent is connected but does not answer."""
 
     host: str
     why: str
 
 
 class DriverReady(msgspec.Struct, frozen=True):
-    """Agents can call from now on, and what is decided here is performed."""
+    """Agents can connect, and actions are performed from now on."""
 
 
 class JobEnded(msgspec.Struct, frozen=True):
-    """No agent is needed any more."""
+    """The job ended: no agent is needed any more."""
 
 
 PoolEvent = (
@@ -98,7 +98,7 @@ PoolEvent = (
 
 
 class TellAgents(msgspec.Struct, frozen=True):
-    """Send each of them these messages, in one piece."""
+    """Send these messages to each agent, in one chunk."""
 
     agents: Sequence[HostAgent]
     messages: Sequence[AgentMessage]
@@ -123,14 +123,14 @@ class TellDriver(msgspec.Struct, frozen=True):
 
 
 class PassOn(msgspec.Struct, frozen=True):
-    """A worker has said this."""
+    """Pass on a message of a worker."""
 
     worker: Worker
     message: Any  # one of protocol.FromWorker
 
 
 class ShowOutput(msgspec.Struct, frozen=True):
-    """A worker has written this. Empty: the stream is at its end."""
+    """Show output of a worker. Empty: end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]

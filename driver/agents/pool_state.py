@@ -1,4 +1,4 @@
-"""What an `AgentPool` keeps of each host, its deadlines, and what it has decided about the event at hand. Pure."""
+"""State of an `AgentPool`: its hosts, its deadlines, and the actions for the current event. Pure."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from elastic.driver.agents.pool_events import PoolAction, TellAgents
 from elastic.driver.events import Report
 from elastic.protocol.messages import Worker
 
-AGAIN_S = (2.0, 60.0)  # between two tries to start an agent where one was lost: first, longest
+# seconds between two attempts to start an agent on a lost host: first, longest
+AGAIN_S = (2.0, 60.0)
 
 
 @dataclass(eq=False)
 class AgentRecord:
-    """What is known of one host's agent."""
+    """State of one host's agent."""
 
     name: str
-    agent: HostAgent | None = None  # the one that has registered last
-    here: bool = False  # it is connected, and has said who runs
-    ends: bool = False  # once it is dismissed
-    coming: bool = False  # it was started, outlives us, and has not called yet
-    starts: list[Start] = field(default_factory=list)  # that wait for it
+    agent: HostAgent | None = None  # the last one that registered
+    here: bool = False  # it is connected and has reported its workers
+    ends: bool = False  # it exits when dismissed
+    coming: bool = False  # it was started, outlives us, and has not connected yet
+    starts: list[Start] = field(default_factory=list)  # queued until it connects
     starting: bool = False  # an agent is being started
-    running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not
-    doomed: set[Worker] = field(default_factory=set)  # to be killed once the agent is here
-    overdue_why: str = ""  # why it is lost, if it is not here in time
-    again_s: float = AGAIN_S[0]  # until the next try to start an agent here
-    given_up: bool = False  # we have hung up, and do not wait for its return
-    trouble: str = ""  # the last one of starting an agent, said once
+    running: set[Worker] = field(default_factory=set)  # ordered or reported, without an exit
+    doomed: set[Worker] = field(default_factory=set)  # to be killed once the agent is connected
+    overdue_why: str = ""  # why it is lost if it is not connected in time
+    again_s: float = AGAIN_S[0]  # seconds until the next attempt to start an agent here
+    given_up: bool = False  # the driver disconnected it, and does not wait for its return
+    trouble: str = ""  # last error of starting an agent, logged once
 
 
 class Due(enum.IntEnum):
-    """What is to happen at a deadline."""
+    """Purpose of a deadline."""
 
-    ARRIVAL = 1  # the host's agent has to be here by then
-    RETRY = 2  # an agent is started there once more
-    RESIGNATION = 3  # nobody was reached for so long that all those hosts are lost
+    ARRIVAL = 1  # the host's agent must be connected
+    RETRY = 2  # start an agent there again
+    RESIGNATION = 3  # no host was reachable for so long that all are lost
     BEAT = 4
 
 
@@ -47,7 +48,7 @@ class Timetable:
     def __init__(self) -> None:
         self._at: dict[tuple[str, Due], float] = {}
         self._first: float | None = None
-        self._known = True  # that it is the first
+        self._known = True  # `_first` is up to date
 
     def __contains__(self, key: tuple[str, Due]) -> bool:
         return key in self._at
@@ -70,7 +71,7 @@ class Timetable:
         return self._first
 
     def pop(self, now: float) -> tuple[str, Due] | None:
-        """The earliest that has come, which is none any more."""
+        """Remove and return the earliest expired deadline; None if none has expired."""
         first = self.first()
         if first is None or first > now:
             return None
@@ -80,7 +81,7 @@ class Timetable:
 
 
 class PoolActions:
-    """Actions in the order in which they are to be performed. ``now`` is the time of the event, in seconds."""
+    """Actions in the order in which they are performed. ``now``: time of the event, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -96,6 +97,6 @@ class PoolActions:
         self.add(Report(level, text))
 
     def tell(self, host: AgentRecord, message: AgentMessage) -> None:
-        """Where its agent is here; else nobody is told."""
+        """Send a message to a host's agent, if it is connected."""
         if host.here and host.agent is not None:
             self.add(TellAgents([host.agent], [message]))

@@ -1,10 +1,10 @@
-"""An agent's connection to the driver: found, proved on both sides, lost, found again. Moves messages; decides nothing.
+"""An agent's connection to the driver: lookup, authentication, and reconnection. Moves messages; decides nothing.
 
     searching --connected--> proving --Accepted--> open: each message goes to ``heard``
         ^                                            |
-        +--- closed, silent for a lease, nonsense ---+     ``closed`` is told, with the reason
+        +--- closed, silent, invalid data -----------+     ``closed`` is called with the reason
 
-It looks for the driver for as long as it is not closed: the driver may be restarted, elsewhere even. Whoever owns it
+It searches for the driver until it is cancelled, since the driver may be restarted, possibly elsewhere. Its owner
 decides how long that makes sense.
 """
 
@@ -29,20 +29,28 @@ from elastic.protocol.handshake import Caller
 from elastic.protocol.messages import RELAY_LIMIT, Message, ProtocolError, SendResult, encoded
 from elastic.protocol.tls import explained
 
-CONNECT_S = 5.0  # to one address, and to prove who we are
-RETRY_S = (0.05, 1.0)  # between two tries: the first, the longest
-BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a driver that reads nothing is lost
+CONNECT_S = 5.0  # seconds to connect to one address and authenticate
+RETRY_S = (0.05, 1.0)  # seconds between two attempts: first, longest
+BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a driver that reads nothing is considered lost
 
 
 class NoDriver(Exception):
-    """Nobody to connect to, or not the one we look for. The text says why."""
+    """No driver to connect to, or not the expected one. The text is the reason."""
 
 
 class Uplink:
-    """``find`` gives numeric addresses and ports to try, in order; it may wait, and raises NoDriver.
+    """Connection of an agent to the driver.
 
-    ``opened`` is called when both sides have proved themselves, ``heard`` for each message, ``closed`` with the reason
-    when that connection has ended; ``missing`` when the driver was looked for in vain, with the reason.
+    Args:
+        agent: identity of the agent.
+        secret: that of the job.
+        find: returns numeric addresses and ports to try, in order; it may wait, and raises NoDriver.
+        opened: called when both sides have authenticated.
+        heard: called for each message.
+        closed: called with the reason when an open connection ended.
+        missing: called with the reason when no driver was found.
+        lease_s: liveness timeout.
+        tls: context of the connection; None without TLS.
     """
 
     def __init__(
@@ -67,8 +75,8 @@ class Uplink:
         self._wire = Wire(messages.to_agent)
         self._writer: asyncio.StreamWriter | None = None
         self._drop_reason = ""
-        self._results = 0  # bytes of functions' values that may still wait
-        self.bound = ""  # the numeric address of this host by which the driver was reached last
+        self._results = 0  # bytes of functions' values that may be pending
+        self.bound = ""  # numeric address of this host in the last connection
 
     @property
     def open(self) -> bool:
@@ -76,11 +84,11 @@ class Uplink:
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be sent."""
+        """Number of bytes that wait to be sent."""
         return 0 if self._writer is None else self._writer.transport.get_write_buffer_size()
 
     async def run(self) -> None:
-        """For ever: until it is cancelled."""
+        """Connect and reconnect until cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = RETRY_S[0]
         try:
@@ -91,7 +99,7 @@ class Uplink:
                 reason = await self._read(reader)
                 self._hang_up()
                 self._closed(reason)
-                # A driver that closes at once has a reason, and none to hear us ask again without a pause.
+                # A driver that closes at once would do so again, so that retries are delayed.
                 quick = loop.time() - began < RETRY_S[1]
                 pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
                 await asyncio.sleep(pause_s)
@@ -99,14 +107,14 @@ class Uplink:
             self._hang_up()
 
     def send(self, message: AgentMessage) -> bool:
-        """Without blocking. False when there is no connection: then the message is dropped."""
+        """Send a message without blocking. Returns False without a connection, in which case it is dropped."""
         if self._writer is None:
             return False
         frame = self._wire.frame_of(encoded(message, RELAY_LIMIT))
         if not self.backlog:
             self._results = 0
         if isinstance(message, Heard) and isinstance(message.message, SendResult):
-            # Each worker has one, and it may be large: that is no sign of a driver's end.
+            # Each worker has one, which may be large: no sign of a stuck driver.
             self._results += len(frame)
         self._writer.write(frame)
         if self.backlog > BACKLOG_LIMIT + self._results:
@@ -115,13 +123,13 @@ class Uplink:
         return True
 
     def drop(self, reason: str) -> None:
-        """Give this connection up; the next is looked for at once."""
+        """Abort this connection, and search for the next one at once."""
         if self._writer is not None:
             self._drop_reason = reason
             self._writer.transport.abort()
 
     async def finish(self, timeout_s: float = 1.0) -> None:
-        """Wait until what was said is sent, within a bound."""
+        """Wait until pending messages are sent, within a limit."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self.backlog and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.002)
@@ -184,7 +192,7 @@ class Uplink:
         return message  # type: ignore[return-value]
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
-        """Until the end; returns why it came."""
+        """Read until the end of the connection; return the reason."""
         try:
             self._hear(b"")
             while data := await reader.read(256 * 1024):
@@ -197,7 +205,7 @@ class Uplink:
         for message in self._wire.receive(data):
             self._heard(message)
             if self._drop_reason:
-                return  # whoever says the rest is not the one we serve
+                return  # the remaining messages are from a driver that is not served any more
 
     def _hang_up(self) -> None:
         if self._writer is not None:

@@ -34,8 +34,8 @@ def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -
     with starter, os.fdopen(read) as told:
         patch.setattr(sys, "stdin", told)
         patch.setattr(select, "select", waits)
-        leave = create_autospec(agent_process._leave, side_effect=lambda: story.append("leaves"))
-        patch.setattr(agent_process, "_leave", leave)
+        leave = create_autospec(agent_process._daemonize, side_effect=lambda: story.append("leaves"))
+        patch.setattr(agent_process, "_daemonize", leave)
         serve = create_autospec(agent_process.serve, return_value=0)
         patch.setattr(agent_process, "serve", serve)
         assert agent_process.main() == (0 if "leaves" in story else 1)
