@@ -1,8 +1,8 @@
-"""Writes to the driver's own stdout and stderr without ever holding up its event loop. Decides nothing.
+"""Output to the driver's stdout and stderr that never blocks its event loop. Decides nothing.
 
-A terminal that is paused, a pager or a full disk may block a write for as long as they like, so a thread per stream
-does the writing, from a bounded queue. When the queue is full, training goes on and the oldest lines in it are dropped,
-for the newest say why a job ends; a line says how much. A closed pipe ends the output, never the job.
+A paused terminal, a pager or a full disk may block a write for any time, so one thread per stream writes from a
+bounded queue. When the queue is full, training continues and the oldest lines are dropped, since the newest ones state
+why a job ends; a line states how much was dropped. A closed pipe ends the output, never the job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-Write = Callable[[bytes], None]  # writes all of it, or raises OSError or ValueError
+Write = Callable[[bytes], None]  # writes all bytes, or raises OSError or ValueError
 
 QUEUE_LIMIT = 16 * 1024 * 1024  # bytes
 BATCH_LIMIT = 1024 * 1024  # bytes
@@ -26,9 +26,9 @@ COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 
 
 class WriterThread:
-    """A queue of bytes and the thread that writes them, in order. Any thread may call ``put``.
+    """A queue of bytes and the thread that writes them, in order. ``put`` is thread-safe.
 
-    ``failed`` is told the first time a write fails, in the writing thread.
+    ``failed`` is called in the writing thread the first time a write fails.
     """
 
     def __init__(self, name: str, failed: Callable[[str], None], limit: int = QUEUE_LIMIT) -> None:
@@ -45,7 +45,7 @@ class WriterThread:
         self._thread: threading.Thread | None = None
 
     def put(self, write: Write, data: bytes) -> None:
-        """Have ``write(data)`` called soon. Never blocks; drops the oldest that waits where that is too much."""
+        """Queue a call of ``write(data)``. Never blocks; drops the oldest data if the queue is full."""
         with self._changed:
             if self._closed or not data:
                 return
@@ -63,12 +63,15 @@ class WriterThread:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Until everything is written, no longer than this; None: as long as it takes. False if something is left."""
+        """Wait until everything is written, for at most ``timeout_s``; None: without a limit.
+
+        Returns False on timeout.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None) -> bool:
-        """As ``wait``, and then nothing is written any more."""
+        """Wait like ``wait``, and write nothing afterwards."""
         try:
             complete = self.wait(timeout_s)
         finally:  # Ctrl-C ends the wait
@@ -80,7 +83,7 @@ class WriterThread:
         return complete
 
     def waits_for(self) -> str:
-        """A line that says what is left."""
+        """Return a line that states how much is not written yet."""
         with self._changed:
             left = f"more than {self._queued} bytes of output are not written: {self._name} is slow"
         return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
@@ -103,7 +106,7 @@ class WriterThread:
                     self._failed(f"cannot write to {self._name}: {error}; this output is lost")
 
     def _take(self) -> tuple[Write, bytes]:
-        """The next pieces that go to the same place, joined; before them, how much there is not of what came before."""
+        """Return the next data for one destination, joined; or a notice about data that were dropped before them."""
         if self._dropped and self._queue:
             notice = (
                 f"elastic | {self._dropped} bytes of output were dropped: {self._name} is slow\n"
@@ -121,10 +124,12 @@ class WriterThread:
 
 
 def write_to(stream: TextIO | None) -> Write:
-    """How to write to a stream such as sys.stdout: to its descriptor if it has one. None drops everything.
+    """Return a function that writes to a stream such as sys.stdout: to its descriptor if it has one.
 
-    sys.stdout is None where a daemon or a batch system has closed it before Python began. A thread that hangs in a
-    Python stream's lock would make the interpreter fail at exit; one that hangs in the system call does not.
+    None drops everything.
+
+    sys.stdout is None if a daemon or a batch system closed it before Python started. A thread blocked in a Python
+    stream's lock would make the interpreter fail at exit; one blocked in the system call does not.
     """
     if stream is None:
         return lambda data: None
@@ -139,18 +144,18 @@ def write_to(stream: TextIO | None) -> Write:
         return write_text
 
     def write_fd(data: bytes) -> None:
-        view = memoryview(data)
-        while view:
+        rest = memoryview(data)
+        while rest:
             try:
-                view = view[os.write(fd, view) :]
-            except BlockingIOError:  # somebody made the terminal nonblocking
+                rest = rest[os.write(fd, rest) :]
+            except BlockingIOError:  # another process made the terminal nonblocking
                 select.select([], [fd], [], 1.0)
 
     return write_fd
 
 
 def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
-    """``write_to`` of each, and the same function for both where they lead to the same place: ``2>&1``, a terminal."""
+    """Return ``write_to`` of each stream; the same function if both have the same destination, as with ``2>&1``."""
     out = write_to(stdout)
     try:
         one = os.path.sameopenfile(stdout.fileno(), stderr.fileno())  # type: ignore[union-attr]
@@ -160,42 +165,44 @@ def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Wri
 
 
 def stand_in_for_closed() -> None:
-    """Opens /dev/null for each standard stream that was closed before Python began, as some batch systems do.
+    """Open /dev/null for each standard stream that was closed before Python started, as in some batch systems.
 
-    The next file or socket would get the number 2 otherwise, and what is meant for stderr.
+    Otherwise the next file or socket would get the descriptor 2, and the output meant for stderr.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(fd, True)
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Of sys.stderr, which may be closed, or None."""
+    """Return whether a stream is a terminal. ``stream``: for example sys.stderr, which may be closed or None."""
     return stream is not None and not stream.closed and stream.isatty()
 
 
 def _printable(line: str) -> str:
-    """A line without what a terminal obeys: parts of it may be words of a worker, or of a stranger."""
+    """Return a line without terminal control characters, since it may contain text of a worker or of another host."""
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
 
 
 def shown(text: str) -> str:
-    """Lines as stdout may have them: scripts have written some, with what a terminal obeys, or does not know."""
+    """Return lines for stdout, with control characters and characters unknown to its encoding escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     lines = "\n".join(map(_printable, text.split("\n")))
     return lines.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 class Console:
-    """The driver's own lines: ``elastic | 12:01:33 | text``. Call it with a level and a text of one or more lines.
+    """The driver's own log lines: ``elastic | 12:01:33 | text``.
 
-    ``heard`` is somebody else who is told of all that are shown.
+    Call it with a level and a text of one or more lines.
+
+    ``heard`` is called with all lines that are shown.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sees to it that a worker's exit is told after everything that it has said. Decides nothing."""
+"""Ordering of a worker's exit after all its messages. Decides nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-# For what a worker sent before it exited with code 0 to arrive, a large result perhaps.
+# Time for the messages of a worker that exited with code 0 to arrive, possibly a large result.
 PARTING_S = 2.0
 
 
 class Connections(Protocol):
-    """Of workers; see `Server`."""
+    """Connections of workers; see `Server`."""
 
     def drain(self, who: Worker) -> None: ...
     def connected(self, who: Worker) -> bool: ...
@@ -22,7 +22,7 @@ class Connections(Protocol):
 
 
 class ExitBarrier:
-    """``exited`` is told once of each worker that `gone` was called for."""
+    """Reports each exit passed to `gone` once, after all messages of the worker."""
 
     def __init__(self, connections: Connections, exited: Callable[[WorkerExited], None]) -> None:
         self._connections = connections
@@ -30,7 +30,7 @@ class ExitBarrier:
         self._parting: dict[Worker, WorkerExited] = {}
 
     def gone(self, event: WorkerExited) -> None:
-        """The process is gone."""
+        """Handle the exit of a process."""
         self._connections.drain(event.worker)
         self._parting[event.worker] = event
         if event.code == 0 and self._connections.connected(event.worker):
@@ -39,7 +39,7 @@ class ExitBarrier:
             self._part(event.worker)
 
     def disconnected(self, worker: Worker) -> None:
-        """Its connection has ended: it has said everything."""
+        """Handle the end of a worker's connection: all its messages have arrived."""
         self._part(worker)
 
     def _part(self, worker: Worker) -> None:

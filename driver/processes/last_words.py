@@ -1,7 +1,4 @@
-"""What workers leave behind as they end: the last that they wrote to stderr, and the exceptions that ended them.
-
-Decides which tracebacks are shown. Pure.
-"""
+"""The end of workers' stderr and the exceptions that ended them; decides which tracebacks are shown. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from elastic.protocol.messages import Worker
 from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
 
 TAIL_LIMIT = 20 * 1024  # bytes
-LINE_LIMIT = 1024 * 1024  # bytes of one exception, as JSON
-THREADS = (b"Thread", b"Current thread")  # how the stack of a thread begins
+LINE_LIMIT = 1024 * 1024  # bytes of an exception, as JSON
+THREADS = (b"Thread", b"Current thread")  # beginning of a thread's stack
 KNOWN_LIMIT = 256  # exceptions of one job that are not shown again
-NAMED = 16  # runs of ranks in one line
+NAMED = 16  # ranges of ranks in a line
 
 
 class DiagnosticLines:
-    """Puts together what arrives in pieces."""
+    """Assembles lines from chunks."""
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
-        self._training: dict[Worker, bytes] = {}  # as its stacks name the thread
+        self._training: dict[Worker, bytes] = {}  # as named in its stacks
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | bytes]:
-        """Whole exceptions, and lines of stacks without their ends. That of the thread that trains says so."""
+        """Return complete exceptions, and lines of stacks without line ends. The training thread is marked."""
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
         *lines, left = bytes(rest).split(b"\n")
@@ -69,7 +66,7 @@ def _decoded(line: bytes) -> Uncaught | TrainingThread | bytes:
 
 
 class Tails:
-    """The end of what each worker wrote to stderr, with the exceptions that they have not printed themselves."""
+    """The end of each worker's stderr, with exceptions that it has not printed itself."""
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}
@@ -97,20 +94,21 @@ class Tails:
 
 
 class TracebackLedger:
-    """Shows each exception once. Of workers that raise the same at the same lines, the first is shown and the others
-    are counted; those that only lost a peer are counted too. ``verbose``: every frame, and those of a lost peer.
+    """Shows each exception once, and counts the other workers with the same exception or only a lost peer.
+
+    ``verbose``: show every frame, and exceptions about lost peers.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
-        self.shown = 0  # tracebacks
-        self.stopped = False  # the job, by an operator: all lose their peers
+        self.shown = 0  # number of tracebacks shown
+        self.stopped = False  # an operator stopped the job, so that all lose their peers
         self._verbose = verbose
-        self._known: dict[str, str] = {}  # digest: summary; the oldest first
-        self._more: dict[str, list[str]] = {}  # by digest: names of workers, not told of yet
-        self._lost: dict[tuple[str, str], list[str]] = {}  # by summary and line of the script
+        self._known: dict[str, str] = {}  # summary by digest; oldest first
+        self._more: dict[str, list[str]] = {}  # by digest: names of workers to report
+        self._lost: dict[tuple[str, str], list[str]] = {}  # by summary and script line
 
     def add(self, name: str, uncaught: Uncaught) -> str:
-        """The text to show now; empty: none. ``name``: the worker's rank, or ``host:slot``."""
+        """Return the text to show now, if any. ``name``: the worker's rank, or ``host:slot``."""
         if uncaught.peer and self.stopped:
             return ""
         if uncaught.peer and not self._verbose:
@@ -126,7 +124,10 @@ class TracebackLedger:
         return uncaught.whole if self._verbose else uncaught.folded
 
     def rest(self) -> list[str]:
-        """A line for each exception that workers had beside those shown, and one for those that lost a peer. Once."""
+        """Return the pending lines, once.
+
+        One for each exception shown before that other workers had too, and one for all lost peers.
+        """
         lines = []
         for digest, names in self._more.items():
             summary = self._known.get(digest, "")
@@ -143,7 +144,7 @@ class TracebackLedger:
 
 
 def _counted(names: Sequence[str], more: str = "more ") -> str:
-    """``15 more workers (ranks 0, 2-15)``."""
+    """Return for example ``15 more workers (ranks 0, 2-15)``."""
     noun = "worker" if len(names) == 1 else "workers"
     return f"{len(names)} {more}{noun} ({_named(names)})"
 

@@ -1,15 +1,15 @@
-"""Decides who was not heard of for too long. Pure: the caller brings the time and what it has seen.
+"""Liveness timeouts: which keys were not renewed in time. Pure: the caller passes the time and its observations.
 
-    leases.grant(key, now)             from here on it must be renewed
-    leases.renew(key, now)             it was seen able to run; True: it had run out, and runs again
-    leases.expired(now)                the look: who has run out since the last one, each once
-    leases.drop(key)                   it is gone, or was fenced
+    leases.grant(key, now)             start: from now on it must be renewed
+    leases.renew(key, now)             it was seen able to run; True: it had expired, and runs again
+    leases.expired(now)                check: keys that expired since the last check, each once
+    leases.drop(key)                   it exited or was fenced
 
-A key is a worker, incarnation included, or a host. A renewal for one that was never granted, or was dropped, changes
-nothing: who was fenced can't come back by being heard of again, only by a new grant.
+A key is a worker, including its incarnation, or a host. A renewal without a grant, or after a drop, has no effect: a
+fenced worker cannot return by being observed again, only by a new grant.
 
-Who looks may be paused itself (a suspended laptop, a stopped process, a blocked loop). Then it has missed renewals,
-and nobody can be blamed for those: after a gap of more than PAUSE_S between two looks all leases begin anew.
+The observer may itself be paused (a suspended laptop, a stopped process, a blocked loop) and miss renewals, for which
+no key can be blamed: after more than PAUSE_S between two checks, all timeouts restart.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-PAUSE_S = 1.0  # no look for longer: the observer was paused
+PAUSE_S = 1.0  # longer gap between checks: the observer was paused
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Leases(Generic[Key]):
-    """One lease per key, all of the same length. Times are seconds on the caller's clock."""
+    """Liveness timeouts of the same length, one for each key. Times are seconds on the caller's clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._renewed: OrderedDict[Key, float] = OrderedDict()  # the longest not renewed first
-        self._out: set[Key] = set()  # have run out, and were not renewed since
+        self._renewed: OrderedDict[Key, float] = OrderedDict()  # least recently renewed first
+        self._out: set[Key] = set()  # expired, and not renewed since
         self._looked_at = 0.0
 
     def __contains__(self, key: Key) -> bool:
@@ -39,12 +39,12 @@ class Leases(Generic[Key]):
         return len(self._renewed) + len(self._out)
 
     def grant(self, key: Key, now: float) -> None:
-        """It begins, or begins again."""
+        """Start or restart the timeout of a key."""
         self._out.discard(key)
         self._put(key, now)
 
     def renew(self, key: Key, now: float) -> bool:
-        """Whether it had run out, and runs again. Nothing for a key that has no lease."""
+        """Renew a key; return whether it had expired. No effect without a grant."""
         if key in self._out:
             self._out.remove(key)
             self._put(key, now)
@@ -54,12 +54,12 @@ class Leases(Generic[Key]):
         return False
 
     def drop(self, key: Key) -> None:
-        """No lease any more: its process is gone, or it was fenced."""
+        """Remove a key whose process exited or was fenced."""
         self._renewed.pop(key, None)
         self._out.discard(key)
 
     def expired(self, now: float) -> list[Key]:
-        """Those that have run out since the last look, the longest not renewed first."""
+        """Return the keys that expired since the last check, least recently renewed first."""
         if now - self._looked_at > PAUSE_S:
             for key, renewed_at in self._renewed.items():
                 self._renewed[key] = max(now, renewed_at)
@@ -75,7 +75,7 @@ class Leases(Generic[Key]):
         return found
 
     def next_deadline(self) -> float | None:
-        """When to look next, at the latest: early enough that the time between two looks is no pause."""
+        """Return when to check next at the latest, so that the gap is not taken for a pause."""
         if not self._renewed:
             return None
         first = next(iter(self._renewed.values()))
@@ -83,6 +83,6 @@ class Leases(Generic[Key]):
 
     def _put(self, key: Key, now: float) -> None:
         if not self._renewed:
-            self._looked_at = now  # nobody had to look before
+            self._looked_at = now  # no check was necessary before
         self._renewed[key] = now
         self._renewed.move_to_end(key)

@@ -1,9 +1,9 @@
-"""Outlives the driver by a moment, to kill what the driver leaves behind. Decides nothing else.
+"""Process that outlives the driver briefly, to kill what the driver leaves behind. Decides nothing else.
 
-A process of its own, started by the agent, in its own session. Standard input is a pipe from the agent with lines
-``+pgid`` and ``-pgid``; when the pipe ends or the driver's process does, every session still listed is killed with
-SIGKILL, and the warden exits. That covers what PDEATHSIG does not: the children of workers, after ``kill -9`` of the
-driver. It imports a handful of standard modules, so that it starts in some ten milliseconds and stays small.
+It is started by the agent in its own session. Standard input is a pipe from the agent with lines ``+pgid`` and
+``-pgid``. When the pipe is closed or the driver's process exits, every listed session is killed by SIGKILL, and the
+reaper exits. This covers what PDEATHSIG does not: the children of workers after ``kill -9`` of the driver. It imports
+only a few standard modules, so that it starts within some ten milliseconds and stays small.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 
-SCANS = 5  # a process may fork while its session is scanned; then it is found by the next scan
+SCANS = 5  # a process may fork while its session is scanned; the next scan finds the child
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
-    """SIGKILL every process of these sessions: the leaders' groups first, then groups that they made themselves.
+    """Kill all processes of these sessions: the leaders' groups first, then groups that they created.
 
-    The caller makes sure that the session numbers have not been reused: the leader runs or is not reaped yet.
+    The caller ensures that session numbers have not been reused: the leader runs or is not reaped yet.
     """
     for session in sessions:
         kill_group(session)
@@ -37,7 +37,7 @@ def kill_sessions(sessions: Collection[int]) -> None:
 
 
 def kill_group(pgid: int) -> None:
-    """SIGKILL a process group. It may be gone already."""
+    """Kill a process group, which may have exited already."""
     try:
         os.killpg(pgid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -45,7 +45,7 @@ def kill_group(pgid: int) -> None:
 
 
 def members_of(sessions: Collection[int]) -> list[int]:
-    """The processes of these sessions that still run, read from /proc."""
+    """Return the running processes of these sessions, read from /proc."""
     members = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -56,10 +56,10 @@ def members_of(sessions: Collection[int]) -> list[int]:
 
 
 def state_of(pid: int) -> tuple[str, int]:
-    """State letter and session of a process; ("X", 0) when it is gone."""
+    """Return the state letter and session of a process; ("X", 0) if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name is in parentheses and may itself contain any character.
+            # The command name is in parentheses and may contain any character.
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[3])
     except (OSError, IndexError):
@@ -67,7 +67,7 @@ def state_of(pid: int) -> tuple[str, int]:
 
 
 def heed(groups: set[int], text: bytes) -> bytes:
-    """Apply the complete lines of ``text``; returns the incomplete rest."""
+    """Apply the complete lines of ``text``; return the incomplete rest."""
     *lines, rest = text.split(b"\n")
     for line in lines:
         if line[:1] == b"+":
@@ -78,11 +78,11 @@ def heed(groups: set[int], text: bytes) -> bytes:
 
 
 def hear_out(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Passes on what comes by standard input, until its end, or until the driver's process is gone."""
+    """Pass on data from standard input until it is closed, or the driver's process exits."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    with contextlib.suppress(OSError):  # no pidfd here: the pipe alone tells
+    with contextlib.suppress(OSError):  # without pidfd, only the pipe is watched
         # A fork of the driver may hold the pipe open for longer than the driver lives.
         poll.register(os.pidfd_open(driver), select.POLLIN)
     gone = False
@@ -97,7 +97,7 @@ def hear_out(driver: int, heard: Callable[[bytes], None]) -> None:
 
 
 def watch(driver: int) -> set[int]:
-    """Returns the groups that are still listed when the driver is gone."""
+    """Return the groups that are still listed when the driver exits."""
     groups: set[int] = set()
     rest = b""
 

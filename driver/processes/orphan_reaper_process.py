@@ -1,4 +1,7 @@
-"""The agent's end of the warden: keeps one running and tells it the process groups of the workers. Decides nothing."""
+"""The agent's side of the orphan reaper: keeps one running and sends it the workers' process groups.
+
+Decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from elastic.driver.sinks import Log
 
 
 class WardenProcess:
-    """Starts a warden when needed, tells it of process groups, replaces it when it dies.
+    """Starts an orphan reaper when needed, sends it process groups, and replaces it when it dies.
 
-    ``groups`` gives all groups that a new one has to be told.
+    ``groups`` returns all groups, for a new reaper.
     """
 
-    QUICK_S = 1.0  # a warden that dies sooner than this after its start is of no use ...
-    ATTEMPTS = 3  # ... and after so many in a row it is given up
+    QUICK_S = 1.0  # seconds; a reaper that dies sooner after its start is useless ...
+    ATTEMPTS = 3  # ... and given up after this many in a row
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, groups: Callable[[], list[int]], log: Log
@@ -40,10 +43,10 @@ class WardenProcess:
         return self._popen.pid if self._popen else None
 
     def ensure(self) -> None:
-        """Start one, unless it runs or has been given up."""
+        """Start a reaper, unless one runs or it was given up."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
-        # Standard error is closed too: a warden must not hold the terminal or pipe of whoever started the driver.
+        # Standard error is closed too: a reaper must not hold the terminal or a pipe of the driver's starter.
         command = [sys.executable, "-I", "-S", str(Path(orphan_reaper.__file__)), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
@@ -68,24 +71,24 @@ class WardenProcess:
             self.tell("".join(f"+{group}\n" for group in groups))
 
     def tell(self, line: str) -> None:
-        """One or more lines. If it does not listen, it is replaced by one that is told everything."""
+        """Send one or more lines. A reaper that does not read them is replaced by one that receives everything."""
         if self._popen is None:
             return
         assert self._popen.stdin is not None
         data = line.encode()
         try:
             complete = os.write(self._popen.stdin.fileno(), data) == len(data)
-        except OSError:  # it is dead or stopped
+        except OSError:  # dead or stopped
             complete = False
         if not complete:
             self._popen.kill()
             self._on_exit()
 
     def announce(self, pid: int) -> None:
-        """For a child between fork and exec: tell of itself, so that it never runs unknown to the warden."""
+        """Announce a child from within it, between fork and exec, so that it never runs unknown to the reaper."""
         if self._popen is None or self._popen.stdin is None:
             return
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess has made it deadly again
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess restored the default action
         with contextlib.suppress(OSError):
             os.write(self._popen.stdin.fileno(), f"+{pid}\n".encode())
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -127,10 +130,10 @@ class WardenProcess:
             self._pidfd = None
 
     async def close(self) -> None:
-        """End the pipe: the warden kills what is still listed and exits."""
+        """Close the pipe: the reaper kills the remaining sessions and exits."""
         if self._popen is None:
             return
-        self._unwatch()  # this death is no reason to start another one
+        self._unwatch()  # do not start another one after this exit
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         deadline = self._loop.time() + 5.0

@@ -1,8 +1,8 @@
-"""Reads whether the kernel has killed a process because memory ran out, and how much there may be. Decides nothing.
+"""Detection of kills by the kernel's out-of-memory killer, and the memory limit. Decides nothing.
 
-The kernel says it in no exit status: a worker that the out-of-memory killer has ended shows a SIGKILL like any other.
-But each memory cgroup counts those kills (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2),
-and the whole machine does in /proc/vmstat. Workers are in the cgroup of their agent, unless somebody has moved them.
+Exit statuses do not show it: such a worker has a SIGKILL like any other. Each memory cgroup counts these kills
+(`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat those of the machine.
+Workers are in the cgroup of their agent, unless they were moved.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes a number of this size where nothing is limited
+UNLIMITED_BYTES = 1 << 60  # cgroup v1 reports a number of this size if memory is unlimited
 USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """Lines of a name and a number, in /proc/meminfo with a unit, as the kernel writes counters. Others are skipped."""
+    """Parse lines of a name and a number, with an optional unit as in /proc/meminfo. Other lines are skipped."""
     fields = (line.split() for line in text.splitlines())
     return {each[0]: int(each[1]) for each in fields if len(each) in (2, 3) and each[1].isdigit()}
 
 
 def memory_groups(text: str) -> tuple[str | None, str | None]:
-    """The memory cgroup that /proc/self/cgroup names: of version 2, of version 1; None where there is none."""
+    """Return the memory cgroups in /proc/self/cgroup, of version 2 and version 1; None if missing."""
     paths: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -36,7 +36,10 @@ def memory_groups(text: str) -> tuple[str | None, str | None]:
 
 @dataclass
 class OutOfMemory:
-    """``root`` is "/", or in a test a folder with a /proc and a /sys of its own."""
+    """Out-of-memory kills of this process's cgroup.
+
+    ``root``: "/", or in tests a folder with its own /proc and /sys.
+    """
 
     root: Path = Path("/")
     _counter: Path = field(init=False)
@@ -46,7 +49,7 @@ class OutOfMemory:
     def __post_init__(self) -> None:
         second, first = memory_groups(_read(self.root / "proc/self/cgroup"))
         mounted = self.root / "sys/fs/cgroup"
-        # In a container the path may be the host's, while its own group is what is mounted.
+        # In a container, the path may be the host's, while its own group is mounted.
         places: list[tuple[Path, str, str]] = []
         for path in (first, "/") if first is not None else ():
             folder = mounted / "memory" / path.lstrip("/")
@@ -62,7 +65,7 @@ class OutOfMemory:
         self._kills = self._read_kills()
 
     def look(self) -> str:
-        """Empty if the kernel has killed nobody for want of memory since the last call. Else what to tell of it."""
+        """Return a text if the kernel killed a process for lack of memory since the last call; otherwise ""."""
         before, self._kills = self._kills, self._read_kills()
         if self._kills <= before:
             return ""
@@ -70,14 +73,15 @@ class OutOfMemory:
         return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
 
     def limit_bytes(self) -> int | None:
-        """How much all processes of this group may have together. None: whatever the machine has."""
+        """Return the limit of all processes of this group together. None: the machine's memory."""
         text = "" if self._limit is None else _read(self._limit).strip()
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None
 
     def available_bytes(self) -> int:
-        """What this group can still allocate: the machine's MemAvailable, or less where the group has a limit. Memory
-        that caches files counts as available. 0 where the kernel tells neither.
+        """Return the memory that this group can still allocate: the machine's MemAvailable, or less with a limit.
+
+        File caches count as available. Returns 0 if the kernel reports neither.
         """
         machine = _counts(self.root / "proc/meminfo", unit=1024).get("MemAvailable:", 0)
         limit = self.limit_bytes()

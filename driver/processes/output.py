@@ -1,8 +1,8 @@
-"""Passes on what workers print, line by line and with their rank. Decides nothing.
+"""Output of workers: passed on line by line with a rank prefix. Decides nothing.
 
-A line is prefixed with the rank its worker has at that moment, ``[2] ``, or ``[host:slot] `` before it has one. Bytes
-pass through as they are, whatever their encoding. A carriage return ends a line too, so that progress bars keep their
-form. With a folder, the same bytes also go unprefixed to ``rank.<r>/stdout`` and ``rank.<r>/stderr`` in it.
+The prefix of a line is the current rank of its worker, ``[2] ``, or ``[host:slot] `` before it has one. Bytes are
+passed on unchanged, whatever their encoding. A carriage return also ends a line, so that progress bars work. With a
+folder, the same bytes are also written without a prefix to ``rank.<r>/stdout`` and ``rank.<r>/stderr`` in it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 
-Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]  # who, its name, lines
+Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]  # worker, its name, stream, lines
 
-LINE_LIMIT = 64 * 1024  # bytes; a longer line is passed on in pieces
-STACKS_S = 0.2  # for all lines of one worker's stacks to be here
-REMIND_S = 5.0  # at the end, until a line says that output is not taken
+LINE_LIMIT = 64 * 1024  # bytes; a longer line is split
+STACKS_S = 0.2  # seconds for all lines of a worker's stacks to arrive
+REMIND_S = 5.0  # seconds at the end after which a line states that output is not read
 
-# A return at the very end may be the first half of "\r\n": it waits for the next byte.
+# A carriage return at the end may be the first half of "\r\n": wait for the next byte.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 class Output:
-    """The sink of all workers' output. ``stdout`` and ``stderr`` write to the driver's own streams.
+    """The sink of all workers' output.
 
-    ``place_of`` gives a worker's present place, if it has one; ``failed`` is told once when a stream cannot be written.
-    ``heard`` is somebody else who is told of all lines. ``verbose``: exceptions are shown with all frames.
-    ``asked``: whether it is an operator who wants a worker's stacks. ``unsaid`` is called when ``tracebacks.rest()``
-    has something to say.
+    Args:
+        place_of: returns a worker's current place, if any.
+        stdout: writes to the driver's stdout.
+        stderr: writes to the driver's stderr.
+        failed: called once when a stream cannot be written.
+        verbose: show exceptions with all frames.
+        unsaid: called when ``tracebacks.rest()`` has new lines.
+        asked: whether an operator requested a worker's stacks.
+        timestamps: prefix lines with the time.
+        folder: for output files; None: no files.
+        clock: returns the time as text.
+        heard: called with all lines.
     """
 
     def __init__(
@@ -59,8 +67,8 @@ class Output:
         self._heard = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
-        # In one queue where both lead to the same place: the reason why a worker ended comes after what it printed.
-        # Nobody is left to hear that stderr is closed.
+        # One queue if both have the same destination: the reason of a worker's exit follows its output. Errors of
+        # stderr cannot be reported anywhere.
         err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
         self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}
         self._files = WriterThread(f"files under {folder}", failed)
@@ -74,16 +82,16 @@ class Output:
         self.tracebacks = TracebackLedger(verbose=verbose)
         self._verbose = verbose
         self._asked = asked
-        self._stacks: dict[Worker, list[str]] = {}  # that are being written
-        self.sent: set[Worker] = set()  # whose exception came
+        self._stacks: dict[Worker, list[str]] = {}  # stacks being received
+        self.sent: set[Worker] = set()  # workers whose exception arrived
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
-        """The driver's own line, between those of the workers, on stderr."""
+        """Write a line of the driver to stderr, between those of the workers."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
     def say_apart(self, write: Write, data: bytes) -> None:
-        """Have ``write(data)`` called where stderr is written, in order with what is written there."""
+        """Call ``write(data)`` in the thread that writes stderr, in order with other output."""
         self._writers["stderr"].put(write, data)
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
@@ -130,11 +138,10 @@ class Output:
         self._diagnostics.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Write what is waiting: until the last byte is written or its reader is gone, as ``cat`` does; with a bound,
-        no longer than that for each stream.
+        """Write pending data until the last byte is written or the reader is gone, as ``cat`` does.
 
-        Without one there is no deadline, because nothing is left to be held up: a pager may be read tomorrow.
-        Ctrl-C ends the wait (KeyboardInterrupt).
+        ``timeout_s``: limit for each stream. Without one there is no deadline, because nothing is blocked: a pager may
+        be read tomorrow. Ctrl-C ends the wait (KeyboardInterrupt).
         """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
@@ -152,7 +159,10 @@ class Output:
         self._keep(worker, stream, b"".join(pieces))
 
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
-        """Shown once for all workers that have the same; each one's file has its own, and whole."""
+        """Show an exception once for all workers that have the same one.
+
+        Each worker's file contains its own, with all frames.
+        """
         self.sent.add(worker)
         text = self.tracebacks.add(self._name(worker), uncaught)
         if text:
@@ -171,7 +181,7 @@ class Output:
         self._stacks[worker].append(line.decode(errors="replace"))
 
     def _show_stacks(self, worker: Worker) -> None:
-        """Unless an operator has asked for them, who is answered."""
+        """Show the stacks, unless an operator requested them and receives them as the answer."""
         text = "".join(f"{line}\n" for line in self._stacks.pop(worker, []))
         if text and not self._asked(worker):
             self._show(worker, "stderr", _pieces(text if self._verbose else training_stack(text)))
@@ -202,22 +212,28 @@ def _pieces(text: str) -> list[bytes]:
 
 
 def _prefixed(prefix: bytes, piece: bytes) -> bytes:
-    """One line with its prefix; one that was cut gets an end, so that another worker's line starts on its own."""
+    """Return a line with its prefix.
+
+    A split line gets a line end, so that the next worker's line starts on its own.
+    """
     if piece == b"\r":
-        return piece  # a progress bar that starts with a return
+        return piece  # a progress bar that starts with a carriage return
     return prefix + piece if piece[-1:] in b"\r\n" else prefix + piece + b"\n"
 
 
 def _append_to(path: Path) -> Write:
-    """Opens the file for each write: thousands of ranks would be too many open files, and logs may be moved away."""
+    """Return a function that opens the file for each write.
+
+    Thousands of ranks would exceed the limit of open files, and logs may be moved away.
+    """
 
     def append(data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
         finally:
             os.close(fd)
 

@@ -1,4 +1,4 @@
-"""The reading end of a worker's output stream: bytes go to the sink as they come. Decides nothing."""
+"""Reading end of a worker's output stream: passes bytes to the sink as they arrive. Decides nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from elastic.driver.sinks import Sink, Stream
 from elastic.protocol.messages import Worker
 
 CHUNK = 64 * 1024
-DRAIN_LIMIT = 1024 * 1024  # bytes taken from a dead worker's pipe before its exit is reported
-PROMPT_S = 0.1  # a line without an end for this long is a prompt
+DRAIN_LIMIT = 1024 * 1024  # bytes read from a dead worker's pipe before its exit is reported
+PROMPT_S = 0.1  # seconds after which a line without an end is a prompt
 
 
 class Pipe:
-    """One stream of one worker. ``closed`` is told once when no more will come of it.
+    """One stream of one worker. ``closed`` is called once at its end.
 
-    ``prompts``: somebody answers the worker, so a line without an end is passed on too, once nothing follows it.
+    ``prompts``: the worker has standard input, so a line without an end is passed on too if nothing follows it.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Pipe:
         self._open = True
         self._prompts = prompts
         self._prompt: asyncio.TimerHandle | None = None
-        self.later_than: list[Pipe] = []  # what these have is passed on before what this one has
+        self.later_than: list[Pipe] = []  # pipes whose data are passed on before those of this one
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._read)
 
     def _read(self) -> bool:
-        """Pass on one chunk. False when there is none now, or never again."""
+        """Pass on one chunk. Returns False if there is none now, or the stream has ended."""
         if not self._open:
             return False
         for pipe in self.later_than:
@@ -70,7 +70,7 @@ class Pipe:
             self._prompt = None
 
     def drain(self) -> None:
-        """What is there now, without waiting and within a bound."""
+        """Pass on available data without waiting, up to a limit."""
         for _ in range(DRAIN_LIMIT // CHUNK):
             if not self._read():
                 return

@@ -1,8 +1,8 @@
-"""Keeps Python processes that have imported what the next workers need, so that a new worker starts without imports.
+"""Preloaded processes: they have imported what the next workers need, so that a worker starts without imports.
 
-A process is started some time after the workers, with their interpreter and environment, if the host has memory for it.
-It becomes a worker when it receives a command; until then it has one pipe and no thread of ours. Nothing is forked. See
-`prepared_process`.
+A process is started some time after the workers, with their interpreter and environment, if the host has enough
+memory. It becomes a worker when it receives a command; until then it has one pipe and no thread of ours. Nothing is
+forked. See `prepared_process`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
-PREPARED = "ELASTIC_PREPARED"  # in /proc/PID/environ of a process that is no worker yet
+PREPARED = "ELASTIC_PREPARED"  # in /proc/PID/environ of a process that is not a worker yet
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
-MOST = 64  # processes
+MOST = 64  # maximum number of processes
 # A process with torch imported uses 0.3 GB (measured with torch 2.13 CPU); a host with less than this available needs
 # its memory for training.
 AVAILABLE_BYTES_MIN = 2 << 30
-QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves
-ROOM = (
-    "." * 4096
-)  # bytes for the command line of the worker, and for the variables that it has besides
-# Variables that say who a worker is: init() and scripts read them, and no import.
+QUIET_S = 3.0  # seconds after the last start: starting workers need the processors themselves
+# Bytes for the worker's command line and its additional variables.
+ROOM = "." * 4096
+# Variables that identify a worker: read by init() and scripts, but not by imports.
 OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
 PLACES = {
     f"{prefix}{name}"
@@ -37,17 +36,17 @@ PLACES = {
     for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
 }
 
-DEATH_S = 1.0  # from SIGKILL to the end; the driver does nothing else meanwhile
+DEATH_S = 1.0  # seconds from SIGKILL to the exit; the driver blocks meanwhile
 
-# Of a command, environment, folder and the descriptors that are kept open; raises as `spawning.spawn` does.
+# Arguments: command, environment, folder, and descriptors to keep open; raises like `spawning.spawn`.
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
 ]
-Plain = tuple[str, bool, list[str]]  # the interpreter, whether unbuffered, and what it runs
+Plain = tuple[str, bool, list[str]]  # interpreter, whether unbuffered, and what it runs
 
 
 def plain(command: Sequence[str]) -> Plain | None:
-    """Of ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``; None: it is something else."""
+    """Parse ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``; None for other commands."""
     words = [*command]
     program = os.path.basename(words[0]) if words else ""
     if not program.startswith("python"):
@@ -62,7 +61,7 @@ def plain(command: Sequence[str]) -> Plain | None:
 
 
 def shared(environ: Mapping[str, str]) -> dict[str, str]:
-    """What imports may have read."""
+    """Return the variables that imports may have read."""
     return {
         name: text
         for name, text in environ.items()
@@ -72,7 +71,7 @@ def shared(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Kept:
-    """The process that waits, and what it can become."""
+    """A waiting process, and the workers that it can become."""
 
     process: subprocess.Popen[bytes]
     told: int  # our end of its pipe
@@ -82,8 +81,9 @@ class _Kept:
 
 
 def read(wanted: str) -> tuple[list[str], int]:
-    """Of ``auto,transformers,2``: the modules, and how many processes are kept (default: 1). None is kept if there are
-    no words, or with ``off``. Raises ValueError.
+    """Parse for example ``auto,transformers,2``: the modules, and the number of processes (default: 1).
+
+    The number is 0 for an empty text or ``off``. Raises ValueError.
     """
     words = [word.strip() for word in wanted.split(",") if word.strip()]
     if words in ([], [OFF]):
@@ -103,10 +103,14 @@ def read(wanted: str) -> tuple[list[str], int]:
 
 
 class Prepared:
-    """Of one host. ``modules``: see `read` and `prepared_process`; empty: none is kept.
+    """Preloaded processes of one host.
 
-    ``spawn`` starts them as workers are started; ``gone`` receives the process number of one that was not needed and
-    has ended; ``available`` returns the bytes of memory that the host, or the container, can still give.
+    Args:
+        modules: see `read` and `prepared_process`; empty: none.
+        spawn: starts a process in the same way as a worker.
+        gone: called with the pid of a process that was not needed and exited.
+        available: returns the available memory of the host or container, in bytes.
+        log: takes a level and a text.
     """
 
     def __init__(
@@ -123,14 +127,14 @@ class Prepared:
         self._spawn = spawn
         self._gone = gone
         self._log = log
-        self._kept: list[_Kept] = []  # the one that has had most time first
+        self._kept: list[_Kept] = []  # oldest first
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
 
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """The process that becomes this worker; None: none can, and it is to be started. Makes up for it afterwards."""
+        """Return the process that becomes this worker; None if it has to be started. A replacement is scheduled."""
         if not self.modules:
             return None
         wanted = plain(command)
@@ -187,23 +191,23 @@ class Prepared:
         module = words[0] == "-m"
         script = f"-m {words[1]}" if module else os.path.join(here, words[0])
         first = here if module else os.path.dirname(os.path.realpath(script))
-        hears, told = os.pipe()
+        reader, writer = os.pipe()
         what = os.memfd_create("told")
         program = [interpreter, *["-u"][: int(unbuffered)], "-c", PROGRAM]
-        arguments = [first, str(hears), str(what), ",".join(modules), script, ROOM]
+        arguments = [first, str(reader), str(what), ",".join(modules), script, ROOM]
         try:
             marked = {**environ, PREPARED: "1", PADDING: ROOM}
-            process = self._spawn([*program, *arguments], marked, folder, (hears, what))
+            process = self._spawn([*program, *arguments], marked, folder, (reader, what))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._log("debug", f"no process is preloaded: {error}")
-            os.close(told)
+            os.close(writer)
             os.close(what)
         else:
-            self._kept.append(_Kept(process, told, what, found, shared(environ)))
+            self._kept.append(_Kept(process, writer, what, found, shared(environ)))
             if len(self._kept) < count:
                 self._later(command, environ, folder)
         finally:
-            os.close(hears)
+            os.close(reader)
 
     def _end(self, kept: _Kept) -> None:
         os.close(kept.told)
@@ -223,7 +227,7 @@ class Prepared:
         self._gone(kept.process.pid)
 
     def close(self) -> None:
-        """Ends those that wait."""
+        """End the waiting processes."""
         if self._next is not None:
             self._next.cancel()
         while self._kept:

@@ -1,15 +1,14 @@
-"""A Python process that imports what a worker will need, then waits for the worker's command.
+"""Python process that imports what a worker needs, then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
-FOLDER: the first entry of sys.path: the folder of the script or, with -m, the one in which the worker starts.
+FOLDER: the first entry of sys.path, which is the folder of the script or, with -m, the worker's working folder. TOLD:
+a pipe. One byte means that WHAT, an open file, holds the command, the part of it to run, the environment and the
+folder, as JSON; end of file means that the process is not needed. MODULES: names separated by commas; `auto` stands
+for what SCRIPT, or the module NAME of "-m NAME", imports before any other statement. ROOM: padding, so that the
+worker's command line fits in place of this one.
 
-TOLD: a pipe. One byte in it means that WHAT, an open file, holds the command, the part of it to run, the environment
-and the folder, as JSON; end of file means that the process is not needed. MODULES: names separated by commas; `auto`
-stands for what SCRIPT, or the module NAME of "-m NAME", imports before any other statement. ROOM: padding, so that the
-command line of the worker fits in the place of this one's.
-
-The worker finds a process like one started for it: its own arguments, environment, folder and ``__main__``.
+The worker finds a process like one that was started for it: its own arguments, environment, folder and ``__main__``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ AUTO, MODULE = "auto", "-m "
 TORCH = "torch"
 OURS = (
     TORCH,
-    "torch._dynamo",  # which the first optimizer imports, and torch does not
+    "torch._dynamo",  # imported by the first optimizer, but not by torch
     *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
     *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
     *("elastic.state.torch_state", "elastic.state.newcomer"),
@@ -42,14 +41,14 @@ OURS = (
 )
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 OOM_SCORE = "/proc/self/oom_score_adj"
-OOM_FIRST = "1000"  # the kernel's out-of-memory killer ends this process before any other
+OOM_FIRST = "1000"  # the out-of-memory killer selects this process first
 
 
 def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], bool]:
-    """The modules that a source imports before any other statement, and whether it consists of imports alone.
+    """Return the modules that a source imports before any other statement, and whether it contains only imports.
 
-    The statements in front of an import may decide what it does, so the search stops at the first one that is no
-    import, and at the first import of a module of the script's own package or folder (``own``). Raises SyntaxError.
+    Statements before an import may affect it, so the search stops at the first statement that is not an import, and at
+    the first import of a module of the script's own package or folder (``own``). Raises SyntaxError.
     """
     names: list[str] = []
     for number, node in enumerate(ast.parse(source).body):
@@ -70,8 +69,9 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
 
 
 def sources(script: str) -> list[Path]:
-    """The files that ``python SCRIPT`` or ``python -m NAME`` (``-m NAME``) executes, in order: with -m, each package's
-    ``__init__.py`` before the module. Imports none of them.
+    """Return the files that ``python SCRIPT`` or ``python -m NAME`` (``-m NAME``) executes, in order.
+
+    With -m, these include the ``__init__.py`` of each package before the module. Imports none of them.
     """
     if not script.startswith(MODULE):
         return [Path(script)]
@@ -87,7 +87,10 @@ def sources(script: str) -> list[Path]:
 
 
 def script_imports(script: str, folder: str) -> list[str]:
-    """What the sources of a script import before any other statement. Raises OSError, SyntaxError, ValueError."""
+    """Return what the sources of a script import before any other statement.
+
+    Raises OSError, SyntaxError, ValueError.
+    """
     own = {path.stem for path in Path(folder).iterdir()}
     own |= {script.removeprefix(MODULE).partition(".")[0]}
     names: list[str] = []
@@ -100,10 +103,10 @@ def script_imports(script: str, folder: str) -> list[str]:
 
 
 def prepare(modules: str, script: str, folder: str) -> None:
-    """Imports the modules that exist; the worker reports the others itself.
+    """Import the modules that exist; the worker reports the others itself.
 
     With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
-    statement: otherwise it may set variables that torch reads when it is imported.
+    statement: otherwise it may set variables that torch reads at its import.
     """
     wanted = modules.split(",")
     names = [name for name in wanted if name != AUTO]
@@ -124,7 +127,10 @@ def _import(names: Iterable[str]) -> None:
 
 
 def offer_to_oom_killer() -> str | None:
-    """Returns the score adjustment to restore, or None where the kernel has none."""
+    """Make this process the first victim of the out-of-memory killer.
+
+    Returns the score adjustment to restore, or None if the kernel has none.
+    """
     try:
         with open(OOM_SCORE, "r+") as file:
             before = file.read()
@@ -138,11 +144,11 @@ def offer_to_oom_killer() -> str | None:
 def become(
     words: Sequence[str], environ: Mapping[str, str], folder: str | None, oom_score: str | None
 ) -> None:
-    """Takes the command line, environment, folder and out-of-memory score of the worker."""
+    """Adopt the command line, environment, folder and out-of-memory score of the worker."""
     if oom_score is not None:
         with contextlib.suppress(OSError):
             Path(OOM_SCORE).write_text(oom_score)
-    coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set it: PEP 538
+    coerced = os.environ.get("LC_CTYPE")  # possibly set by the interpreter: PEP 538
     os.environ.clear()
     os.environ.update(environ)
     if coerced is not None:
@@ -154,9 +160,10 @@ def become(
 
 
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Writes both into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look for a rank.
+    """Write both into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look for a rank.
 
-    libc's variables no longer lie there: os.environ.clear() removed those, and setenv() allocated the others.
+    libc's variables are stored elsewhere: os.environ.clear() removed the originals, and setenv() allocated the new
+    ones.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, variables_begin, variables_end = map(int, fields[45:49])
@@ -164,7 +171,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     line = line if len(line) <= end - begin else line[: end - begin - 1] + b"\0"
     ctypes.memmove(begin, line + bytes(end - begin - len(line)), end - begin)
     shorter = ctypes.c_ulong(begin + len(line))
-    ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)  # if it may
+    ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)  # if permitted
     block, room = (
         _strings([f"{n}={text}" for n, text in environ.items()]),
         variables_end - variables_begin,
@@ -178,7 +185,7 @@ def _strings(words: Iterable[str]) -> bytes:
 
 
 def run(words: Sequence[str]) -> None:
-    """As ``python SCRIPT ...`` or ``python -m MODULE ...``, ``words`` from SCRIPT or -m on."""
+    """Run like ``python SCRIPT ...`` or ``python -m MODULE ...``; ``words`` start with SCRIPT or -m."""
     if words[0] == "-m":
         sys.argv = [words[1], *words[2:]]
         sys.path[0] = os.getcwd()
@@ -206,14 +213,14 @@ def main() -> None:
     folder, modules, script = sys.argv[1], *sys.argv[4:6]
     score = offer_to_oom_killer()
     prepare(modules, script, folder)
-    told, what = map(int, sys.argv[2:4])
-    if not os.read(told, 1):
+    pipe, what = map(int, sys.argv[2:4])
+    if not os.read(pipe, 1):
         return
-    os.close(told)
+    os.close(pipe)
     with open(what, "rb") as file:
         file.seek(0)
-        command, words, environ, where = json.load(file)
-    become(command, environ, where, score)
+        command, words, environ, workdir = json.load(file)
+    become(command, environ, workdir, score)
     sitecustomize.leave_path(os.environ)
     sys.orig_argv = [*command]
     sitecustomize.observe_reads()

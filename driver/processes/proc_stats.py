@@ -1,7 +1,7 @@
-"""Reads from /proc what a process does and whether it is able to run at all. Decides nothing.
+"""State and resource counters of processes from /proc. Decides nothing.
 
-A process that was not reaped yet keeps its number, so that these are the figures of that process and of no other. Each
-``parse_`` function is pure; the functions below them read one or a few small files, without ever waiting.
+A process that is not reaped keeps its pid, so these are the values of that process and no other. The ``parse_``
+functions are pure; the functions below them read one or a few small files, without waiting.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-GONE = "X"  # the state of a process that is none any more
+GONE = "X"  # state of a process that does not exist any more
 STOPPED = "T"
-_EXITING = 4  # PF_EXITING, of a thread's flags
-_PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "shm/")  # in /dev
+_EXITING = 4  # PF_EXITING, in a thread's flags
+# devices in /dev that are ignored
+_PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "shm/")
 
 
 @dataclass(frozen=True)
 class Stat:
-    """A line of /proc/PID/stat. ``ticks``: processor time of all its threads and of its children that are reaped."""
+    """A line of /proc/PID/stat. ``ticks``: processor time of all its threads and reaped children."""
 
     state: str
     parent: int
@@ -32,8 +33,10 @@ class Stat:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process and its whole session did so far. ``io_bytes``: read and written, cached or not. ``memory``: bytes
-    that it holds now, with what the session shares counted once.
+    """Resources used so far by a process and its whole session.
+
+    ``io_bytes``: read and written, cached or not. ``memory``: bytes held now, with memory shared in the session
+    counted once.
     """
 
     state: str
@@ -43,11 +46,11 @@ class Sample:
     memory: int = 0
 
 
-# ---- texts of the kernel, pure ---------------------------------------------------------------------------------------
+# ---- parsers, pure ---------------------------------------------------------------------------------------------------
 
 
 def parse_stat(text: bytes) -> Stat:
-    """The command's name stands in parentheses and may itself hold spaces and parentheses. Raises ValueError."""
+    """Parse a line of /proc/PID/stat. The command name in parentheses may contain anything. Raises ValueError."""
     fields = text.rpartition(b")")[2].split()
     if len(fields) < 15:
         raise ValueError(f"no line of /proc/PID/stat: {text[:80]!r}")
@@ -56,32 +59,32 @@ def parse_stat(text: bytes) -> Stat:
 
 
 def parse_end(text: bytes) -> tuple[bool, int]:
-    """Of a thread's line: whether it will never run again, and how its process ends, as ``waitpid`` has it."""
+    """Return whether a thread will never run again, and the wait status of its process."""
     fields = text.rpartition(b")")[2].split()
     ending = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
     return ending, int(fields[49])
 
 
 def parse_status(text: bytes) -> tuple[int, int]:
-    """The process that traces it (0: none), and the signals that it handles, as bits."""
+    """Return the pid of the process's tracer (0: none), and the signals that it handles, as bits."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"TracerPid", b"0")), int(fields.get(b"SigCgt", b"0"), 16)
 
 
 def parse_io(text: bytes) -> int:
-    """Bytes that went through read and write calls of any kind."""
+    """Return the bytes of all read and write calls."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"rchar", b"0")) + int(fields.get(b"wchar", b"0"))
 
 
 def parse_statm(text: bytes) -> tuple[int, int]:
-    """Pages in memory, and how many of these may be shared with others."""
+    """Return the pages in memory, and how many of these may be shared."""
     fields = text.split()
     return (int(fields[1]), int(fields[2])) if len(fields) > 2 else (0, 0)
 
 
 def parse_mounts(text: bytes) -> dict[str, str]:
-    """Where cgroups can be read: kind, ``freezer`` (version 1) or ``unified`` (version 2), to folder."""
+    """Return the mount folders of cgroups by kind: ``freezer`` (version 1) or ``unified`` (version 2)."""
     found: dict[str, str] = {}
     for line in text.decode(errors="surrogateescape").splitlines():
         _, folder, kind, options, *_ = [*line.split(" "), "", "", "", ""]
@@ -93,7 +96,10 @@ def parse_mounts(text: bytes) -> dict[str, str]:
 
 
 def parse_cgroup(text: bytes, mounts: Mapping[str, str]) -> list[str]:
-    """The files that say whether the cgroups of a process are frozen. A root can't be, and has no such file."""
+    """Return the files with the freezer state of a process's cgroups.
+
+    A root cgroup cannot be frozen and has no such file.
+    """
     files = []
     for line in text.decode(errors="surrogateescape").splitlines():
         number, kinds, path = [*line.split(":", 2), "", ""][:3]
@@ -107,7 +113,7 @@ def parse_cgroup(text: bytes, mounts: Mapping[str, str]) -> list[str]:
 
 
 def says_frozen(text: bytes) -> bool:
-    """The content of one of these files."""
+    """Return whether the content of such a file states that the cgroup is frozen."""
     return text.strip() == b"FROZEN" or b"frozen 1" in text.splitlines()
 
 
@@ -115,7 +121,7 @@ def says_frozen(text: bytes) -> bool:
 
 
 def stat_of(pid: int) -> Stat:
-    """State GONE where there is no such process."""
+    """Return the Stat of a process; its state is GONE if there is no such process."""
     try:
         return parse_stat(_read(f"/proc/{pid}/stat"))
     except (OSError, ValueError):
@@ -123,14 +129,14 @@ def stat_of(pid: int) -> Stat:
 
 
 def end_of(pid: int) -> int | None:
-    """Exit code of a process none of whose threads will ever run again, or minus the signal. None: one may.
+    """Return the exit code, or minus the signal, of a process whose threads will never run again; otherwise None.
 
-    Its memory, descriptors and sockets may still be there.
+    Its memory, descriptors and sockets may still exist.
     """
     try:
         _, code = parse_end(_read(f"/proc/{pid}/stat"))
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # exited meanwhile
                 if not parse_end(_read(f"/proc/{pid}/task/{thread}/stat"))[0]:
                     return None
     except (OSError, ValueError, IndexError):
@@ -139,9 +145,12 @@ def end_of(pid: int) -> int | None:
 
 
 def uses_devices(pid: int) -> bool:
-    """Whether it has something like a GPU open, which may work for it until that is closed. True where nobody knows.
+    """Return whether a process has a device such as a GPU open, which may work for it until closed.
 
-    Its threads let go of their descriptors one by one, the main thread early: those of one that has them yet count.
+    True if unknown.
+
+    Its threads release their descriptors one by one, the main thread early: the first thread that still has them
+    counts.
     """
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -153,12 +162,12 @@ def uses_devices(pid: int) -> bool:
                 )
     except OSError:
         return True
-    return True  # they are being closed just now
+    return True  # all are being closed
 
 
 def _open_in(folder: str) -> list[str]:
     paths = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread is gone
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread exited
         for descriptor in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
                 paths.append(os.readlink(f"{folder}/{descriptor}"))
@@ -166,17 +175,17 @@ def _open_in(folder: str) -> list[str]:
 
 
 def traced(pid: int) -> bool:
-    """Whether a debugger is attached."""
+    """Return whether a debugger is attached."""
     return _status(pid)[0] != 0
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether it has a handler for this signal, which would end it otherwise."""
+    """Return whether a process handles this signal, which would end it otherwise."""
     return bool(_status(pid)[1] >> (number - 1) & 1)
 
 
 def frozen(pid: int) -> bool:
-    """Whether a cgroup of it is frozen. The kernel shows such a process as one that sleeps."""
+    """Return whether a cgroup of a process is frozen. The kernel shows such a process as sleeping."""
     try:
         files = parse_cgroup(_read(f"/proc/{pid}/cgroup"), _mounts())
     except OSError:
@@ -185,10 +194,13 @@ def frozen(pid: int) -> bool:
 
 
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
-    """Why the process can't run now, empty if it can, and its present figures; ``last`` are those of the last look."""
+    """Return why a process cannot run now, "" if it can, and its current Stat.
+
+    ``last``: that of the previous check.
+    """
     stat = stat_of(pid)
     if stat.state == STOPPED:
-        # A debugger holds what it looks at: that is not the process's own trouble.
+        # A debugger stops what it inspects, which is not an error of the process.
         return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):
@@ -197,7 +209,7 @@ def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
 
 
 def samples_of(pids: Collection[int]) -> dict[int, Sample]:
-    """Each process with all that live in the session that it leads, from one pass over /proc."""
+    """Return a sample of each process and its session, from one pass over /proc."""
     ticks: dict[int, int] = defaultdict(int)
     io_bytes: dict[int, int] = defaultdict(int)
     pages: dict[int, int] = defaultdict(int)
@@ -232,7 +244,7 @@ def _mounts() -> dict[str, str]:
     global _known_mounts
     if _known_mounts is None:
         with open("/proc/self/mounts", "rb") as file:
-            _known_mounts = parse_mounts(file.read())  # which may take several reads
+            _known_mounts = parse_mounts(file.read())  # may take several reads
     return _known_mounts
 
 
@@ -240,7 +252,7 @@ _known_mounts: dict[str, str] | None = None
 
 
 def _read_or_nothing(path: str) -> bytes:
-    """Where it may not be read, as in another user's process, nothing is known."""
+    """Read a file; empty if access is denied, as for another user's process."""
     try:
         return _read(path)
     except OSError:

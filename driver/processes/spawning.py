@@ -1,6 +1,6 @@
-"""Starts one worker process, in a session of its own, and words why one could not be started. Decides nothing.
+"""Start of a worker process in its own session, and error texts for failed starts. Decides nothing.
 
-It dies with the thread that started it (PDEATHSIG).
+The process dies with the thread that started it (PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ def spawn(
     pass_fds: Sequence[int] = (),
     stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Raises OSError, SubprocessError or ValueError. ``announce`` is told its process number, in the child.
+    """Start a process. Raises OSError, SubprocessError or ValueError.
 
-    It starts in ``folder``, by default in ours. ``stdin``: the descriptor of its standard input, by default empty.
+    Args:
+        command: program and arguments.
+        env: environment.
+        announce: called with the pid, in the child.
+        folder: working folder; default: that of this process.
+        pass_fds: descriptors that the child keeps.
+        stdin: descriptor of standard input; default: empty.
     """
     driver = os.getpid()
 
-    def before_exec() -> None:  # in the child
+    def before_exec() -> None:  # runs in the child
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != driver:  # it died before it could be told to take us with it
+        if os.getppid() != driver:  # the driver died before PDEATHSIG was set
             os.kill(os.getpid(), signal.SIGKILL)
         announce(os.getpid())
 
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks in a process that has threads; ours makes a few system calls and execs.
+        # Python 3.12 warns about forks in a process with threads; this one only makes a few system calls and execs.
         warnings.simplefilter("ignore", DeprecationWarning)
         return subprocess.Popen(
             list(command),
@@ -56,7 +62,7 @@ def spawn(
 
 
 def why_not_started(program: str, error: Exception) -> str:
-    """One sentence, with what to do about it."""
+    """Return one sentence with the cause and what to do about it."""
     match getattr(error, "errno", None):
         case errno.ENOENT | errno.ENOTDIR:
             if os.path.exists(program):

@@ -1,7 +1,7 @@
-"""One line that stays at the bottom of a terminal while others scroll by above it. Decides nothing.
+"""Status line at the bottom of a terminal, below scrolling output. Decides nothing.
 
-It is drawn after output that ends a line, and taken away before the next: what is written in between, such as a
-progress bar that begins with a return, is left as it is. Only a terminal is written to in this way, no file or pipe.
+It is drawn after output that ends a line, and erased before the next output: an incomplete line, such as a progress
+bar that begins with a carriage return, is left unchanged. Only for terminals, not for files or pipes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from elastic.driver.processes.console import Write
 
 ERASE = b"\r\x1b[2K"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-WIDTH = 80  # where a terminal does not say
+WIDTH = 80  # default if the terminal does not report its width
 
 
 class StatusLine:
-    """``write`` writes to a terminal that is ``columns()`` wide. Any thread may call."""
+    """Status line of one terminal, which ``write`` writes to and which is ``columns()`` wide. Thread-safe."""
 
     def __init__(self, write: Write, columns: Callable[[], int]) -> None:
         self._write = write
         self._columns = columns
         self._line = b""
         self._drawn = False
-        self._at_start = True  # of a line of the terminal
+        self._at_start = True  # the cursor is at the start of a line
         self._changing = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """What scrolls by. Stands in for the terminal's own."""
+        """Write scrolling output. Replaces the terminal's own write function."""
         with self._changing:
             self._at_start = data.endswith(b"\n")
             drawn, self._drawn = self._drawn, self._at_start and bool(self._line)
@@ -39,7 +39,7 @@ class StatusLine:
             self._write((ERASE if drawn else b"") + data + line)
 
     def show(self, data: bytes) -> None:
-        """From here on the line is this text; blank: there is none."""
+        """Set the text of the line; blank: no line."""
         with self._changing:
             text = data.decode(errors="replace").strip()
             self._line = self._fitted(text) if text else b""
@@ -48,13 +48,13 @@ class StatusLine:
                 self._drawn = bool(self._line)
 
     def _fitted(self, text: str) -> bytes:
-        """One row: the last column stays free, or the terminal would begin another."""
+        """Return the text in one row. The last column stays free, since the terminal would otherwise wrap."""
         plain = "".join(c if c.isprintable() else " " for c in text)
         return f"{DIM}{set_cell_size(plain, max(1, self._columns() - 1)).rstrip()}{PLAIN}".encode()
 
 
 def columns_of(fd: int) -> int:
-    """Of the terminal behind a descriptor, now."""
+    """Return the current width of the terminal behind a descriptor."""
     try:
         return os.get_terminal_size(fd).columns or WIDTH
     except OSError:

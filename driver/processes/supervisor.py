@@ -1,19 +1,21 @@
-"""Starts, watches and kills the workers of this host. Decides nothing: does what it is told, reports what it sees.
+"""Start, monitoring and killing of the workers of this host.
 
-A worker's exit is known from its pidfd the moment it happens, never from the end of its output, because its children
-may hold the pipes for longer. In order: read the exit status without reaping, kill what is left of its process group,
-take what its pipes hold, report the exit. A moment later its whole session is swept and only then it is reaped, so
-that until then nobody else can have its process number.
+Decides nothing: it carries out orders and reports events.
 
-The kernel takes the memory of a process apart before it lets anybody know of its end: tens of milliseconds for what a
-framework imports, seconds for a large model. The exit of a worker that a signal or an error has ended is reported
-before that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
+A worker's exit is detected by its pidfd, not by the end of its output, since its children may hold the pipes longer.
+In order: read the exit status without reaping, kill the rest of its process group, read its pipes, report the exit.
+Shortly afterwards its whole session is killed and only then it is reaped, so that no other process can get its pid
+until then.
 
-Four times a second it looks at the state of all processes: who was not seen able to run for a whole lease is reported
-as frozen, and as thawed once it runs again. What a worker does with its time is looked at only when that is asked.
+The kernel frees the memory of a process before it reports its exit: this takes tens of milliseconds for what a
+framework imports, and seconds for a large model. The exit of a worker that was ended by a signal or an error is
+reported before that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
 
-Each worker is a session of its own and dies with the thread that started it (PDEATHSIG); the warden kills its children
-if the driver is killed. Everything here runs in the event loop's thread.
+Four times a second, the state of all processes is checked: one that was not able to run for its whole liveness timeout
+is reported as frozen, and as thawed once it runs again. Resource counters are only read on request.
+
+Each worker is a session of its own and dies with the thread that started it (PDEATHSIG); the orphan reaper kills its
+children if the driver is killed. Everything here runs in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -48,19 +50,26 @@ from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
 from elastic.protocol.uncaught.at_start import sitecustomize
 from elastic.protocol.uncaught.sending import DIAGNOSTICS
 
-LINGER_S = 0.5  # a dead worker's pipes are read for this long, should somebody still hold them
-SWEEP_S = 0.01  # gathers the sweeps of workers that die together
-DEATH_S = 10.0  # SIGKILL works at once, but for a process stuck in the kernel
-LOOK_S = 0.25  # between two looks at the state of all processes; a quarter of a shorter lease ...
-LEAST_LOOK_S = 0.05  # ... but no less
-ENDING_S = 0.001  # between two looks whether all threads of one whose main thread has ended are at their end ...
-ENDING_LOOKS = 50  # ... and after so many its exit will tell
+LINGER_S = 0.5  # seconds for reading a dead worker's pipes, in case another process holds them
+SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
+DEATH_S = 10.0  # SIGKILL works at once, except for a process stuck in the kernel
+# interval between two checks of all processes; a quarter of a shorter liveness timeout ...
+LOOK_S = 0.25
+LEAST_LOOK_S = 0.05  # ... but at least this
+# interval between two checks whether all threads of a process have ended once its main thread has ...
+ENDING_S = 0.001
+ENDING_LOOKS = 50  # ... and after this many, its exit is awaited
 
 
 class Agent:
-    """The worker processes of this host. ``exited`` is called once per started worker, ``sink`` gets their output.
+    """The worker processes of this host.
 
-    ``noticed`` is told what else is seen of them: WorkerFrozen, WorkerThawed, WorkerProbed.
+    Args:
+        exited: called once for each started worker.
+        noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed.
+        sink: receives the workers' output.
+        log: takes a level and a text.
+        lease_s: liveness timeout.
     """
 
     def __init__(
@@ -78,8 +87,9 @@ class Agent:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
-        self._dying: set[_Process] = set()  # whose exit was reported early
-        self._held: dict[Worker, Callable[[], None]] = {}  # how to start who waits for one of these
+        self._dying: set[_Process] = set()  # processes whose exit was reported early
+        # starts that wait for the end of one of these
+        self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -88,9 +98,9 @@ class Agent:
         self._next_look: asyncio.TimerHandle | None = None
         self._usage = UsageMeter()
         self._usage_at = -math.inf
-        self._measures = False  # in a thread: a GPU's driver may not answer
+        self._measures = False  # in a thread, since a GPU's driver may not answer
         self._memory = OutOfMemory()
-        self._born = mmap.mmap(-1, 8)  # shared with children
+        self._born = mmap.mmap(-1, 8)  # memory shared with children
         self._life_locks = LifeLocks()
         self._warden = WardenProcess(self._loop, self._groups, log)
         self.prepared = Prepared(
@@ -110,10 +120,13 @@ class Agent:
         folder: str | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """See `Launcher.start`. It starts in ``folder``, by default in ours. ``stdin``: the descriptor of its standard
-        input, by default empty; one that has it is never made from a prepared process.
+        """Start a worker; see `Launcher.start`.
 
-        Not before the process of its slot that died last is gone, with its ports, locks and memory; in DEATH_S at most.
+        ``folder``: working folder; default: that of this process. ``stdin``: descriptor of its standard input;
+        default: empty. A worker with standard input never uses a preloaded process.
+
+        The start waits until the previous process of its slot is gone, with its ports, locks and memory; for DEATH_S
+        at most.
         """
         assert worker not in self.alive(), f"{worker} is already running"
         if any(_one_slot(worker, each.worker) for each in self._dying):
@@ -154,7 +167,7 @@ class Agent:
             os.close(written)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
-        # Again, should the warden have been replaced meanwhile.
+        # Repeated in case the reaper was replaced meanwhile.
         self._warden.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         assert popen.stdout is not None and popen.stderr is not None
@@ -168,7 +181,7 @@ class Agent:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
-            if stream == "diagnostics":  # an exception comes after what was printed before
+            if stream == "diagnostics":  # an exception follows what was printed before
                 pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -223,12 +236,12 @@ class Agent:
         return frozenset(self._processes) | frozenset(self._held)
 
     def pid(self, worker: Worker) -> int | None:
-        """Process number of a worker that runs."""
+        """Return the pid of a running worker."""
         process = self._processes.get(worker)
         return process.pid if process else None
 
     async def close(self) -> None:
-        """Kill every worker, wait at most DEATH_S for them, read out their pipes, end the warden."""
+        """Kill all workers, wait at most DEATH_S for them, read their pipes, and end the orphan reaper."""
         if self._next_look is not None:
             self._next_look.cancel()
         self.prepared.close()
@@ -238,7 +251,7 @@ class Agent:
         while (
             self._processes or self._dying or self._unreaped or self._pipes
         ) and self._loop.time() < deadline:
-            # Nothing else is left to do; exits and pipes are still watched.
+            # Exits and pipes are still watched.
             await asyncio.sleep(0.002)
         for process in (*self._processes.values(), *self._dying):
             self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
@@ -256,7 +269,7 @@ class Agent:
         pass_fds: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """See `spawning.spawn`. The warden knows of the process, and of no other."""
+        """Start a process; see `spawning.spawn`. The orphan reaper knows it, and no other."""
         self._born[:] = bytes(len(self._born))
         try:
             return spawn(
@@ -268,18 +281,18 @@ class Agent:
             raise
 
     def _is_gone(self, pid: int) -> None:
-        """Its number may be another process's from here on."""
+        """Remove a process from the orphan reaper, since its pid may be reused from now on."""
         self._warden.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
-        """In the child. If its exec fails, this memory is all that the parent learns of it."""
+        """Announce a child from within it. If its exec fails, the parent learns its pid only from this memory."""
         self._born[:] = pid.to_bytes(len(self._born), "little")
         self._warden.announce(pid)
 
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Renew the lease of everybody who is able to run."""
+        """Renew the liveness timeout of each worker that is able to run, and report the others."""
         self._next_look = None
         now = self._loop.time()
         for worker, process in self._processes.items():
@@ -289,7 +302,7 @@ class Agent:
                 self._noticed(WorkerThawed(worker))
         expired = self._leases.expired(now)
         for worker, process in self._processes.items():
-            # Again while it lasts: a word of its own that was long under way may have made it look awake.
+            # Repeated while it lasts: a delayed message of its own may have made it look awake.
             said_at = process.frozen_said_at
             again = said_at is not None and now - said_at >= self._leases.lease_s
             if worker in expired or (again and process.hindrance):
@@ -322,7 +335,7 @@ class Agent:
     def _watch(self, process: _Process) -> None:
         try:
             process.pidfd = os.pidfd_open(process.pid)
-        except OSError:  # forbidden in some sandboxes: wait in a thread instead
+        except OSError:  # forbidden in some sandboxes: wait in a thread
             target = self._wait_in_thread
             threading.Thread(target=target, args=(process,), daemon=True).start()
         else:
@@ -334,11 +347,11 @@ class Agent:
         self._from_thread(self._on_exit, process)
 
     def _from_thread(self, done: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(done, *arguments)
 
     def _on_ending(self, process: _Process, looks: int) -> None:
-        """Its main thread has ended, or has become another program."""
+        """Check a process whose main thread has ended, or has executed another program."""
         if process.reported:
             return
         code = proc_stats.end_of(process.pid)
@@ -370,7 +383,7 @@ class Agent:
             self._sweep = self._loop.call_later(SWEEP_S, self._reap)
 
     def _report(self, process: _Process, code: int, reason: str) -> None:
-        """Once of each."""
+        """Report an exit, once for each process."""
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
@@ -394,7 +407,7 @@ class Agent:
             self._sink.drop(process.worker)
 
     def _reap(self) -> None:
-        """Sweep the sessions of the dead, then let their process numbers go."""
+        """Kill the sessions of dead processes, then reap these, which frees their pids."""
         self._sweep = None
         dead, self._unreaped = self._unreaped, set()
         orphan_reaper.kill_sessions({process.pid for process in dead})
@@ -403,8 +416,8 @@ class Agent:
             process.popen.wait()  # a zombie: returns at once
 
     def _groups(self) -> list[int]:
-        all_of_them = (*self._processes.values(), *self._dying, *self._unreaped)
-        return [process.pid for process in all_of_them]
+        processes = (*self._processes.values(), *self._dying, *self._unreaped)
+        return [process.pid for process in processes]
 
     def _report_overdue(self, process: _Process) -> None:
         state = orphan_reaper.state_of(process.pid)[0]
@@ -416,11 +429,11 @@ class Agent:
 
 
 def _reporting_to(pipe: int, env: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's environment has besides, to send the exception that ends it; see `uncaught.sending`."""
+    """Return additional environment with which a worker sends the exception that ends it; see `uncaught.sending`."""
     start = os.path.dirname(sitecustomize.__file__)
     path = os.pathsep.join(filter(None, (start, env.get("PYTHONPATH"))))
-    told = f"/proc/{os.getpid()}/fd/{pipe}:{os.fstat(pipe).st_ino}"
-    return {"PYTHONPATH": path, DIAGNOSTICS: told}
+    target = f"/proc/{os.getpid()}/fd/{pipe}:{os.fstat(pipe).st_ino}"
+    return {"PYTHONPATH": path, DIAGNOSTICS: target}
 
 
 def _one_slot(a: Worker, b: Worker) -> bool:
@@ -428,7 +441,7 @@ def _one_slot(a: Worker, b: Worker) -> bool:
 
 
 class _Process:
-    """One worker process, from its start to its reaping."""
+    """One worker process, from start to reaping."""
 
     def __init__(
         self,
@@ -438,20 +451,20 @@ class _Process:
         written: int,
     ) -> None:
         self.worker = worker
-        self.written = written  # its end of the diagnostics, open until its exit is reported
+        self.written = written  # its end of the diagnostics pipe, open until its exit is reported
         self.popen = popen
         self.life_lock = life_lock
         self.pid = popen.pid
         self.pidfd: int | None = None
-        self.pipes: list[Pipe] = []  # those not at their end
-        self.reported = False  # its exit has been
+        self.pipes: list[Pipe] = []  # open pipes
+        self.reported = False  # its exit was reported
         self.overdue: asyncio.TimerHandle | None = None
-        self.stat: proc_stats.Stat | None = None  # at the last look
+        self.stat: proc_stats.Stat | None = None  # at the last check
         self.hindrance = ""  # why it could not run then
         self.frozen_said_at: float | None = None
 
     def status(self) -> tuple[int, str]:
-        """Exit code, or minus the signal, without reaping."""
+        """Return the exit code, or minus the signal, without reaping."""
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:

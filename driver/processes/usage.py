@@ -1,7 +1,7 @@
-"""What each worker of this host uses, with all processes of its session: processors, memory, GPUs.
+"""Resource usage of each worker of this host with its whole session: processors, memory, GPUs.
 
-`Rates` is pure. `Gpus` asks NVML, where nvidia-ml-py is installed (extra ``gpu-usage``) and the driver is there: in a
-container of its own process numbers NVML names others, and nothing is known of GPUs.
+`Rates` is pure. `Gpus` queries NVML if nvidia-ml-py (extra ``gpu-usage``) and the driver are installed. In a container
+with its own pid namespace, NVML reports other pids, and the use of GPUs is unknown.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import Sample
 from elastic.driver.sinks import Usage
 
-USAGE_S = 5.0  # between two looks
-Gpu = tuple[float | None, int]  # the share of time that the busiest works; bytes on all
+USAGE_S = 5.0  # interval between two measurements
+Gpu = tuple[float | None, int]  # share of time in which the busiest one works; bytes on all
 
 
 class Rates:
-    """Processor time per second, from one look to the next."""
+    """Processor time per second between two measurements."""
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[float, float]] = {}  # pid: when, seconds of processor time
+        # by pid: time, and seconds of processor time
+        self._before: dict[int, tuple[float, float]] = {}
 
     def between(
         self, samples: Mapping[int, Sample], gpus: Mapping[int, Gpu], now: float
     ) -> dict[int, Usage]:
-        """Of each process that runs. Its first look has no ``cores``."""
+        """Return the usage of each running process. Its first measurement has no ``cores``."""
         found: dict[int, Usage] = {}
         before, self._before = self._before, {}
         for pid, sample in samples.items():
@@ -45,14 +46,14 @@ class Rates:
 
 
 class Gpus:
-    """``nvml``: the module; by default pynvml, if it is installed and works."""
+    """Use of GPUs. ``nvml``: the module; default: pynvml, if it is installed and works."""
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml = nvml
         self._tried = False
 
     def used_by(self, pids: Collection[int]) -> dict[int, Gpu]:
-        """By leaders of sessions. Those that use none are missing."""
+        """Return the use of GPUs by session leader. Processes without GPU are missing."""
         if not self._tried:
             self._tried = True
             self._nvml = _started(self._nvml)
@@ -60,7 +61,7 @@ class Gpus:
         if self._nvml is None:
             return found
         count = 0
-        with contextlib.suppress(self._nvml.NVMLError):  # a GPU or its driver has failed
+        with contextlib.suppress(self._nvml.NVMLError):  # a GPU or its driver failed
             count = self._nvml.nvmlDeviceGetCount()
         for index in range(count):
             with contextlib.suppress(self._nvml.NVMLError):
@@ -70,7 +71,7 @@ class Gpus:
     def _add(self, gpu: Any, pids: Collection[int], found: dict[int, Gpu]) -> None:
         nvml, share = self._nvml, None
         running = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-        with contextlib.suppress(nvml.NVMLError):  # as on a part of a GPU
+        with contextlib.suppress(nvml.NVMLError):  # unsupported on a MIG instance, for example
             share = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
         for process in running:
             leader = process.pid
@@ -96,12 +97,12 @@ def _started(nvml: Any) -> Any:
 
 
 class UsageMeter:
-    """Of the workers of one host. Called by one thread at a time, as it may wait for a GPU's driver."""
+    """Usage of the workers of one host. Called by one thread at a time, as it may wait for a GPU's driver."""
 
     def __init__(self) -> None:
         self._rates = Rates()
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Of each of these that runs. Raises OSError."""
+        """Return the usage of each of these processes that runs. Raises OSError."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)
