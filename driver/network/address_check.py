@@ -1,7 +1,7 @@
-"""Whether the networks that several hosts have chosen fit together. Pure.
+"""Check whether the networks that several hosts use are compatible. Pure.
 
-Networks that differ are no trouble by themselves, since there may be routers between them. They are one where all hosts
-have another network in common; so are addresses that can't reach each other on the face of it.
+Different networks are no problem by themselves, since there may be routers between them. They are reported if all
+hosts share another network, as are addresses that obviously cannot reach each other.
 """
 
 from __future__ import annotations
@@ -12,32 +12,39 @@ from collections.abc import Iterable, Sequence
 
 from elastic.driver.network.choose_address import FLAG, is_loopback
 
-SHOWN = 6  # hosts that a sentence lists
+SHOWN = 6  # hosts listed in a sentence
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Agreement:
-    """What each host uses and has, counted, so that a thousand hosts need not be compared with each other."""
+    """Addresses that hosts use and have, as counts, so that hosts need not be compared in pairs."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _CheckedHost] = {}
-        self._told: set[str] = set()
-        self._versions: Counter[int] = Counter()  # of what hosts use
+        self._reported: set[str] = set()
+        self._versions: Counter[int] = Counter()  # IP versions in use
         self._used: Counter[_Network] = Counter()
-        # From where hosts that use this address call.
+        # Addresses from which hosts with this bind address connect.
         self._callers: dict[_Address, Counter[str]] = {}
-        # Hosts that use loopback; and though they call from elsewhere.
+        # Hosts that use loopback, and those of them that connect from another machine.
         self._inside = self._afar = 0
-        self._having: Counter[_Network] = Counter()  # hosts
+        self._having: Counter[_Network] = Counter()  # number of hosts that have the network
         self._held: dict[_Network, Counter[_Address]] = {}
 
     def note(self, host: str, bind: str, addresses: Sequence[str], calls_from: str = "") -> str:
-        """A sentence if workers of the hosts can't reach each other, as it seems. Each kind of trouble is told once.
+        """Add a host.
 
-        ``bind`` is the numeric address that the host uses, ``addresses`` are all that it has, as in ``10.0.0.5/24``,
-        ``calls_from`` is the one under which the driver knows it. What is not an address is taken for nothing.
+        Returns a warning if workers of the hosts apparently cannot reach each other, once for each kind.
+
+        Args:
+            host: its name.
+            bind: numeric address that it uses.
+            addresses: all addresses that it has, as in ``10.0.0.5/24``.
+            calls_from: address under which the driver sees it.
+
+        Invalid addresses are ignored.
         """
         self.drop(host)
         try:
@@ -47,13 +54,13 @@ class Agreement:
         self._hosts[host] = found
         self._count(found, 1)
         kind = self._trouble(found)
-        if not kind or kind in self._told:
+        if not kind or kind in self._reported:
             return ""
-        self._told.add(kind)
-        return f"{self._told_of(kind, found)}: {self._cure(found)}"
+        self._reported.add(kind)
+        return f"{self._describe(kind, found)}: {self._remedy(found)}"
 
     def drop(self, host: str) -> None:
-        """It is gone."""
+        """Remove a host."""
         found = self._hosts.pop(host, None)
         if found is not None:
             self._count(found, -1)
@@ -69,7 +76,7 @@ class Agreement:
             self._held.setdefault(network, Counter()).update(dict.fromkeys(held, by))
 
     def _trouble(self, newest: _CheckedHost) -> str:
-        """Which kind, if the newest host makes one."""
+        """Return the kind of problem that the newest host causes; "" if none."""
         if len(self._hosts) < 2:
             return ""
         if self._versions[4] and self._versions[6]:
@@ -84,7 +91,7 @@ class Agreement:
             return "networks"
         return ""
 
-    def _told_of(self, kind: str, newest: _CheckedHost) -> str:
+    def _describe(self, kind: str, newest: _CheckedHost) -> str:
         match kind:
             case "families":
                 old = self._shown(h for h in self._hosts.values() if h.bind.version == 4)
@@ -101,7 +108,7 @@ class Agreement:
                     f"workers on {self._shown(self._hosts.values())} listen in different networks"
                 )
 
-    def _cure(self, newest: _CheckedHost) -> str:
+    def _remedy(self, newest: _CheckedHost) -> str:
         common = self._common(newest)
         if common is not None:
             return f"pass {FLAG} {common}, which all of them have"
@@ -111,26 +118,26 @@ class Agreement:
         )
 
     def _common(self, newest: _CheckedHost) -> _Network | None:
-        """A network in which every host has an address of its own, IPv4 first."""
+        """Return a network in which every host has its own address, preferably IPv4; None if there is none."""
         common = [
             network
             for network in newest.has
             if self._having[network] == len(self._hosts)
-            # The same address on several hosts is a bridge inside of each.
+            # The same address on several hosts is a bridge inside each of them.
             and max(self._held[network].values()) == 1
         ]
         return min(common, key=lambda network: (network.version, str(network)), default=None)
 
     def _shown(self, hosts: Iterable[_CheckedHost]) -> str:
         names = {id(each): name for name, each in self._hosts.items()}
-        words = [f"{names[id(each)]} ({each.bind})" for each in hosts]
-        more = [f"{len(words) - SHOWN} more"] if len(words) > SHOWN else []
-        *first, last = [*words[:SHOWN], *more]
+        entries = [f"{names[id(each)]} ({each.bind})" for each in hosts]
+        more = [f"{len(entries) - SHOWN} more"] if len(entries) > SHOWN else []
+        *first, last = [*entries[:SHOWN], *more]
         return f"{', '.join(first)} and {last}" if first else last
 
 
 class _CheckedHost:
-    """Raises ValueError where a text is not an address."""
+    """Parsed addresses of a host. Raises ValueError if a text is not an address."""
 
     def __init__(self, bind: str, addresses: Sequence[str], calls_from: str) -> None:
         self.bind: _Address = ipaddress.ip_address(bind)

@@ -1,6 +1,7 @@
-"""Waits with a deadline, and calls that may block for ever, made outside the event loop. Decides nothing.
+"""Waits with a deadline, and blocking calls outside the event loop. Decides nothing.
 
-Threads of calls are daemons: a call that hangs must not hold up the end of the process, as the loop's own would.
+Threads of calls are daemons: a call that hangs must not block the exit of the process, as the loop's own threads
+would.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ T = TypeVar("T")
 
 
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
-    """What it returns or raises. Raises asyncio.TimeoutError; then it goes on, and nobody waits for it."""
+    """Run a function in a thread; return or raise what it does.
+
+    Raises asyncio.TimeoutError after ``within_s``; the function then continues unobserved.
+    """
     future = begun(lambda: function(*args), "outside the loop")
     await within(over(future), within_s)
     return future.result()
 
 
 async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
-    """What it returns or raises. Raises asyncio.TimeoutError; it has been cancelled then, and has ended.
+    """Await with a time limit; return or raise what ``awaited`` does.
 
-    `asyncio.wait_for` forgets, before Python 3.12, that it was cancelled where the result comes in the same turn of
-    the loop: whoever cancelled it waits for ever. A result that comes with the deadline is returned all the same. One
-    that comes with a cancellation is dropped: what has to be closed must be in other hands by then.
+    Raises asyncio.TimeoutError after ``limit_s``, once ``awaited`` has been cancelled and has ended.
+
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same turn of the loop, so
+    that the canceller waits forever. Here, a result that arrives at the deadline is returned. A result that arrives
+    with a cancellation is dropped: resources to be closed must have another owner by then.
     """
     future = asyncio.ensure_future(awaited)
     try:
@@ -44,26 +50,26 @@ async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
 
 
 async def _stopped(future: asyncio.Future[Any]) -> None:
-    """What it holds is released before whoever waited for it goes on."""
+    """Cancel a future and wait for its end, so that its resources are released before the caller continues."""
     future.cancel()
     await asyncio.wait({future})
 
 
 def _noticed(future: asyncio.Future[Any]) -> None:
-    """Its error, if there is one, has nobody left whom it concerns."""
+    """Retrieve the error of a future that has no observer any more."""
     if not future.cancelled():
         future.exception()
 
 
 class CallsInTurn:
-    """One at a time: a call that is late goes on, and those after it wait for it."""
+    """Runs blocking calls one at a time: a call that exceeds its limit continues, and later ones wait for it."""
 
     def __init__(self, name: str) -> None:
-        self._name = name  # of the threads
+        self._name = name  # name of the threads
         self._last: Future[Any] | None = None
 
     async def __call__(self, call: Callable[[], T], within_s: float) -> T:
-        """What the call returns or raises. Raises asyncio.TimeoutError."""
+        """Run a call; return or raise what it does. Raises asyncio.TimeoutError."""
         return await within(self._in_turn(call), within_s)
 
     async def _in_turn(self, call: Callable[[], T]) -> T:
@@ -75,7 +81,7 @@ class CallsInTurn:
 
 
 def begun(call: Callable[[], T], name: str) -> Future[T]:
-    """In a thread of this name."""
+    """Start a call in a thread of this name."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -91,12 +97,12 @@ def begun(call: Callable[[], T], name: str) -> Future[T]:
 
 
 async def over(future: Future[Any]) -> None:
-    """Waits without a tie to the future: whoever stops waiting changes nothing about it."""
+    """Wait for a future without affecting it when the wait is cancelled."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
 
     def tell(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(over.set)
 
     future.add_done_callback(tell)

@@ -1,8 +1,8 @@
-"""Which of its addresses a host uses. Pure.
+"""Selection of the address that a host uses. Pure.
 
-``wanted`` is what --network-interface gives: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
-The first one that a host has is used there. Two addresses are never chosen: one that is down, and a link-local IPv6
-address, which means something only together with the number of an interface that each machine counts for itself.
+``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8,
+addresses. The first one that a host has is used there. Two kinds of addresses are never selected: those of interfaces
+that are down, and link-local IPv6 addresses, which need an interface number that differs between machines.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import msgspec
 from elastic.errors import Invalid
 
 FLAG = "--network-interface"
-SHOWN = 6  # addresses that a sentence lists
+SHOWN = 6  # addresses listed in a sentence
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_NAME = re.compile(r"[^\s/%]{1,15}")  # as Linux has it
-# Inside of one machine, although their addresses look like any others: containers and virtual machines sit there.
+_NAME = re.compile(r"[^\s/%]{1,15}")  # as on Linux
+# Interfaces of containers and virtual machines: inside one machine, although their addresses look like any others.
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 
 
 class Interface(msgspec.Struct, frozen=True):
-    """One address of this machine. An interface with several stands for several of these."""
+    """One address of this machine. An interface with several addresses is represented by several objects."""
 
     name: str
     address: str  # numeric, without a scope
     prefix_length: int
     up: bool
-    loopback: bool  # nobody but this machine reaches it
+    loopback: bool  # reachable from this machine only
 
     @property
     def network(self) -> str:
-        """As in ``10.0.0.0/24``."""
+        """The network, as in ``10.0.0.0/24``."""
         return str(ipaddress.ip_network(f"{self.address}/{self.prefix_length}", strict=False))
 
     @property
     def link_local(self) -> bool:
-        """In IPv4 such an address is usable: it needs no scope."""
+        """Whether the address needs a scope. False for IPv4, whose link-local addresses are usable."""
         address = ipaddress.ip_address(self.address)
         return address.version == 6 and address.is_link_local
 
@@ -49,7 +49,7 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def check_wanted(wanted: Iterable[str]) -> None:
-    """Raises Invalid for what can be neither the name of an interface, nor a network, nor an address."""
+    """Raise Invalid for a text that is not the name of an interface, a network or an address."""
     for word in wanted:
         _network(word)
 
@@ -57,12 +57,19 @@ def check_wanted(wanted: Iterable[str]) -> None:
 def choose_bind(
     wanted: Sequence[str], own: Sequence[Interface], *, local: str, several: bool = False
 ) -> str:
-    """The numeric address on which the workers of this host listen.
+    """Return the numeric address on which the workers of this host listen.
 
-    ``own`` are the addresses of this machine. ``local`` is this host's end of its connection to the driver: it is the
-    default, and where a wanted interface has both families, one address of its family is taken. ``several``: it is
-    known that other machines take part, so that no loopback address will do, though the driver be reached through a
-    tunnel. Without it, a driver that is reached over loopback has all its hosts on one machine. Raises Invalid.
+    Args:
+        wanted: value of --network-interface.
+        own: addresses of this machine.
+        local: this host's address of its connection to the driver. It is the default, and selects the family if a
+            wanted
+            interface has both.
+        several: other machines are known to take part, so that loopback is excluded even if the driver is reached
+            through
+            a tunnel. Otherwise, a driver reached over loopback has all its hosts on one machine.
+
+    Raises Invalid.
     """
     family = ipaddress.ip_address(bare(local)).version
     if wanted:
@@ -76,7 +83,10 @@ def choose_bind(
 
 
 def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: int = 4) -> str:
-    """Of the first of ``wanted`` that this machine has; of ``family`` if it has one of each. Raises Invalid."""
+    """Return the address of the first of ``wanted`` that this machine has, preferably of ``family``.
+
+    Raises Invalid.
+    """
     scoped: Interface | None = None
     for word in wanted:
         network = _network(word)
@@ -92,7 +102,7 @@ def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: i
 
 
 def name_of(address: str, own: Sequence[Interface]) -> str | None:
-    """The interface that has this address; of 127.0.0.2, the one that has its network."""
+    """Return the interface that has this address; for 127.0.0.2, the one that has its network."""
     for each in own:
         if each.address == address:
             return each.name
@@ -104,17 +114,18 @@ def name_of(address: str, own: Sequence[Interface]) -> str | None:
 def worker_variables(
     bind: str, own: Sequence[Interface], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What makes NCCL, torch's own Gloo and Horovod's scripts take the interface of this address.
+    """Return variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of this address.
 
-    Whatever ``environ`` has was set by the user, and is left alone.
+    Variables in ``environ`` were set by the user, and are not replaced.
     """
     name = name_of(bind, own)
     if name is None:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name, "HOROVOD_GLOO_IFACE": name}
     if "NCCL_SOCKET_IFNAME" not in environ:
-        variables["NCCL_SOCKET_IFNAME"] = f"={name}"  # without the sign, eth1 would mean eth10 too
-        if ":" in bind:  # of an interface with both families NCCL takes IPv4
+        # without the sign, eth1 would also match eth10
+        variables["NCCL_SOCKET_IFNAME"] = f"={name}"
+        if ":" in bind:  # NCCL uses IPv4 on an interface with both families
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return {name: value for name, value in variables.items() if name not in environ}
 
@@ -123,7 +134,7 @@ def worker_variables(
 
 
 def bare(address: str) -> str:
-    """Without the scope, and without IPv6 around an IPv4 address."""
+    """Return the address without scope, and an IPv4-mapped IPv6 address as IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return str(mapped or found)
@@ -134,7 +145,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_link_local(address: str) -> bool:
-    """In IPv6 only: see `Interface.link_local`."""
+    """Return whether an address is link-local IPv6: see `Interface.link_local`."""
     found = ipaddress.ip_address(bare(address))
     return found.version == 6 and found.is_link_local
 
@@ -144,7 +155,7 @@ def _version(address: str) -> int:
 
 
 def _network(word: str) -> _Network | None:
-    """None for the name of an interface. Raises Invalid."""
+    """Parse a network; None for the name of an interface. Raises Invalid."""
     try:
         if "%" not in word:
             return ipaddress.ip_network(word, strict=False)
@@ -163,7 +174,7 @@ def _fits(interface: Interface, word: str, network: _Network | None) -> bool:
 
 
 def _reachable(own: Sequence[Interface], family: int) -> str:
-    """The best guess where nothing is said: a real interface before one inside of the machine, then the family."""
+    """Return the best guess without a setting: real interfaces before internal ones, then by family."""
     found = [each for each in own if each.up and not each.loopback and not each.link_local]
     if not found:
         raise Invalid(

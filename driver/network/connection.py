@@ -1,4 +1,4 @@
-"""One connection to a server of control connections, from accept to close: bytes to messages. Decides nothing."""
+"""One connection to a control server, from accept to close: converts bytes to messages. Decides nothing."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from elastic.protocol.messages import HANDSHAKE_LIMIT, Address, Challenge, Proto
 from elastic.protocol.tls import FLAGS, Endpoint
 
 HANDSHAKE_S = 5.0
-TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, the caller's certificates among them
-BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a worker that reads nothing is cut off
+TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, including the caller's certificates
+BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a worker that does not read is disconnected
 DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
 
-_TLS_HELLO = b"\x16\x03"  # how a connection with TLS begins
+_TLS_HELLO = b"\x16\x03"  # first bytes of a TLS connection
 
-# Nothing was closed. Where routers report that they can't reach a host, the kernel gives that as its reason.
+# Errors of a connection that was not closed by its peer. The kernel reports an unreachable host if routers do.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 Who = TypeVar("Who", bound=Hashable)
 
 
 class Owner(Protocol[Who]):
-    """What a connection asks of the server that it belongs to, and tells it: see `elastic.driver.network.server`."""
+    """Interface of the server that a connection belongs to: see `elastic.driver.network.server`."""
 
     secret: bytes
     lease_s: float
@@ -43,13 +43,13 @@ class Owner(Protocol[Who]):
 
     @property
     def decoder(self) -> msgspec.msgpack.Decoder[Any]:
-        """Of what callers say."""
+        """Decoder of the callers' messages."""
         ...
 
     def opened(self, connection: Connection[Who]) -> None: ...
 
     def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
-        """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
+        """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
         ...
 
     def hear(self, who: Who, message: Any) -> None: ...
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._loop = loop
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._wire = Wire(server.decoder)
-        self._unproved = 0  # bytes received before the proof
+        self._unproved = 0  # bytes received before authentication
         self._tls = None if server.tls is None else Endpoint(server.tls, server=True)
         self._who: Who | None = None
         self._over = False
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be sent."""
+        """Number of bytes that wait to be sent."""
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -121,11 +121,11 @@ class Connection(asyncio.Protocol, Generic[Who]):
                     if self.over():
                         return
         except ProtocolError as error:
-            self._flush()  # TLS may have an alert that says why
+            self._flush()  # TLS may have an alert with the reason
             self._end(str(error))
 
     def _count(self, data: bytes) -> None:
-        """Bounds what a stranger may say. Raises ProtocolError."""
+        """Limit the data of an unauthenticated caller. Raises ProtocolError."""
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
             raise ProtocolError(f"it uses TLS, which this job was not given: {FLAGS}")
         self._unproved += len(data)
@@ -137,12 +137,12 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._end("", silent=_is_silence(exc))
 
     def accept(self, body: bytes, nonce: bytes) -> None:
-        """The last frame without a seal."""
+        """Accept the caller: sends the last frame without a seal."""
         self.write(body)
         self._wire.seal(self._server.secret, mine=self._nonce, theirs=nonce, caller=False)
 
     def write(self, *bodies: bytes) -> bool:
-        """Send messages, which are encoded, or buffer them; False if the connection is over."""
+        """Send or buffer encoded messages. Returns False if the connection is over."""
         if self._over or self._transport.is_closing():
             return False
         data = b"".join(map(self._wire.frame_of, bodies))
@@ -157,12 +157,12 @@ class Connection(asyncio.Protocol, Generic[Who]):
         return True
 
     def _flush(self) -> None:
-        """What TLS has to send."""
+        """Send pending TLS data."""
         if self._tls is not None and (data := self._tls.due()):
             self._transport.write(data)
 
     def drain(self) -> None:
-        """Read what is there without waiting, up to the end of the stream."""
+        """Read available data without waiting, up to the end of the stream."""
         read = 0
         while not self._over and read < DRAIN_LIMIT:
             try:
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._end("")
 
     def abandon(self) -> None:
-        """Another has taken its place, and nobody is told of its end."""
+        """Abort the connection without notifying the server, since another one has replaced it."""
         self._over = True
         with contextlib.suppress(OSError):
             self._transport.abort()
@@ -196,7 +196,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def _end(self, trouble: str, *, silent: bool = False) -> None:
-        """Close at once. The server is told once, before this returns."""
+        """Close at once. The server is notified once, before this returns."""
         if self._over:
             return
         self._over = True

@@ -1,6 +1,6 @@
-"""How a process reaches what it must not reach without permission: etcd, and the other side of a TLS connection. Pure.
+"""Credentials for etcd and for TLS connections. Pure.
 
-These are values of the command line and of the bootstrap of an agent. What is secret is not in their repr.
+They are values of the command line and of an agent's bootstrap. Secrets are not in their repr.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files: who we are, and whose signature we take for good. Both ends of a connection show theirs.
+    """Paths of PEM files: our certificate and key, and the trusted CA.
 
-    To etcd, which may let others in by name and password, ``cert`` and ``key`` may be empty.
+    Both sides of a connection present certificates.
+
+    For etcd, which may authenticate by user and password, ``cert`` and ``key`` may be empty.
     """
 
     cert: str
@@ -20,9 +22,9 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class EtcdAccess(msgspec.Struct, frozen=True):
-    """Where etcd is, and as whom we talk to it. ``tls`` None: in the clear."""
+    """Endpoints and credentials of etcd. ``tls`` None: unencrypted."""
 
-    endpoints: list[str]  # host:port, any member of the cluster; tried in turn
+    endpoints: list[str]  # host:port of any members of the cluster, tried in turn
     tls: TlsFiles | None = None
     user: str = ""
     password: str = ""

@@ -1,8 +1,8 @@
-"""Reads lists of hosts, and tells which names mean this machine. Starts nothing; every name lookup has a deadline.
+"""Parsing of host lists, and recognition of names of this machine. Starts nothing; name lookups have a deadline.
 
-A host is written ``name``, ``name:slots`` or ``name slots=N``; an IPv6 address stands in brackets, ``[::1]:4``. A name
-is kept as it was written, because it is the host's identity: ``localhost`` and ``127.0.0.2`` are two hosts, although
-both are this machine. One name listed twice is an error: adding the slots up would overload a host without a word.
+A host is written ``name``, ``name:slots`` or ``name slots=N``; an IPv6 address is in brackets, ``[::1]:4``. The name
+is the host's identity and kept as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
+machine. A name listed twice is an error, since adding up the slots could silently overload a host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent import futures
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
-SLOTS_LIMIT = 4096  # more on one host is a typing error, or a port
+SLOTS_LIMIT = 4096  # a higher number on one host is a typing error, or a port
 RESOLVE_S = 5.0
 _FILE_LIMIT = 1 << 20
 
@@ -25,7 +25,7 @@ _LINE = re.compile(r"(?P<host>\S+?)(\s+slots\s*=\s*(?P<slots>\S+))?")
 
 
 def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int]:
-    """``"gpu7:4"`` -> ``("gpu7", 4)``; without slots ``default_slots``. Raises Invalid with a clause, no sentence."""
+    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``; without slots ``default_slots``. Raises Invalid with a clause."""
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(name) or (rest and not rest.startswith(":")):
@@ -44,7 +44,7 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int] | None:
-    """One line of a hostfile or of a script's output; None for blank lines and comments. Raises Invalid."""
+    """Parse a line of a hostfile or of a script's output; None for blank lines and comments. Raises Invalid."""
     text = line.partition("#")[0].strip()
     if not text:
         return None
@@ -60,7 +60,7 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
-    """``"localhost:2,127.0.0.2:2"``, in order. Raises Invalid with a whole sentence."""
+    """Parse ``"localhost:2,127.0.0.2:2"``, in order. Raises Invalid with a sentence."""
     hosts: dict[str, int] = {}
     try:
         for entry in text.split(","):
@@ -73,9 +73,9 @@ def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
 def parse_lines(
     text: str, *, source: str, default_slots: int = 1, slots_min: int = 1
 ) -> dict[str, int]:
-    """One host a line, in order; with ``slots_min`` 0 a host of no slots is left out.
+    """Parse one host per line, in order; with ``slots_min`` 0, hosts without slots are omitted.
 
-    Raises Invalid with a sentence that names ``source``, the number of the line, and the line.
+    Raises Invalid with a sentence that has ``source``, the line number and the line.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -90,7 +90,7 @@ def parse_lines(
 
 
 def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
-    """The hosts of a file, in order. Raises Invalid where it can't be read, is empty, or has a wrong line."""
+    """Read the hosts of a file, in order. Raises Invalid if it cannot be read, is empty, or has an invalid line."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_FILE_LIMIT)
@@ -104,21 +104,21 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
 
 
 def show(hosts: dict[str, int]) -> str:
-    """The way ``-H`` takes them; a long list is cut."""
+    """Return hosts in the format of ``-H``; a long list is truncated."""
     entries = [f"[{h}]:{n}" if ":" in h else f"{h}:{n}" for h, n in hosts.items()]
     more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
     return (",".join(entries[:8]) or "none") + more
 
 
 class _Unresolved(Exception):
-    """Nobody knows where a name leads, for now."""
+    """A name cannot be resolved at present."""
 
 
 class ThisHost:
-    """Tells which names mean this machine: loopback in every spelling, its addresses, its name, what resolves to them.
+    """Recognizes names of this machine: loopback in any form, its addresses, its name, and names that resolve to them.
 
-    Addresses and the plain host name need no lookup. Anything else is resolved, once, within ``resolve_s`` seconds.
-    The three functions are parameters so that tests need no network.
+    Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
+    three functions are parameters so that tests need no network.
     """
 
     def __init__(
@@ -137,26 +137,26 @@ class ThisHost:
         self._known: dict[str, str | None] = {}
 
     def elsewhere(self, host: str) -> str | None:
-        """None if ``host`` is this machine, else a clause that says why it is not. Blocks up to ``resolve_s``."""
+        """Return None if ``host`` is this machine, otherwise a clause with the reason. Blocks up to ``resolve_s``."""
         if host not in self._known:
             try:
                 self._known[host] = self._judge(host)
             except _Unresolved as error:
-                return str(error)  # A name server may come back: ask again next time.
+                return str(error)  # a name server may recover: try again next time
         return self._known[host]
 
     def _judge(self, host: str) -> str | None:
-        """Raises _Unresolved."""
+        """Resolve a name that is not known. Raises _Unresolved."""
         if host.lower().rstrip(".") in self._names:
             return None
         address = literal_address(host)
         if address is not None:
             return None if self._is_here(address) else "it is not an address of this machine"
-        asked = begun(lambda: self._resolve(host), f"resolve {host}")
-        if not futures.wait([asked], self._resolve_s).done:
+        lookup = begun(lambda: self._resolve(host), f"resolve {host}")
+        if not futures.wait([lookup], self._resolve_s).done:
             raise _Unresolved(f"it could not be resolved within {self._resolve_s:g} s")
         try:
-            addresses = asked.result()
+            addresses = lookup.result()
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise _Unresolved(f"it could not be resolved: {reason}") from None
@@ -170,7 +170,10 @@ class ThisHost:
 
 
 def literal_address(host: str) -> str | None:
-    """The address that ``host`` spells, normalised (``127.1`` and ``0x7f.1`` -> ``127.0.0.1``); None for a name."""
+    """Return the address that ``host`` represents, normalized; None for a name.
+
+    For example ``127.1`` and ``0x7f.1`` -> ``127.0.0.1``.
+    """
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -182,7 +185,7 @@ def literal_address(host: str) -> str | None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``"driver.lab:4711"`` or ``"[fd00::1]:4711"``. Raises Invalid with a whole sentence."""
+    """Parse ``"driver.lab:4711"`` or ``"[fd00::1]:4711"``. Raises Invalid with a sentence."""
     name, _, port = text.rpartition(":")
     bracketed = name.startswith("[") and name.endswith("]") and _is_ipv6(name[1:-1])
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0
@@ -223,7 +226,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def _has_address(address: str) -> bool:
-    """Only an address of this machine can be bound."""
+    """Return whether this machine has an address: only its own addresses can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""What addresses this machine has, and by which of them another is reached. Sends nothing."""
+"""Addresses of this machine, and its routes to others. Sends nothing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from elastic.driver.network.choose_address import (
 from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
-ASKED = 4  # hosts, until one shows the way
-_OUTWARD = ("192.0.2.1", "2001:db8::1")  # of nobody: only the way there is asked for
+ASKED = 4  # hosts tried until a route is found
+_OUTWARD = ("192.0.2.1", "2001:db8::1")  # reserved addresses: only the route is looked up
 _PORT = 9
 
 
 def own_addresses() -> list[Interface]:
-    """Every IPv4 and IPv6 address of this machine, loopback included, in the order of its interfaces."""
-    import psutil  # takes a while, and only some jobs need it
+    """Return every IPv4 and IPv6 address of this machine, including loopback, in the order of its interfaces."""
+    import psutil  # slow, and only needed by some jobs
 
     stats = psutil.net_if_stats()
     found = []
@@ -42,22 +42,22 @@ def own_addresses() -> list[Interface]:
 
 
 def alone_address(wanted: Sequence[str], own: Sequence[Interface] | None = None) -> str:
-    """Where driver and workers of a job on this machine alone listen. Raises Invalid."""
+    """Return the address for driver and workers of a job on this machine only. Raises Invalid."""
     if not wanted:
         return "127.0.0.1"
     return wanted_address(wanted, own_addresses() if own is None else own)
 
 
 def worker_network(bind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to ``environ`` for workers that listen on ``bind``; nothing that is set there is replaced."""
+    """Return additions to ``environ`` for workers that listen on ``bind``; variables set there are not replaced."""
     return worker_variables(bind, own_addresses(), environ)
 
 
 def route_to(address: str) -> str | None:
-    """The address by which this machine would talk to another; None where there is no way there."""
+    """Return the address from which this machine reaches another; None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # The zone of fe80::1%eth0 counts as a number of its own: in the text, connect overlooks it.
+        # connect ignores the zone of fe80::1%eth0 in text, and needs it as a number
         found = socket.getaddrinfo(address, _PORT, family, flags=socket.AI_NUMERICHOST)
         probe.connect(found[0][4])  # sends nothing
         return bare(probe.getsockname()[0])
@@ -73,13 +73,23 @@ async def listen_address(
     resolve: Callable[[str, int, float], Awaitable[Found]] = resolved,
     route: Callable[[str], str | None] = route_to,
 ) -> str:
-    """The one address on which the driver of a job listens. Raises Invalid.
+    """Return the address on which the driver of a job listens.
 
-    ``towards`` are names or numeric addresses of the machines that will call: those of the other hosts, or of etcd,
-    the important ones first. By default it is the address from which the first one is reached that is another machine;
-    where no name means anything here (only ssh may know it), the address from which the rest of the world is. Without
-    any, nobody but this machine is served, unless the job ``grows``: then hosts may come that nobody knows yet, and
-    the rest of the world counts too, if there is a way there.
+    By default it is the address from which the first of ``towards`` is reached that is another machine. If no name can
+    be resolved here (some are known to ssh only), it is the address with a route to other networks. Without any name,
+    only this machine is served, unless the job ``grows``: then the address with a route to other networks is used, if
+    there is one.
+
+    Args:
+        wanted: value of --network-interface.
+        towards: names or numeric addresses of the machines that will connect, or of etcd, the most important ones
+            first.
+        grows: hosts may be added later.
+        own: addresses of this machine; default: read from the system.
+        resolve: resolves a name.
+        route: see `route_to`.
+
+    Raises Invalid.
     """
     if not towards and (wanted or not grows):
         return alone_address(wanted, own)
@@ -97,7 +107,7 @@ async def listen_address(
             f"no address of this machine leads to another host ({'; '.join(reasons)}): pass {FLAG}"
         )
     if is_link_local(local):
-        return choose_bind((), [], local=local)  # which says why not
+        return choose_bind((), [], local=local)  # raises with the reason
     return local
 
 
@@ -106,8 +116,11 @@ async def _towards(
     resolve: Callable[[str, int, float], Awaitable[Found]],
     route: Callable[[str], str | None],
 ) -> tuple[str | None, list[str]]:
-    """Our end of the way to the first that is another machine, else to one that is this; and why there is none."""
-    here: str | None = None
+    """Return the local address of the route to the first name, and failures.
+
+    The first that is another machine is preferred to those that are this one.
+    """
+    fallback: str | None = None
     reasons: list[str] = []
     for name in names[:ASKED]:
         try:
@@ -120,20 +133,20 @@ async def _towards(
             if local is None:
                 reasons.append(f"no route to {address}")
             elif is_loopback(local):
-                here = here or local
+                fallback = fallback or local
             else:
                 return local, reasons
-    return here, reasons
+    return fallback, reasons
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # of a point-to-point link, say
+    if not netmask:  # for example of a point-to-point link
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 
 
 def free_port(address: str) -> int:
-    """One that is free now; nothing keeps it so."""
+    """Return a port that is free now, without reserving it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         return int(listener.getsockname()[1])

@@ -1,22 +1,22 @@
-"""Asks the kernel to notice that the other end of a connection is gone without a word. Decides nothing."""
+"""Keepalive settings by which the kernel detects a lost connection. Decides nothing."""
 
 from __future__ import annotations
 
 import socket
 
-KEEPALIVE_S = 1  # the kernel's shortest
+KEEPALIVE_S = 1  # the kernel's minimum
 
 
 def expect_signs_of_life(sock: socket.socket, lease_s: float) -> None:
-    """If for ``lease_s`` nothing is acknowledged, the connection ends with a timeout.
+    """End the connection with a timeout if nothing is acknowledged for ``lease_s``.
 
-    Each host's kernel acknowledges a small packet every second, whatever the processes there do.
+    Each host's kernel acknowledges a small packet every second, whatever its processes do.
     """
     options = {
         socket.TCP_KEEPIDLE: KEEPALIVE_S,
         socket.TCP_KEEPINTVL: KEEPALIVE_S,
         socket.TCP_KEEPCNT: max(1, round(lease_s / KEEPALIVE_S) - 1),
-        # Also where bytes are under way, for which there are no keepalives but repetitions at growing intervals.
+        # Also for data in flight, which have no keepalives but retransmissions at growing intervals.
         socket.TCP_USER_TIMEOUT: round(lease_s * 1000),
     }
     for option, value in options.items():

@@ -1,4 +1,4 @@
-"""Looks names up, outside the event loop and with a deadline. Remembers nothing: an answer may change at any time."""
+"""Name lookups outside the event loop, with a deadline. Without a cache, since answers may change at any time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from elastic.driver.network.hosts import parse_address
 from elastic.errors import Invalid
 
 LOOKUP_S = 5.0
-Found = list[tuple[int, str]]  # address family, numeric address; in the order in which to try them
+Found = list[tuple[int, str]]  # address family and numeric address, in order of preference
 
-# So that a name server that hangs holds one thread, not many.
+# A hanging name server then blocks one thread, not many.
 _under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 
 
 async def numeric(text: str) -> list[tuple[str, int]]:
-    """Every address behind ``host:port``, looked up anew. Raises OSError with a clause that names it."""
+    """Return all addresses of ``host:port``, looked up now. Raises OSError with a clause that names it."""
     try:
         host, port = parse_address(text)
-    except Invalid as error:  # of what somebody has written into etcd
+    except Invalid as error:  # for example of a value in etcd
         raise OSError(str(error)) from None
     return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 
@@ -35,7 +35,7 @@ async def numeric(text: str) -> list[tuple[str, int]]:
 async def resolved(
     name: str, port: int, timeout_s: float, *, ask: Callable[..., list[Any]] = socket.getaddrinfo
 ) -> Found:
-    """Every address behind a name or a numeric address, each once.
+    """Return all addresses of a name or numeric address, each once.
 
     Raises OSError with a clause that names it: ``driver.lab could not be resolved: Name or service not known``.
     """
@@ -59,13 +59,13 @@ def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
         reason = getattr(error, "strerror", None) or str(error)
         raise OSError(f"{name} could not be resolved: {reason}") from None
     finally:
-        # Before anybody hears: who asks from now on is to have a new answer.
+        # Before the result is published: later requests need a new lookup.
         with _starting:
             _under_way.pop((name, port), None)
 
 
 def _numeric(sockaddr: tuple[Any, ...]) -> str:
-    """With the scope where an address means nothing without."""
+    """Return the numeric address, with the scope if it needs one."""
     host = str(sockaddr[0])
     if len(sockaddr) == 4 and sockaddr[3] and "%" not in host and is_link_local(host):
         return f"{host}%{sockaddr[3]}"

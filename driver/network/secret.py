@@ -1,7 +1,7 @@
-"""The secret of a job: 32 random bytes, in a file that only its owner can read, or in a variable. Decides nothing.
+"""The secret of a job: 32 random bytes, in a private file or in a variable. Decides nothing.
 
-Whoever knows it may act as the driver, an agent or a worker of the job: what is said of it here and in every error is
-where it is, never what it is.
+A process that knows it can act as the driver, an agent or a worker of the job. Errors therefore state where it is,
+never its value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """The job's secret, from ``file`` or from the environment; None where nobody has given one. Raises Invalid."""
+    """Read the job's secret from ``file`` or the environment; None if neither is given. Raises Invalid."""
     if file is not None:
         return _read(file, "--secret-file")
     named, given = environ.get(FILE_VARIABLE), environ.get(VARIABLE)
@@ -35,7 +35,7 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
 
 
 def make_secret_file(path: str) -> None:
-    """A new file with a new secret. Raises Invalid; never touches a file that exists."""
+    """Create a file with a new secret. Raises Invalid, also if the file exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
@@ -55,17 +55,17 @@ def make_secret_file(path: str) -> None:
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """A key for one purpose, from which neither the secret nor the key of another purpose can be told.
+    """Return a key for one purpose, which reveals neither the secret nor keys for other purposes.
 
-    Workers are given one of their own: it stands in their environment, which scripts like to print and upload, and
-    whoever reads it there can't give orders to agents with it.
+    Workers have a key of their own: it is in their environment, which scripts often print and upload, and it does not
+    allow giving orders to agents.
     """
     return hmac.digest(secret, b"hvd-elastic key|" + purpose.encode(), hashlib.sha256)
 
 
 def _read(path: str, source: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hold us up
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
         with os.fdopen(fd, "rb") as file:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
@@ -88,7 +88,7 @@ def _read(path: str, source: str) -> bytes:
 
 
 def _of_a_pod(about: os.stat_result) -> bool:
-    """As Kubernetes mounts a Secret for a pod that is not root's: root's, for one group to read and nobody to write."""
+    """Return whether a file is a Secret mounted by Kubernetes for a pod without root: root's, readable by one group."""
     return about.st_uid == 0 and about.st_mode & 0o777 == 0o440
 
 

@@ -1,19 +1,19 @@
-"""The listening end of control connections: handshake, sealed frames in and out. Decides nothing.
+"""Server of control connections: handshake, and sealed frames in and out. Decides nothing.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
-              --TurnedAway-->  closed: it knows the secret, and has no business here
-    closed, broken or no message of the protocol: ``gone``, once
+              --TurnedAway-->  closed: the caller knows the secret, but does not belong here
+    closed, broken, or an invalid message: ``gone``, once
 
-Each host's kernel acknowledges a small packet every second, whatever the processes there do. If for ``lease_s`` nothing
-is acknowledged, the connection ends with a timeout: ``gone`` is told that it was ``silent``.
+Each host's kernel acknowledges a small packet every second, whatever its processes do. If nothing is acknowledged for
+``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
 
-Who calls are workers, or agents: `Callers` says how they introduce themselves. The caller proves ``proof(secret, role,
-challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``.
-A caller says nothing between its Answer and Accepted.
+The callers are workers or agents: `Callers` describes their identification. The caller proves ``proof(secret, role,
+challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``. A
+caller sends nothing between its Answer and Accepted.
 
-Strangers may come in any number: `elastic.protocol.strangers` says how many are kept, the oldest gives way to the
-newest, and ACCEPTED_AT_ONCE are let in before those who are known are heard again.
+The number of unauthenticated connections is limited by `elastic.protocol.strangers`: the newest replaces the oldest,
+and at most ACCEPTED_AT_ONCE are accepted before authenticated ones are served again.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from elastic.protocol.messages import (
 )
 from elastic.protocol.strangers import Strangers, count_limit
 
-WAITING_LIMIT = 4096  # connections that the kernel keeps for us
+WAITING_LIMIT = 4096  # connections queued by the kernel
 ACCEPTED_AT_ONCE = 64
-REFUSALS_S = 5.0  # between two log lines about refused connections
+REFUSALS_S = 5.0  # interval between two log lines about refused connections
 CLOSE_S = 1.0
 SECOND = (
     "has a connection already: this process is a child of that worker. Call init() in the worker only, not in its"
@@ -64,15 +64,15 @@ Who = TypeVar("Who", bound=Hashable)
 
 @dataclass(frozen=True)
 class Callers(Generic[Who]):
-    """Who calls a server, and how they introduce themselves."""
+    """The kind of callers of a server, and how they identify themselves."""
 
-    role: str  # in their proof
-    decoder: msgspec.msgpack.Decoder[Any]  # of what they say
+    role: str  # role in their proof
+    decoder: msgspec.msgpack.Decoder[Any]  # decoder of their messages
     answer: type[Any]  # their answer to the challenge; has ``nonce``, ``proof`` and ``version``
-    who: Callable[[Any], Who]  # it is from
-    # Whether a new connection stands in for an open one: its other end may have lost that without our noticing.
+    who: Callable[[Any], Who]  # identity in an answer
+    # A new connection replaces an open one, whose other end may have lost it unnoticed.
     replaces: bool = False
-    # One that knows the secret and is refused is sent the reason, a TurnedAway.
+    # A refused caller that knows the secret receives the reason, a TurnedAway.
     told_why: bool = False
 
 
@@ -82,9 +82,14 @@ WORKERS: Callers[Worker] = Callers(
 
 
 class Server(Generic[Who]):
-    """Listens for ``callers``. ``secret`` is the job's; nobody is heard who does not prove to know it.
+    """Server for one kind of callers.
 
-    ``tls``: without it nothing is encrypted, but nothing can be forged either.
+    Args:
+        secret: that of the job; messages of callers that cannot prove knowledge of it are ignored.
+        log: takes a level and a text.
+        callers: kind of callers.
+        lease_s: liveness timeout.
+        tls: context; without it, nothing is encrypted, but nothing can be forged either.
     """
 
     def __init__(
@@ -113,11 +118,11 @@ class Server(Generic[Who]):
         self._strangers: Strangers[Connection[Who]] = Strangers(
             HANDSHAKE_S, count_limit(bytes_each, descriptors)
         )
-        self._refused = 0  # since the last line about them
+        self._refused = 0  # since the last log line about them
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
-        """Take an address before `open` listens on it, so that it can be told. Raises OSError."""
+        """Bind an address before `open` listens on it, so that it can be announced. Raises OSError."""
         if self._listening is None:
             self._listening = _bound(interface, port)
         bound: tuple[str, int] = self._listening.getsockname()[:2]
@@ -133,11 +138,17 @@ class Server(Generic[Who]):
         expected: Callable[[Who], bool],
         accepted: Callable[[Who], None] = lambda who: None,
     ) -> Address:
-        """Listen on one address; port 0 lets the system choose. Raises OSError.
+        """Listen on one address and return it.
 
-        ``expected`` tells who may connect, ``accepted`` is told who has, ``heard`` gets their messages, ``gone`` is
-        told once when the connection of one of them ends, and whether it ended in silence. All are called in the event
-        loop's thread.
+        Args:
+            interface: address.
+            port: 0 lets the system choose.
+            heard: called with each message of a caller.
+            gone: called once when a caller's connection ends, with whether it was silent.
+            expected: returns whether a caller may connect.
+            accepted: called with each authenticated caller.
+
+        All are called in the event loop's thread. Raises OSError.
         """
         self._heard, self._gone, self._expected = heard, gone, expected
         self._accepted = accepted
@@ -148,22 +159,25 @@ class Server(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        # Asyncio has one number for this and for what it accepts at once.
+        # asyncio has one number for this and for the connections accepted at once
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
     def send(self, who: Who, *messages: msgspec.Struct) -> bool:
-        """Send without blocking, all in one piece. False when they are not connected: then all is dropped."""
+        """Send messages without blocking, in one chunk.
+
+        Returns False if not connected, in which case they are dropped.
+        """
         connection = self._connections.get(who)
         return connection is not None and connection.write(*map(encoded, messages))
 
     def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
-        """To each what is meant for them."""
+        """Send each caller its message."""
         for who, message in messages:
             self.send(who, message)
 
     def broadcast(self, them: Iterable[Who], message: msgspec.Struct) -> None:
-        """The same message to all of these that are connected; encoded once."""
+        """Send the same message to all of these that are connected; encoded once."""
         body = encoded(message)
         for who in them:
             connection = self._connections.get(who)
@@ -174,12 +188,12 @@ class Server(Generic[Who]):
         return who in self._connections
 
     def peer(self, who: Who) -> str:
-        """The numeric address that they call from; empty when they are not connected."""
+        """Return the numeric address of a caller; empty if not connected."""
         connection = self._connections.get(who)
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, who: Who) -> None:
-        """Hear now what a connection holds: a process that is gone may have said something just before."""
+        """Read now what a connection holds, since a process may have sent messages just before its exit."""
         connection = self._connections.get(who)
         if connection is not None:
             connection.drain()
@@ -191,13 +205,13 @@ class Server(Generic[Who]):
             connection.abort()
 
     async def close(self) -> None:
-        """Stop listening, send what is buffered within CLOSE_S, drop every connection. ``gone`` is not called."""
+        """Stop listening, send buffered data within CLOSE_S, drop all connections. ``gone`` is not called."""
         self._gone = lambda who, silent: None
         if self._server is not None:
             self._server.close()
         for connection in self._strangers.all():
             connection.abort()
-        # A worker that does not read must not hold up the end.
+        # A worker that does not read must not block the exit.
         deadline = asyncio.get_running_loop().time() + CLOSE_S
         for connection in list(self._connections.values()):
             while connection.backlog and asyncio.get_running_loop().time() < deadline:
@@ -221,7 +235,7 @@ class Server(Generic[Who]):
             oldest.give_way()
 
     def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
-        """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
+        """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
         callers = self.callers
         if not isinstance(answer, callers.answer):
             raise ProtocolError(f"{type(answer).__name__} arrived before the Answer")
@@ -232,7 +246,7 @@ class Server(Generic[Who]):
             )
         who = callers.who(answer)
         expected = proof(self.secret, callers.role, nonce, answer.nonce, str(who))
-        # The nonce's length is fixed: the proof's text must have one reading only.
+        # The nonce's length is fixed, so that the text of the proof is unambiguous.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
             raise ProtocolError(f"it claims to be {who}, but does not know the job's secret")
         if not self._expected(who):
@@ -270,7 +284,7 @@ class Server(Generic[Who]):
     def lost(
         self, connection: Connection[Who], who: Who | None, trouble: str, silent: bool
     ) -> None:
-        """A connection has ended; ``trouble`` is set if it was closed for a reason."""
+        """Handle the end of a connection; ``trouble`` is set if it was closed for a reason."""
         if who is None:
             self._strangers.remove(connection)
             if trouble:
