@@ -1,6 +1,6 @@
-"""The seam between RayStarter and Ray: named actors that are made, found, asked and killed. Acts, decides nothing.
+"""Interface between RayStarter and Ray: creates, finds, calls and kills named actors. Acts, decides nothing.
 
-All but `ask` may block for as long as Ray's head does not answer: call them in a thread.
+All methods except `ask` may block while Ray's head does not answer: call them in a thread.
 """
 
 from __future__ import annotations
@@ -8,34 +8,35 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-MAX_CALLS = 10_000  # an actor waits for news and for answers of its workers, all at the same time
+# an actor waits for log lines and for answers of its workers, all at the same time
+MAX_CALLS = 10_000
 
 
 class Taken(Exception):
-    """Another living actor has that name."""
+    """Another live actor has the name."""
 
 
 class Actors(Protocol):
-    """Handles are opaque. Errors of Ray pass through."""
+    """Operations on actors. Handles are opaque; Ray's errors are passed on."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
-        """An AgentActor on that node and no other. Returns before it runs. Raises Taken."""
+        """Create an AgentActor on this node only. Returns before it runs. Raises Taken."""
 
     def find(self, name: str) -> Any:
-        """The living actor of that name; None if there is none."""
+        """Return the live actor of that name; None if there is none."""
 
     def names(self) -> list[str]:
-        """Of all living actors in the job's namespace."""
+        """Return the names of all live actors in the job's namespace."""
 
     def ask(self, actor: Any, method: str, *args: Any) -> Future[Any]:
-        """Call a method; the future has what it returns."""
+        """Call a method; the result is a future of its return value."""
 
     def kill(self, actor: Any) -> None:
-        """At once; it may be dead, or not have begun."""
+        """Kill an actor at once, whether it runs, is dead, or has not started."""
 
 
 class RayActors:
-    """In this process's namespace."""
+    """Actors in this process's namespace."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
         import ray

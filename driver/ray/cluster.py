@@ -1,4 +1,4 @@
-"""What a job wants of a Ray cluster, and what is needed of Ray for it: a seam, so that tests can take its place."""
+"""Interface to a Ray cluster, which tests can replace, and the resources that a job requests from it."""
 
 from __future__ import annotations
 
@@ -14,55 +14,60 @@ if TYPE_CHECKING:
 
 
 class Unanswered(Exception):
-    """Ray did not answer; the text says what it said instead."""
+    """Ray did not answer, or with an error. The text is the reason."""
 
 
 class Group(NamedTuple):
-    """A placement group, as Ray tells it."""
+    """A placement group, as reported by Ray."""
 
     id: str
     name: str
     state: str  # PENDING, PREPARED, CREATED, RESCHEDULING or REMOVED
     bundles: dict[int, dict[str, float]]
-    nodes: dict[int, str]  # where each bundle is placed, or ""
-    infeasible: bool = False  # no node has as much
+    nodes: dict[int, str]  # node of each bundle; "" if not placed
+    infeasible: bool = False  # no node is large enough
 
 
 class Node(NamedTuple):
-    """A node, as Ray tells it."""
+    """A node, as reported by Ray."""
 
     address: str
     alive: bool
 
 
 class Cluster(Protocol):
-    """What is needed of Ray. All of it may block, and raises Unanswered; `discovery_calls.RayCalls` is the real one."""
+    """Operations on Ray. All may block, and raise Unanswered; `discovery_calls.RayCalls` is the implementation."""
 
     def claims(self, prefix: str) -> list[Group]:
-        """The placement groups of this namespace whose names begin so, those that were removed included."""
+        """Return the placement groups of this namespace with this name prefix, including removed ones."""
 
     def group(self, id: str) -> Group | None: ...
 
     def nodes(self) -> dict[str, Node]: ...
 
     def draining(self) -> set[str] | None:
-        """None: this Ray does not tell."""
+        """Return the draining nodes; None if this release of Ray does not report them."""
 
     def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None: ...
 
     def remove(self, id: str) -> None: ...
 
     def gpus(self, group: Group, index: int, share: float) -> list[str] | None:
-        """The ids of the GPUs of a bundle that is placed, or None as long as they are being asked there."""
+        """Return the ids of the GPUs of a placed bundle; None while the query is in progress."""
 
     def free(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """``most`` slots, each with these resources. ``group``: only in bundles of this one, which stays whatever happens.
+    """Resources that a job requests.
 
-    ``in_use``: what the caller has of which bundle. ``per_bundle``: so many slots in each with room for them.
+    Args:
+        most: maximum number of slots.
+        resources: of each slot.
+        group: use only bundles of this group, which is never removed.
+        in_use: resources of each bundle that the caller uses.
+        per_bundle: slots in each bundle that has room for them.
     """
 
     most: int
@@ -72,7 +77,7 @@ class Wanted:
     per_bundle: int = 1
 
     def __post_init__(self) -> None:
-        """Raises Invalid."""
+        """Validate the values. Raises Invalid."""
         if self.most < 1:
             raise Invalid(f"the number of workers must be at least 1, got {self.most}")
         for name, amount in self.resources.items():
@@ -93,12 +98,12 @@ class Wanted:
 
 
 def prefix_of(job: str) -> str:
-    """With which the names of a job's claims begin; a number follows, and nothing else."""
+    """Return the prefix of the names of a job's claims; only a number follows."""
     return f"hvd-elastic:{job}:"
 
 
 def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
-    """The claims among these groups."""
+    """Return the claims among these groups, with their numbers."""
     matched = (
         (re.fullmatch(re.escape(prefix) + "([0-9]+)", group.name), group) for group in groups
     )
@@ -106,6 +111,6 @@ def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
 
 
 def present(cluster: Cluster, prefix: str) -> list[tuple[int, Group]]:
-    """The claims that were not removed."""
+    """Return the claims that were not removed, with their numbers."""
     found = numbered(cluster.claims(prefix), prefix)
     return [(number, group) for number, group in found if group.state != "REMOVED"]

@@ -1,14 +1,14 @@
-"""Hosts are the nodes of a Ray cluster on which this job holds claims (`elastic.driver.ray.placement_groups`). No
-policy.
+"""Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. No policy.
 
-A look asks Ray for the claims, then who drains, then for the nodes: in this order a node that dies in between is never
-taken for one that lives. A look that is not answered changes nothing; it is reported once, and once more when it is
-over. Calls to Ray may block for long while its head is away, so they run in a thread, one at a time, with a deadline.
+Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining
+nodes, then nodes: in this order, a node that dies in between is never considered alive. A check without an answer
+changes nothing; it is logged once, and once more when Ray answers again. Calls to Ray may block for long while its
+head is away, so they run in a thread, one at a time, with a deadline.
 
-The fate of placement groups in Ray 2.60, tried on a cluster. Of a lifetime ``None`` they end with the Ray job of their
-creator, whatever becomes of the actor that made them; those that a *detached* actor makes end with its process, even if
-Ray starts it again. With the lifetime ``detached`` they outlive everything, and only `close` or `remove_claims` end
-them. So a driver that is a detached actor needs ``detached=True``, and the next one finds them by their names.
+Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray job of
+their creator, whatever happens to the actor that created them; those created by a *detached* actor end with its
+process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close` or `remove_claims`.
+A driver that is a detached actor therefore needs ``detached=True``, and the next one finds them by name.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from elastic.driver.ray.placement_groups import Claim, Claims, ClaimStage, Condi
 from elastic.errors import Invalid
 
 LOOK_S = 0.25
-ANSWER_S = 5.0  # for Ray to answer one look
+ANSWER_S = 5.0  # seconds for Ray to answer one check
 CLOSE_S = 10.0
-# For the first list to be whole: what a driver before this one left is not to look lost.
+# Maximum wait for a complete first list, so that the previous driver's hosts do not look lost.
 SETTLE_S = 10.0
-QUIET_S = 5.0  # waiting for room is told after this time
-BUSY = 0.05  # of one core's time is what looks may take, in a cluster so large that they take long
-PAUSE_S = 2.0  # but never longer than this between two
+QUIET_S = 5.0  # waiting for resources is logged after this time
+BUSY = 0.05  # share of one core for checks, in a cluster so large that they take long
+PAUSE_S = 2.0  # ... but at most this interval between two checks
 
 T = TypeVar("T")
 
 
 def host_of(address: str, node_id: str) -> str:
-    """By this name the driver knows a node of Ray."""
+    """Return the host name of a Ray node for the driver."""
     return f"{address}-{node_id[:8]}"
 
 
 class RayDiscovery:
-    """Yields ``{host: slots}`` of the claims that are placed, and keeps as many claims as are wanted.
+    """Yields ``{host: slots}`` of the placed claims, and maintains the requested number of claims.
 
-    ``job`` names the claims: they are found again by it, so no two jobs of a namespace may share it.
+    ``job`` names the claims, by which they are found again, so no two jobs of a namespace may share it.
     """
 
     def __init__(
@@ -90,36 +90,39 @@ class RayDiscovery:
         self._decided = Decision()
         self._whole = False
         self._seen: _Look | None = None
-        self._names: dict[str, str] = {}  # node -> host, of every node that was ever seen
-        self._nodes: dict[str, str] = {}  # host -> node
-        self._gpus: dict[str, list[str]] = {}  # host -> the ids of each slot, as they were last
-        self._known: dict[tuple[int, str], str] = {}  # claim and node -> ids, which never change
+        self._names: dict[str, str] = {}  # host by node, for all nodes ever seen
+        self._nodes: dict[str, str] = {}  # node by host
+        self._gpus: dict[str, list[str]] = {}  # last known GPU ids of each slot, by host
+        self._known: dict[tuple[int, str], str] = {}  # ids by claim and node; these never change
         self._trouble = ""
-        self._silent = False  # about drains
+        self._silent = False  # no draining nodes are reported
         self._closing = False
         self._need: Callable[[], Need] | None = None
 
-    # ---- what the others ask ---------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def node_of(self, host: str) -> str:
-        """The id of a host's node. Raises KeyError for a host that was never listed."""
+        """Return the node id of a host. Raises KeyError for a host that was never listed."""
         return self._nodes[host]
 
     def gpus_of(self, host: str) -> list[str]:
-        """For each slot the ids of its GPUs, joined by commas if there are several; [] where none were asked for."""
+        """Return the GPU ids for each slot, joined by commas if there are several; [] if no GPUs were requested."""
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], Need]) -> None:
-        """From here on as many claims are kept as the driver says at each look, and no longer ``wanted.most``."""
+        """Use the driver's need at each check as the number of claims, instead of ``wanted.most``."""
         self._need = need
 
     def addresses(self) -> list[str]:
-        """Of the nodes that were alive when Ray was last asked."""
+        """Return the addresses of the nodes that were alive at the last check."""
         nodes = {} if self._seen is None else self._seen.nodes
         return [node.address for node in nodes.values() if node.alive]
 
     async def place(self, at_least: int, within_s: float) -> None:
-        """Returns once so many slots are placed. Raises Invalid if that takes too long, and then holds no claim."""
+        """Wait until ``at_least`` slots are placed.
+
+        Raises Invalid after ``within_s``, and then holds no claims.
+        """
         begun = self._clock()
         waited = False
         while True:
@@ -153,12 +156,12 @@ class RayDiscovery:
             if list(hosts.items()) != last and (last is not None or whole):
                 last = list(hosts.items())
                 yield dict(hosts)
-            # Only now, so that the list without a claim comes before its end.
+            # Only now, so that the list without a claim precedes its removal.
             await self._act(self._remove)
             await self._pause()
 
     async def close(self) -> None:
-        """Removes the claims of this job, and waits until Ray says that they are gone. Within a bound."""
+        """Remove the claims of this job, and wait until Ray confirms it, within a limit."""
         self._closing = True
         if self._given is not None:
             return
@@ -176,10 +179,10 @@ class RayDiscovery:
                 "warning", f"placement groups {self._prefix}* can't be removed: {error}; {ends}"
             )
 
-    # ---- one look --------------------------------------------------------------------------------------------------
+    # ---- one check -------------------------------------------------------------------------------------------------
 
     async def _look_and_act(self, *, remove: bool = True) -> None:
-        """Raises Invalid where a given group has no suitable bundle."""
+        """Perform one check and the resulting actions. Raises Invalid if a given group has no suitable bundle."""
         async with self._looking:
             try:
                 look = await self._call(self._ask, self._answer_s)
@@ -198,7 +201,7 @@ class RayDiscovery:
             raise Unanswered(f"no response within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
-        """Runs in a thread, so it changes nothing here."""
+        """Query Ray. Runs in a thread, so it must not change this object."""
         begun = time.thread_time()
         if self._given is None:
             groups = self._cluster.claims(self._prefix)
@@ -218,8 +221,8 @@ class RayDiscovery:
             if ids is None and stage is ClaimStage.PLACED and node in nodes and nodes[node].alive:
                 try:
                     ids = self._known.get((number, node))
-                    if ids is None and (told := self._cluster.gpus(group, index, share)):
-                        ids = ",".join(placement_groups.part(told, number % each, each))
+                    if ids is None and (ids_of_bundle := self._cluster.gpus(group, index, share)):
+                        ids = ",".join(placement_groups.part(ids_of_bundle, number % each, each))
                 except Unanswered as error:
                     problem = f"asked for GPUs: {error}"
                 if ids is not None:
@@ -232,7 +235,10 @@ class RayDiscovery:
         return _Look(claims, groups, nodes, draining, gpus, problem, cost_s)
 
     def _numbered(self, groups: list[Group]) -> list[tuple[int, int, Group]]:
-        """Number of the claim, index of its bundle. Raises Invalid where a given group has no suitable bundle."""
+        """Return number, bundle index and group of each claim.
+
+        Raises Invalid if a given group has no suitable bundle.
+        """
         if self._given is not None:
             wanted = self._wanted
             [group] = groups
@@ -297,10 +303,10 @@ class RayDiscovery:
         cost_s = 0.0 if self._seen is None else self._seen.cost_s
         await self._sleep(max(self._look_s, min(cost_s / BUSY, PAUSE_S)))
 
-    # ---- what is done about it -------------------------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _act(self, action: Callable[[], None]) -> None:
-        """What was not done, or may not have been, is decided again from what the next look finds."""
+        """Create or remove claims. What was not done, or may not have been, is decided again after the next check."""
         if self._closing or not (self._decided.make or self._decided.remove):
             return
         try:
@@ -352,7 +358,7 @@ class _Look:
     groups: list[Group]
     nodes: dict[str, Node]
     draining: set[str] | None
-    gpus: dict[tuple[int, str], str]  # of the claims of which they are known, where they are placed
+    gpus: dict[tuple[int, str], str]  # known GPUs of placed claims
     problem: str
     cost_s: float
 
@@ -360,7 +366,7 @@ class _Look:
 def _stage(group: Group, index: int) -> ClaimStage:
     if group.state == "REMOVED":
         return ClaimStage.GONE
-    # Of a group that is being placed elsewhere, the bundles that were not lost stay where they are.
+    # While a group is rescheduled, bundles that were not lost stay where they are.
     settled = group.state in ("CREATED", "RESCHEDULING")
     return ClaimStage.PLACED if settled and group.nodes.get(index) else ClaimStage.WAITING
 

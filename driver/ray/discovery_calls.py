@@ -1,7 +1,7 @@
-"""The calls of Ray behind a discovery. Imported only where Ray is used; all of them may block.
+"""Ray calls of the discovery. Imported only if Ray is used; all calls may block.
 
-Which nodes drain has no public name in Ray. The one used here is there in 2.30, the oldest release that is supported,
-and in 2.60; where it is gone, no node is known to drain.
+Ray has no public name for the list of draining nodes. The private one used here exists in 2.30, the oldest supported
+release, and in 2.60; if it is missing, no node is known to drain.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _untyped: Any = ray
 
 
 class RayCalls:
-    """The cluster that this process is connected to, as `elastic.driver.ray.cluster.Cluster` says."""
+    """The cluster that this process is connected to; see `elastic.driver.ray.cluster.Cluster`."""
 
     def __init__(self) -> None:
-        self._ours: dict[str, bool] = {}  # group -> whether it is one of this namespace
+        self._ours: dict[str, bool] = {}  # group id -> whether it belongs to this namespace
         self._asked: dict[tuple[str, int, str], Any] = {}  # group, bundle, node -> task
 
     def claims(self, prefix: str) -> list[Group]:
@@ -34,12 +34,15 @@ class RayCalls:
         return [group for group in groups if self._is_ours(group)]
 
     def _is_ours(self, group: Group) -> bool:
-        """The table is that of all namespaces, and doesn't tell them."""
+        """Return whether a group belongs to this namespace.
+
+        Ray's table has the groups of all namespaces without naming these.
+        """
         if group.id not in self._ours and group.state != "REMOVED":
             with _answering():
                 try:
                     named = ray.util.get_placement_group(group.name)
-                except ValueError:  # there is none of this name in this namespace
+                except ValueError:  # this namespace has none of this name
                     named = None
             self._ours[group.id] = named is not None and named.id.hex() == group.id
         return self._ours.get(group.id, False)
@@ -93,16 +96,16 @@ class RayCalls:
 
 
 def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
-    """What this process, a task or an actor in the group, has of each of its bundles.
+    """Return the resources that this process, a task or an actor in the group, has of each of its bundles.
 
-    Ray has a public name only for what it has of all bundles together.
+    Ray has a public name only for the total of all bundles.
     """
     own: Any = ray._private.worker.global_worker
     return held(own.core_worker.resource_ids(), group.id.hex())
 
 
 def remove_claims(job: str) -> int:
-    """Removes what a driver of this job that has been killed has left behind; how many there were."""
+    """Remove the claims of a driver that was killed; return their number."""
     calls = RayCalls()
     left = present(calls, prefix_of(job))
     for _, group in left:
@@ -111,7 +114,7 @@ def remove_claims(job: str) -> int:
 
 
 def _visible() -> list[str]:
-    """Runs in a bundle, and takes all of its GPUs for that moment."""
+    """Return the GPU ids of a bundle. Runs in the bundle, and briefly uses all its GPUs."""
     return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
 

@@ -1,4 +1,4 @@
-"""The actors that are drivers of detached jobs, by the names of the jobs. Asks Ray; decides nothing."""
+"""Lookup of the actors that are drivers of detached jobs, by job name. Queries Ray; decides nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def actor_name(job: str) -> str:
 
 
 def find_actor(job: str) -> Any | None:
-    """None if there is no such job. This process has joined the cluster."""
+    """Return the driver's actor; None if there is no such job. This process must have joined the cluster."""
     try:
         return ray.get_actor(actor_name(job), namespace=NAMESPACE)
     except ValueError:
@@ -27,9 +27,9 @@ def find_actor(job: str) -> Any | None:
 
 
 def desk_of(job: str) -> tuple[str, bytes]:
-    """Where the driver of a detached job hears operators, and their key. Joins the cluster of RAY_ADDRESS if need be.
+    """Return the address and key for operators of a detached job. Joins the cluster of RAY_ADDRESS if necessary.
 
-    Raises Invalid where there is no such cluster or job.
+    Raises Invalid if there is no such cluster or job.
     """
     try:
         if not ray.is_initialized():

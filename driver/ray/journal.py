@@ -1,21 +1,23 @@
-"""Keeps a job's journal in Ray's key-value store, and finds in it what another driver goes on from. Decides nothing.
+"""Journal of a job in Ray's key-value store, and the state from which another driver resumes. Decides nothing.
 
-    journal/<job>/writers/000002                            the id of the driver whose turn the second is
-    journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, and below it the lines of one record
+    journal/<job>/writers/000002                            the id of the driver that has the second turn
+    journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
-A record is a batch of entries, a snapshot with the header before it, or a take-over. One that is large is cut into
-pieces with numbers of their own, and counts when the last is there. What a driver writes stands in chapters: each
-snapshot begins one (000001 is the driver's second), and then those before it go. The first record of a driver that goes
-on says after which record of which chapter. Actions are left out: a digest tells whether they are the same.
+A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into pieces
+with numbers of their own, and is valid once the last one exists. A driver writes chapters: each snapshot begins one
+(000001 is the driver's second), and the earlier ones are then removed. The first record of a driver that resumes a job
+states after which record of which chapter. Actions are omitted: a digest shows whether they are the same.
 
-The store has no transactions, so a deposed driver is kept from doing harm by what is read, not by what is written:
-- A turn is taken by making a key that must not be there yet, so each driver has another, in its order; and no two
-  drivers ever write the same key. Only then the new driver looks at what is there.
-- Whoever writes a record looks afterwards whether the turn is still its own, and the next not taken. If so, the record
-  was there when the next driver looked, or will be: it may be acted upon. If not, it may not: Deposed.
-- What counts is found from the end: from the last turn with a record back to a beginning. A record that was written
-  too late is in no one's way, and before a beginning nothing is needed any more. So it can be removed by anyone.
-The store is as durable as the head of the cluster: without Redis below it, it is gone with that process.
+The store has no transactions, so a deposed driver is made harmless when reading, not when writing:
+
+- A turn is taken by creating a key that must not exist yet, so that each driver has its own turn, in order, and no two
+  drivers ever write the same key. Only then the new driver reads the store.
+- After writing a record, a driver checks whether the turn is still its own and the next is not taken. If so, the next
+  driver has read the record or will read it, and it may be acted upon. If not, it must not be: Deposed.
+- Valid records are found from the end: from the last turn with a record back to a beginning. A record that was written
+  too late is harmless, and nothing before a beginning is needed, so any driver may remove both.
+
+The store is as durable as the head of the cluster: without Redis, it is lost with that process.
 """
 
 from __future__ import annotations
@@ -40,37 +42,41 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.ray.kv import Insistent, KeyValues
 from elastic.errors import Invalid
 
-READ = 32  # values in one call
+READ = 32  # values per call
 FORGET_S = 10.0
 
 
 class RayArchive:
     """The journal of one job. ``lost`` is set when another driver writes it, or the store has lost it.
 
-    It takes its turn when it looks at what is there: from then on the driver before can't act any more.
+    The turn is taken when the store is read: from then on, the previous driver cannot act any more.
     """
 
     def __init__(
         self, job: str, *, log: Log = lambda level, text: None, kv: Insistent | None = None
     ) -> None:
-        """Raises Invalid for a name that can't be one, and where Ray is missing."""
+        """Prepare access. Raises Invalid for an invalid name, or if Ray is not installed."""
         self._job = job
         self._root = f"journal/{job_root(job).removeprefix(ROOT)}"
         self._log = log
         self._kv = kv or Insistent(_ray(), log)
         self._turn: Turn | None = None
-        self._chapters: list[str] = []  # all that are there
-        self._place: Place | None = None  # after which to go on
+        self._chapters: list[str] = []  # all existing ones
+        self._place: Place | None = None  # where to continue
         self.lost = asyncio.Event()
 
     async def past(self) -> RecoveredJob | None:
-        """What is there to go on from; waits for Ray. Raises Invalid, and Deposed if another has come meanwhile."""
+        """Read the job to resume; waits for Ray.
+
+        Raises Invalid, and Deposed if another driver has taken a turn meanwhile.
+        """
         self._turn = self._turn or await self._take()
         writers = await self._writers()
         chapters = await self._read()
-        await self._turn.check()  # or the next driver may have removed half of what was being read
+        # otherwise the next driver may have removed records during the read
+        await self._turn.check()
         self._chapters, self._place = sorted(chapters), None
-        # One whose turn has been forgotten was written too late, by a driver of a job before.
+        # Without a turn, it was written too late by a driver of an earlier job.
         known = {name: pieces for name, pieces in chapters.items() if writer_of(name) in writers}
         try:
             found, self._place = counting(known)
@@ -101,9 +107,10 @@ class RayArchive:
         return journal
 
     async def forget(self, within_s: float = FORGET_S) -> None:
-        """Nothing of this job is left, once nobody needs its outcome. Its driver, or nobody, writes the journal.
+        """Remove the journal of a job whose outcome is not needed any more.
 
-        Raises Deposed if it is another driver that does. What can't be removed within the time stays.
+        Only its driver may be writing it; raises Deposed if another driver does. What cannot be removed in time
+        remains.
         """
         try:
             await within(self._forget(), within_s)
@@ -114,18 +121,18 @@ class RayArchive:
             )
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: no resource is held."""
 
     async def _forget(self) -> None:
         if self._turn is not None:
             await self._turn.check()
-        # First those by whom the records count: half of a journal would be another one.
+        # First the turns that validate records: half of a journal would be another one.
         await self._kv.remove(f"{self._root}writers/")
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
 
     async def _take(self) -> Turn:
-        """The next turn, whoever else wants it."""
+        """Take the next turn, even if others compete for it."""
         own = uuid.uuid4().hex[:12]
         while True:
             number = max((number for number, _ in await self._writers()), default=0) + 1
@@ -134,13 +141,13 @@ class RayArchive:
                 return turn
 
     async def _writers(self) -> set[tuple[int, str]]:
-        """The turns and the ids of all that have written it."""
+        """Return the turns and the ids of their drivers."""
         prefix = f"{self._root}writers/"
         found = await self._kv.get(await self._kv.keys(prefix))
         return {(int(key.removeprefix(prefix)), value.decode()) for key, value in found.items()}
 
     async def _read(self) -> dict[str, dict[int, bytes]]:
-        """All pieces, by chapter and number."""
+        """Return all pieces, by chapter and number."""
         prefix = f"{self._root}records/"
         keys = sorted(await self._kv.keys(prefix))
         chapters: dict[str, dict[int, bytes]] = {}
@@ -152,7 +159,7 @@ class RayArchive:
 
 
 class Turn:
-    """Of one driver. ``number``: it follows all smaller ones."""
+    """The turn of one driver. ``number``: it follows all smaller ones."""
 
     def __init__(
         self,
@@ -175,13 +182,13 @@ class Turn:
         self._log = log
 
     async def take(self) -> bool:
-        """Whether it is ours. The answer to an earlier try may have got lost."""
+        """Return whether the turn is ours, since the answer to an earlier attempt may have been lost."""
         if await self._kv.create(self._key, self._own.encode()):
             return True
         return (await self._kv.get([self._key])).get(self._key) == self._own.encode()
 
     async def check(self) -> None:
-        """Raises Deposed if it is not ours any more."""
+        """Raise Deposed if the turn is not ours any more."""
         if not self._lost.is_set():
             found = await self._kv.get([self._key, self._next])
             if found == {self._key: self._own.encode()}:
@@ -195,11 +202,11 @@ class Turn:
         raise Deposed(f"this driver does not lead job {self._job}; nothing was done")
 
     def chapter(self, number: int) -> str:
-        """Its name. Sorted, they are in their order."""
+        """Return the name of a chapter. Sorting names yields their order."""
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """A piece. Whether it counts is told by `check`; may be put again. Raises Deposed where that is known."""
+        """Write a piece. May be repeated; `check` tells whether it is valid. Raises Deposed if known to be deposed."""
         if self._lost.is_set():
             await self.check()
         await self._kv.put(f"{self._records}{place.chapter}/{place.end:09d}", data)
@@ -223,18 +230,18 @@ class RayJournal(RecordJournal[Piecewise]):
     ) -> None:
         super().__init__(Piecewise, writer, policy, entries=entries)
         self._turn = turn
-        self._obsolete = deque(obsolete)  # chapters, once there is another beginning
+        self._obsolete = deque(obsolete)  # chapters to remove after the next beginning
         self._header = header
         self._chapter = 0
         self._place = Place(turn.chapter(0), 0)  # of the next piece
 
     async def begin(self) -> None:
-        """A new job."""
+        """Begin the journal of a new job."""
         self.waiting.append(Piecewise(bytearray(encoded(self._header)), begins=True))
         await self.settle()
 
     async def go_on(self, after: Place) -> None:
-        """The job goes on."""
+        """Resume the journal of a job."""
         self.waiting.append(Piecewise(bytearray(encoded(Resumed(self.writer))), after=after))
         await self.settle()
 
@@ -242,7 +249,7 @@ class RayJournal(RecordJournal[Piecewise]):
         return encoded(self._header)
 
     async def _put(self, record: Piecewise) -> None:
-        """Piece by piece. One whose answer did not arrive is put again, in the same place."""
+        """Write a record piece by piece. A piece without an answer is written again, in the same place."""
         if not record.begun and record.begins and self._place.end:
             self._obsolete.append(self._place.chapter)
             self._chapter += 1
@@ -257,7 +264,7 @@ class RayJournal(RecordJournal[Piecewise]):
             while self._obsolete:
                 await self._turn.remove(self._obsolete[0])
                 self._obsolete.popleft()
-            await self._turn.check()  # that may have taken a while
+            await self._turn.check()  # the removal may have taken a while
 
 
 def _ray() -> KeyValues:

@@ -1,8 +1,8 @@
-"""Ray's key-value store, asked until it answers. Never imports ray: `kv_calls` makes the calls. Decides nothing.
+"""Access to Ray's key-value store with retries. Never imports ray: `kv_calls` makes the calls. Decides nothing.
 
-While Ray's head (its GCS) is away, every question waits, as long as it takes; that is said once, and once more when it
-is over. Ray sets the bound: the processes of a cluster whose head stays away are ended by Ray, after 60 s unless its
-setting ``gcs_rpc_server_reconnect_timeout_s`` says otherwise.
+While Ray's head (its GCS) is away, each call waits without a limit; this is logged once, and once more when it
+returns. Ray limits the wait: it ends the processes of a cluster whose head stays away, after 60 s by default
+(``gcs_rpc_server_reconnect_timeout_s``).
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import CallsInTurn
 from elastic.driver.ray.cluster import Unanswered
 
-ANSWER_S = 5.0  # for a call that should have given up by itself before
-GRACE_S = 3.0  # after so much silence it is told that it does not answer
-PAUSE_S = 0.5  # at most, between two questions
+ANSWER_S = 5.0  # limit for a call that should have timed out by itself before
+GRACE_S = 3.0  # silence after which it is logged
+PAUSE_S = 0.5  # maximum interval between two attempts
 
 T = TypeVar("T")
 
 
 class KeyValues(Protocol):
-    """What is needed of the store. All of it may block, and raises Unanswered where it may have been done or not."""
+    """Operations on the store. All may block, and raise Unanswered if it is unknown whether they were carried out."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Whatever was there."""
+        """Write a value, replacing any other."""
 
     def create(self, key: str, value: bytes) -> bool:
-        """Only where nothing was there; whether that is so."""
+        """Write a value if the key does not exist; return whether it was written."""
 
     def get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Those that are there."""
+        """Return the existing keys with their values."""
 
     def keys(self, prefix: str) -> list[str]: ...
 
     def remove(self, prefix: str) -> None:
-        """All keys that begin so."""
+        """Remove all keys with this prefix."""
 
 
 class Insistent:
-    """Asks again until there is an answer, one question after the other, outside the event loop."""
+    """Repeats each operation until it is answered, one after the other, outside the event loop."""
 
     def __init__(
         self,
@@ -60,14 +60,17 @@ class Insistent:
         self._pause = pause
         self._calls = CallsInTurn("ray key-value store")
         self._failures = 0  # since the last answer
-        self._silent_since = 0.0  # where there are failures
-        self._told = False
+        self._silent_since = 0.0  # only valid if there are failures
+        self._logged = False
 
     async def put(self, key: str, value: bytes) -> None:
         await self._ask(lambda: self._kv.put(key, value))
 
     async def create(self, key: str, value: bytes) -> bool:
-        """False may also mean that an earlier try has put it there, whose answer got lost."""
+        """Write a value if the key does not exist.
+
+        False may also mean that an earlier attempt wrote it, and its answer was lost.
+        """
         return await self._ask(lambda: self._kv.create(key, value))
 
     async def get(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -96,8 +99,8 @@ class Insistent:
         if not self._failures:
             self._silent_since = begun
         self._failures += 1
-        if not self._told and self._clock() - self._silent_since >= GRACE_S:
-            self._told = True
+        if not self._logged and self._clock() - self._silent_since >= GRACE_S:
+            self._logged = True
             self._log(
                 "warning",
                 f"Ray's head does not answer ({why}); training continues, membership changes wait",
@@ -105,7 +108,7 @@ class Insistent:
         await self._pause(min(PAUSE_S, 0.05 * 2 ** min(self._failures, 5)))
 
     def _answered(self) -> None:
-        if self._told:
+        if self._logged:
             silent_s = self._clock() - self._silent_since
             self._log("info", f"Ray's head answers again, after {silent_s:.1f} s")
-        self._failures, self._told = 0, False
+        self._failures, self._logged = 0, False

@@ -1,9 +1,9 @@
-"""The calls of Ray's key-value store. Imported only where Ray is used; all of them may block.
+"""Calls of Ray's key-value store. Imported only if Ray is used; all calls may block.
 
-Tried on Ray 2.60: they give up after the timeout or, where the head's process is gone, within a second of it, and raise
-RpcError ("Deadline Exceeded", "Timed out while waiting for GCS to become available."). A call that was given up may
-still be carried out. Values of 60 MB pass; one key of a kilobyte takes 0.4 ms. Those of ``_internal_kv_put`` and its
-like have no timeout, and wait until Ray ends the process.
+As tested with Ray 2.60, they fail after the timeout or, if the head's process has exited, within a second of it, with
+RpcError ("Deadline Exceeded", "Timed out while waiting for GCS to become available."). A call that timed out may still
+be carried out. Values of 60 MB work; a key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and similar functions
+have no timeout, and wait until Ray ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALL_S = 2.0
 
 
 class RayKeyValues:
-    """Of the cluster that this process is connected to, as `kv.KeyValues` says."""
+    """The store of the cluster that this process is connected to; see `kv.KeyValues`."""
 
     def put(self, key: str, value: bytes) -> None:
         with _answering() as gcs:
@@ -53,7 +53,7 @@ class RayKeyValues:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[Any]:
-    """The client of the GCS that this process has; what it raises, in our words."""
+    """Provide this process's client of the GCS, and translate its errors."""
     gcs = _untyped.internal_kv_get_gcs_client()
     if gcs is None:
         raise RuntimeError("this process is not connected to a Ray cluster")

@@ -1,23 +1,23 @@
-"""Decides which nodes of a Ray cluster have slots of this job, and which claims to make and remove. Pure.
+"""Decisions about claims: which nodes of a Ray cluster have slots, and which claims to create and remove. Pure.
 
-A claim is one placement group with one bundle: room for one worker. As many are kept as the job can use at most; those
-that wait for room are what an autoscaler brings nodes for.
+A claim is one placement group with one bundle: resources for one worker. The job keeps as many as it can use at most;
+pending ones cause an autoscaler to add nodes.
 
-    what Ray says of a claim            it is a slot   and then
-    waiting for room, or for its GPUs   no             waited for
-    placed, on a node that lives        yes
-    placed, on a node that drains       no             removed, and made anew at once: it will be placed elsewhere
-    placed, on a node that is dead      no             kept: Ray places it elsewhere by itself
-    gone, though nobody here removed it no             made anew
-    asking for something else           no             removed: an earlier job of this name has left it
-    one more than are wanted            no             removed, the youngest that waits first; where a worker is: kept
+    state of a claim in Ray                slot?  action
+    waiting for resources or its GPU ids   no     wait
+    placed, on a live node                 yes
+    placed, on a draining node             no     removed, and created again at once: it will be placed elsewhere
+    placed, on a dead node                 no     kept: Ray places it elsewhere by itself
+    gone, though not removed here          no     created again
+    with other resources                   no     removed: an earlier job of this name has left it
+    one more than wanted                   no     removed, the youngest pending one first; kept if it has a worker
 
-How many are wanted follows the driver's need: an operator may scale the job. What is on a host that an operator drains
-counts besides that, so that others are asked for in its place, and nobody else is placed there.
+The wanted number follows the driver's need, since an operator may scale the job. Claims on a host that an operator
+drains are additional, so that others are requested in their place, and no other workload is placed there.
 
-A node that drained once never has slots again. A claim that is to go is removed again and again until Ray says that it
-is gone, wherever Ray may have placed it meanwhile. It may go before its workers have left: they are no part of it, and
-nobody else is placed on a node that drains.
+A node that has drained never has slots again. A claim is removed repeatedly until Ray confirms it, wherever it may
+have been placed meanwhile. It may be removed before its workers have left: they are not part of it, and nothing else
+is placed on a draining node.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from enum import Enum
 
 from elastic.errors import Invalid
 
-_LEAST = 1e-4  # Ray counts resources in ten-thousandths
+_LEAST = 1e-4  # Ray's resolution of resources
 
 
 class ClaimStage(Enum):
-    """Where a claim stands."""
+    """Stage of a claim."""
 
     WAITING = "waiting"
     PLACED = "placed"
@@ -42,7 +42,7 @@ class ClaimStage(Enum):
 
 
 class Condition(Enum):
-    """Of a node."""
+    """Condition of a node."""
 
     ALIVE = "alive"
     DRAINING = "draining"
@@ -51,18 +51,21 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """What Ray says of one. A number is used once, and the greater one is the younger."""
+    """A claim, as reported by Ray. Numbers are used once; a greater one is younger."""
 
     number: int
     stage: ClaimStage
-    node: str = ""  # of one that is placed
-    ready: bool = True  # all is known that a worker needs to start there
-    fits: bool = True  # it asks for what this job asks for
+    node: str = ""  # if placed
+    ready: bool = True  # everything is known that a worker needs to start there
+    fits: bool = True  # it has the resources that this job requests
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``seats``: the claims of each node, in the order of its slots; nodes in order of preference."""
+    """The result of a check.
+
+    ``seats``: claims of each node in the order of its slots; nodes in order of preference.
+    """
 
     seats: dict[str, list[int]] = field(default_factory=dict)
     make: list[int] = field(default_factory=list)
@@ -75,7 +78,7 @@ class Decision:
 
 
 class SlotTable:
-    """Which slot each claim is: those that stay keep theirs, those that come stand behind, the oldest first."""
+    """Assignment of claims to slots: existing ones keep their slot, new ones follow, the oldest first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -90,7 +93,10 @@ class SlotTable:
         self._most = most
 
     def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
-        """``placed``: the node of each claim that may be a slot. Where there are too many, those seated go before."""
+        """Assign slots.
+
+        ``placed``: the node of each usable claim. If there are too many, claims with a slot have priority.
+        """
         kept = {
             node: [number for number in numbers if placed.get(number) == node]
             for node, numbers in self._seats.items()
@@ -104,7 +110,7 @@ class SlotTable:
 
 
 class Claims:
-    """The claims of one job. ``ours`` False: they are bundles of somebody's group, never made or removed by us."""
+    """The claims of one job. ``ours`` False: they are bundles of a given group, never created or removed here."""
 
     def __init__(self, most: int, *, ours: bool = True) -> None:
         self._most = most
@@ -113,24 +119,29 @@ class Claims:
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
         self._next = 0
-        self._some = False  # at the last look there was a claim
-        self._used: Mapping[str, int] | None = None  # None: all may be
+        self._some = False  # there was a claim at the last check
+        self._used: Mapping[str, int] | None = None  # None: all may be in use
         self._last = Decision()
 
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
-        """So many slots from here on, besides those on ``emptied`` nodes. ``used``: of each node the slots up to the
-        last that has a worker, which stay whatever is wanted.
+        """Set the wanted number of slots, besides those on ``emptied`` nodes.
+
+        ``used``: slots of each node up to the last with a worker, which are kept in any case.
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
-        if self._some:  # before the first look nobody knows which claim is which slot
+        if self._some:  # before the first check, the slots of claims are unknown
             self._used = {**used, **{node: len(seats.get(node, ())) for node in emptied}}
         self._seats.want(self._most)
 
     def decide(self, found: Sequence[Claim], nodes: Mapping[str, Condition]) -> Decision:
-        """``found``: every claim that Ray knows, those that are gone included. ``nodes``: every node it knows.
+        """Decide after a check.
 
-        An answer without any node, or without any of the claims that there were, is none: it changes nothing.
+        Args:
+            found: every claim that Ray knows, including removed ones.
+            nodes: every node that Ray knows.
+
+        An answer without any node, or without any of the earlier claims, is invalid and changes nothing.
         """
         if not nodes or (self._some and not found):
             self._last = Decision(seats=self._last.seats)
@@ -156,7 +167,7 @@ class Claims:
         return self._last
 
     def _keep(self, present: Iterable[Claim], nodes: Mapping[str, Condition]) -> list[Claim]:
-        """All but those that are to go."""
+        """Return the claims to keep."""
         kept = []
         for claim in present:
             drains = claim.stage is ClaimStage.PLACED and claim.node in self._drained
@@ -179,7 +190,7 @@ class Claims:
         return kept[:most]
 
     def _in_use(self, claim: Claim) -> bool:
-        """Whether it has a worker, or one behind it on its node: without it that one had another slot."""
+        """Return whether a claim has a worker, or precedes one on its node, which would otherwise get another slot."""
         if self._used is None:
             return True
         seats = self._seats.all.get(claim.node, ())
@@ -196,7 +207,7 @@ class Claims:
         return claim.ready and claim.fits and self._lives(claim, nodes)
 
     def unready(self, found: Iterable[Claim], nodes: Mapping[str, Condition]) -> bool:
-        """Whether a slot is missing only because something about it is still being asked."""
+        """Return whether a slot is missing only because its GPU ids are not known yet."""
         return any(
             not claim.ready
             and claim.fits
@@ -209,11 +220,11 @@ class Claims:
 # ---- resources -------------------------------------------------------------------------------------------------------
 
 
-def same(these: Mapping[str, float], those: Mapping[str, float]) -> bool:
-    """Whether two bundles ask for the same."""
-    names = these.keys() | those.keys()
+def same(left: Mapping[str, float], right: Mapping[str, float]) -> bool:
+    """Return whether two bundles request the same resources."""
+    names = left.keys() | right.keys()
     return all(
-        math.isclose(these.get(name, 0.0), those.get(name, 0.0), rel_tol=1e-6, abs_tol=_LEAST / 2)
+        math.isclose(left.get(name, 0.0), right.get(name, 0.0), rel_tol=1e-6, abs_tol=_LEAST / 2)
         for name in names
     )
 
@@ -223,9 +234,9 @@ def suitable(
     resources: Mapping[str, float],
     in_use: Mapping[int, Mapping[str, float]] = {},
 ) -> list[int]:
-    """The bundles of a given group that each have room for one worker. Raises Invalid where there is none.
+    """Return the bundles of a given group that have room for a worker. Raises Invalid if there is none.
 
-    ``in_use``: what the caller has of each bundle.
+    ``in_use``: resources of each bundle that the caller uses.
     """
     left = {index: dict(bundle) for index, bundle in sorted(bundles.items())}
     for index in left.keys() & in_use.keys():
@@ -248,17 +259,17 @@ def suitable(
 def held(
     resource_ids: Mapping[str, Iterable[tuple[int, float]]], group: str
 ) -> dict[int, dict[str, float]]:
-    """What a process has of each bundle of its group, by the names that Ray gives resources there: CPU_group_1_<id>."""
+    """Return a process's resources in each bundle of its group, from Ray's resource names: CPU_group_1_<id>."""
     found: dict[int, dict[str, float]] = {}
     for name, parts in resource_ids.items():
         matched = re.fullmatch(rf"(.+)_group_([0-9]+)_{group}", name)
-        if matched and matched[1] != "bundle":  # which every process in the group has a little of
+        if matched and matched[1] != "bundle":  # of which every process in the group has a little
             found.setdefault(int(matched[2]), {})[matched[1]] = sum(each for _, each in parts)
     return found
 
 
 def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:
-    """Which of a bundle's GPUs one of its slots has; several may share one."""
+    """Return the GPUs of a bundle for one of its slots; several slots may share one."""
     if len(ids) >= slots:
         each = len(ids) // slots
         return ids[slot * each : (slot + 1) * each]
@@ -272,7 +283,7 @@ def has_room(bundle: Mapping[str, float], resources: Mapping[str, float]) -> boo
 
 
 def show(resources: Mapping[str, float]) -> str:
-    """``CPU 1, GPU 0.5``: memory in GB."""
+    """Return for example ``CPU 1, GPU 0.5``; memory in GB."""
     return ", ".join(
         f"{name} {amount / 1e9:.3g} GB" if "memory" in name else f"{name} {amount:g}"
         for name, amount in sorted(resources.items())
@@ -291,7 +302,10 @@ def shortage(
     too_large: bool,
     given: bool,
 ) -> str:
-    """Why a job can't begin, and what to do. ``free`` is what the nodes together have left besides what was placed."""
+    """Return why a job cannot start, and what to do.
+
+    ``free``: what the nodes together have left besides placed claims.
+    """
     one = at_least == 1
     each = show(resources)
     asked = f"1 worker of {each} was" if one else f"{at_least} workers of {each} each were"

@@ -1,10 +1,10 @@
-"""Says in one sentence why Ray could not put an agent on a node, and what to do, from the error that Ray gave. Pure."""
+"""Messages about why Ray could not start an agent on a node, from Ray's error. Pure."""
 
 from __future__ import annotations
 
 import re
 
-_SHOWN = 300  # characters of somebody else's words
+_SHOWN = 300  # characters of foreign text
 _COLOUR = re.compile(r"\x1b?\[\d+m")
 _INSTALL = (
     "install it in the nodes' image, or pass ray.init(runtime_env={'pip': ['hvd-elastic']}), or its folder in"
@@ -13,7 +13,10 @@ _INSTALL = (
 
 
 def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) -> str:
-    """``kind`` is the name of Ray's exception and ``text`` what it says; TimeoutError if nothing came in time."""
+    """Return the message for an exception of Ray.
+
+    ``kind``: its class name, TimeoutError after a timeout; ``text``: its message.
+    """
     said = _COLOUR.sub("", text)
     node = node[:8]
     if found := re.search(r"No module named '?([\w.]+)'?", said):
@@ -36,7 +39,7 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
 
 
 def why_gone(host: str, text: str) -> str:
-    """The actor of an agent that was ready has ended without a word."""
+    """Return the message for an actor that ended although its agent was ready."""
     return f"the agent on {host} is gone with its actor: {_cause(_COLOUR.sub('', text))}"
 
 
@@ -47,15 +50,15 @@ def another_release(host: str, theirs: str, ours: str) -> str:
     )
 
 
-def _cause(said: str) -> str:
-    """What Ray says of the cause, without the actor's particulars."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _cause(message: str) -> str:
+    """Return the cause in an error of Ray, without details of the actor."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     for line in lines:
         if line.startswith(("The actor is dead because ", "The actor died because ")):
             return line.split(" because ", 1)[1].rstrip(".")[:_SHOWN]
     return lines[0].rstrip(".")[:_SHOWN] if lines else "no reason given"
 
 
-def _last_line(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _last_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1].rstrip(".")[:_SHOWN] if lines else "no reason given"

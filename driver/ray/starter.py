@@ -1,8 +1,8 @@
-"""Starts agents on the nodes of a Ray cluster, each by an actor there that holds it (see `agent_actor`).
+"""Starter of agents on the nodes of a Ray cluster, each held by an actor there (see `agent_actor`).
 
-Ray may take its time: for an actor on a node whose death it has not noticed, for anything while its head is away. So
-nothing here waits for Ray in the event loop, and every wait has an end. The bootstrap with the job's secret travels in
-a call to the actor, never in what the actor is made of, which Ray keeps.
+Ray may take long: for an actor on a node whose death it has not noticed, or for any call while its head is away.
+Nothing here waits for Ray in the event loop, and every wait has a limit. The bootstrap with the job's secret is sent
+in a call to the actor, never in its constructor, whose arguments Ray stores.
 """
 
 from __future__ import annotations
@@ -23,36 +23,46 @@ from elastic.driver.sinks import Log
 from elastic.version import __version__
 
 NAME = "hvd-elastic-agent"
-START_S = 30.0  # from the first word to Ray until the agent is ready; a cold node starts a python, and imports
+# seconds from the first call to Ray until the agent is ready; a cold node starts Python and imports
+START_S = 30.0
 AT_ONCE = 32
-CLOSE_S = 12.0  # for an agent to kill its workers and end
-ASK_S = 10.0  # for an answer that is given at once
+CLOSE_S = 12.0  # seconds for an agent to kill its workers and exit
+ASK_S = 10.0  # seconds for an immediate answer
 KILL_S = 3.0
-AGAIN_S = 0.05  # until a name that was taken is tried again
-UNAVAILABLE_S = 1.0  # until an actor that can't be reached is asked again
+AGAIN_S = 0.05  # seconds until a name that was taken is tried again
+UNAVAILABLE_S = 1.0  # seconds until an unreachable actor is asked again
 
 
 def name_of(job: str, host: str) -> str:
-    """The name of the actor that holds the agent of this host."""
+    """Return the name of the actor that holds the agent of this host."""
     return f"{NAME}:{job}:{host}"
 
 
 class _Held:
-    """One actor of ours, or one that a driver before this one has made."""
+    """An actor of this driver, or of the previous one."""
 
     def __init__(self, host: str, *, outlives: bool) -> None:
         self.host = host
         self.outlives = outlives
         self.actor: Any = None
-        self.unwanted = False  # whoever makes it kills it again
+        self.unwanted = False  # kill it as soon as it is created
         self.listening: asyncio.Task[None] | None = None
         self.ranks: list[int] = []  # of its persistent workers, when last asked
 
 
 class RayStarter:
-    """``node_of`` names the node that a host is, or raises KeyError. ``call``: what the workers run, pickled.
+    """Starts agents by actors. Create it in the event loop.
 
-    Make it in the event loop. ``detached``: all agents outlive us, not only those whose bootstrap says so.
+    Args:
+        node_of: returns the node of a host, or raises KeyError.
+        call: pickled function of the workers.
+        log: takes a level and a text.
+        job: name of the job.
+        detached: all agents outlive this driver, not only those whose bootstrap requests it.
+        actors: operations on actors.
+        start_s: limit for a start.
+        close_s: limit for the end of an agent.
+        at_once: concurrent starts.
     """
 
     def __init__(
@@ -80,10 +90,10 @@ class RayStarter:
         self._held: dict[str, _Held] = {}  # by host: those that are ready
         self._closed = False
 
-    # ---- a starter ---------------------------------------------------------------------------------------------------
+    # ---- interface of a starter --------------------------------------------------------------------------------------
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """An agent that is there already is ended: what it runs is nobody's."""
+        """Start an agent. An existing agent is ended, since no driver owns its workers."""
         host = bootstrap.host
         try:
             node = self._node_of(host)
@@ -108,10 +118,10 @@ class RayStarter:
             self._forget(host)
         await asyncio.gather(*(self._end(held.actor) for held in ending))
 
-    # ---- what only Ray's agents do -----------------------------------------------------------------------------------
+    # ---- only for agents in Ray --------------------------------------------------------------------------------------
 
     async def redirect(self, addresses: list[str]) -> None:
-        """Tells the agents that a driver before this one has left where this one is, within a bound."""
+        """Send this driver's addresses to the agents of the previous one, within a limit."""
         prefix = name_of(self._job, "")
         try:
             names = await to_thread(self._actors.names, within_s=self._start_s)
@@ -122,7 +132,7 @@ class RayStarter:
         await asyncio.gather(*(self._redirect(host, addresses) for host in found))
 
     async def present(self) -> int:
-        """How many persistent workers are connected to their agents' actors."""
+        """Return the number of persistent workers that are connected to their agents' actors."""
 
         async def ask(held: _Held) -> None:
             held.ranks = []
@@ -133,7 +143,7 @@ class RayStarter:
         return len({rank for held in self._held.values() for rank in held.ranks})
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """What the persistent worker of this rank answers. Raises CallFailed."""
+        """Call the persistent worker of this rank and return its answer. Raises CallFailed."""
         held = self._with(rank)
         if held is None:
             await self.present()
@@ -166,10 +176,10 @@ class RayStarter:
             release = await self._ask(held.actor, "hello", within_s=left())
             if release != __version__:
                 raise StartFailed(another_release(host, release, __version__))
-            told = msgspec.json.encode(bootstrap)
+            config = msgspec.json.encode(bootstrap)
             ready_s = max(0.1, left() - 1.0)
             why = await self._ask(
-                held.actor, "start", told, self._call, ready_s, within_s=left() + 1.0
+                held.actor, "start", config, self._call, ready_s, within_s=left() + 1.0
             )
         except StartFailed:
             raise
@@ -207,7 +217,7 @@ class RayStarter:
             held.listening.cancel()
 
     def _discard(self, held: _Held) -> None:
-        """Kill it, whether it has been made yet or not, without waiting."""
+        """Kill an actor without waiting, whether it was created yet or not."""
         held.unwanted = True
         if held.actor is not None:
             begun(lambda: self._actors.kill(held.actor), "ray call")
@@ -217,7 +227,7 @@ class RayStarter:
             raise StartFailed(f"no agent was started on {host}: the job is ending")
 
     async def _end(self, actor: Any, within_s: float | None = None) -> None:
-        """Ends the agent and its actor, within a bound."""
+        """End an agent and its actor, within a limit."""
         limit_s = self._close_s if within_s is None else min(self._close_s, within_s)
         with contextlib.suppress(Exception):
             await self._ask(actor, "end", within_s=limit_s)
@@ -231,13 +241,13 @@ class RayStarter:
         return await within(asyncio.wrap_future(future), within_s)
 
     async def _listen(self, held: _Held) -> None:
-        """Passes on what the agent logs, until it ends."""
+        """Forward the agent's log lines until it ends."""
         number, ended = 0, None
         while ended is None:
             try:
                 number, lines, ended = await self._ask(held.actor, "news", number, within_s=None)
             except Exception as error:
-                if type(error).__name__ == "ActorUnavailableError":  # it may come back
+                if type(error).__name__ == "ActorUnavailableError":  # it may return
                     await asyncio.sleep(UNAVAILABLE_S)
                     continue
                 lines, ended = [], ("warning", why_gone(held.host, str(error)))

@@ -1,8 +1,10 @@
-"""What runs on a Ray node for one job: an actor that holds the node's agent process, and the calls for its workers.
+"""Actor on a Ray node for one job: holds the node's agent process, and forwards calls to its workers.
 
-The actor is the agent's starter: a folder of its own, the bootstrap on standard input, which stays open as long as the
-actor lives, so that with the actor the agent ends, and with the agent its workers. When the agent ends, so does the
-actor. Decides nothing. It is an async actor; answers are plain values, so that nothing is unpickled that is not ours.
+Decides nothing.
+
+The actor is the agent's starter: it gives it a folder of its own and the bootstrap on standard input, which stays open
+while the actor lives. The agent therefore ends with the actor, and its workers with the agent; the actor also ends
+with the agent. It is an async actor. Its answers are plain values, so that the caller unpickles no foreign data.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from elastic.driver.ray.node.worker_calls import CallFailed, Calls
 from elastic.version import __version__
 
 LINES_KEPT = 200  # for a starter that asks late
-UNUSED_S = 120.0  # an actor that is told to start nothing leaves
-FETCHED_S = 1.0  # for the starter to fetch the last lines
-SENT_S = 0.3  # for Ray to send an answer, before the process ends without ceremony
-END_S = 10.0  # for the agent to kill its workers, before it is killed itself
-DYING_S = 2.0  # ... where the node is lost anyway; its workers die with it
+UNUSED_S = 120.0  # seconds after which an actor without an agent exits
+FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
+SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
+END_S = 10.0  # seconds for the agent to kill its workers, before it is killed itself
+DYING_S = 2.0  # ... if the node is lost anyway; its workers die with it
 REAP_S = 2.0
 
-# Nothing of the user's is on the way of what the agent imports: not the folder it starts in, and no variable.
+# The agent imports nothing of the user's: neither from the folder it starts in nor through a variable.
 BOOT = (
     "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
     f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"
@@ -55,18 +57,18 @@ Line = tuple[str, str]  # level and text
 
 @dataclass(frozen=True)
 class RayProcess:
-    """What Ray says of the process that the actor is in. ``given``: the ``env_vars`` of its runtime_env."""
+    """Ray's information about the actor's process. ``given``: the ``env_vars`` of its runtime_env."""
 
     address: str
     namespace: str
     given: Mapping[str, str]
     above: Mapping[str, str]  # the raylet's environment
     folder: str  # of Ray's own modules
-    raylet: int = 0  # its process number, if known
+    raylet: int = 0  # its pid; 0 if unknown
 
 
 class InRay:
-    """The engine that the actor runs in."""
+    """The Ray runtime that the actor runs in."""
 
     def ray_process(self) -> RayProcess:
         import ray
@@ -88,24 +90,24 @@ class InRay:
         )
 
     def leave(self) -> None:
-        """Have the actor exit. Ray lets only a method of it do so."""
+        """Let the actor exit, which Ray permits only in one of its methods."""
         import ray
 
         ray.get_runtime_context().current_actor.leave.remote()
 
     def die(self, code: int = 1) -> None:
-        """There is nobody any more who could be asked."""
+        """End the process at once, when Ray cannot be reached any more."""
         os._exit(code)
 
     def exit(self) -> None:
-        """In a method of the actor."""
+        """Exit the actor. Must be called in one of its methods."""
         import ray.actor
 
         ray.actor.exit_actor()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class AgentActor:
-    """One agent, from its start to its end. ``python`` runs it; its workers find it first in their PATH."""
+    """One agent, from start to end. ``python`` runs it, and is first in its workers' PATH."""
 
     def __init__(
         self,
@@ -122,11 +124,11 @@ class AgentActor:
         self._calls: Calls | None = None
         self._host = ""
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
-        self._number = 0  # of lines so far
+        self._number = 0  # number of lines so far
         self._left = SAID_LINES
-        self._ended: Line | None = None  # why
-        self._fetched = False  # and it has been told
-        self._news: asyncio.Event | None = None  # another for each piece
+        self._ended: Line | None = None  # why it ended
+        self._fetched = False  # the reason was fetched
+        self._news: asyncio.Event | None = None  # replaced by a new event for each line
         self._clearing: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._raylet: int | None = None  # a pidfd
@@ -135,27 +137,27 @@ class AgentActor:
         self._unused.daemon = True
         self._unused.start()
 
-    # ---- what its starter calls --------------------------------------------------------------------------------------
+    # ---- called by the starter ---------------------------------------------------------------------------------------
 
     async def hello(self) -> str:
-        """The release that is installed here."""
+        """Return the installed release."""
         return __version__
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def start(self, bootstrap: bytes, call: bytes, ready_s: float) -> str:
-        """Starts the agent; returns why it can't, or nothing once it is ready."""
-        told = msgspec.json.decode(bootstrap, type=Bootstrap)
-        self._host = told.host
+        """Start the agent; return "" once it is ready, otherwise the reason."""
+        config = msgspec.json.decode(bootstrap, type=Bootstrap)
+        self._host = config.host
         self._news = asyncio.Event()
         try:
-            why = await self._start(told, call, ready_s)
+            why = await self._start(config, call, ready_s)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            why = f"no agent was started on {told.host}: {where}{error.strerror or error}"
+            why = f"no agent was started on {config.host}: {where}{error.strerror or error}"
         except subprocess.SubprocessError as error:
-            why = f"no agent was started on {told.host}: its Python does not run: {error}"
+            why = f"no agent was started on {config.host}: its Python does not run: {error}"
         if why:
             await self._clear()
         else:
@@ -163,7 +165,10 @@ class AgentActor:
         return why
 
     async def news(self, after: int) -> tuple[int, list[Line], Line | None]:
-        """Waits for lines of the agent's log beyond that number, or its end; the number, the lines, why it ended."""
+        """Wait for log lines after number ``after``, or for the end of the agent.
+
+        Return the last number, the lines, and why it ended.
+        """
         while self._number <= after and self._ended is None:
             assert self._news is not None, "start() comes first"
             await self._news.wait()
@@ -173,20 +178,20 @@ class AgentActor:
         return self._number, lines, self._ended
 
     async def redirect(self, addresses: list[str]) -> None:
-        """The driver is there from now on: the agent tries these when it looks for one."""
+        """Set the addresses at which the agent searches for the driver."""
         if self._folder is not None:
             new = self._folder / "drivers.new"
             new.write_text("".join(f"{address}\n" for address in addresses))
             new.rename(self._folder / "drivers")
 
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
-        """The ranks of the persistent workers here, once there are so many or the time is over."""
+        """Return the ranks of the persistent workers here, once there are ``count`` or the time is over."""
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
     async def call(
         self, rank: int, blob: bytes, timeout_s: float | None = None
     ) -> tuple[bytes, str]:
-        """What that worker answers; or why it does not."""
+        """Call a worker; return its answer, or b"" and the reason."""
         if self._calls is None:
             return b"", f"the worker of rank {rank} is gone: so is the agent of its host"
         try:
@@ -195,7 +200,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """Ends the agent, which kills its workers. Nothing of it is left when this returns."""
+        """End the agent, which kills its workers. Nothing is left when this returns."""
         self._fetched = True
         await self._clear()
 
@@ -204,9 +209,9 @@ class AgentActor:
 
     # ---- the agent ---------------------------------------------------------------------------------------------------
 
-    async def _start(self, told: Bootstrap, call: bytes, ready_s: float) -> str:
+    async def _start(self, config: Bootstrap, call: bytes, ready_s: float) -> str:
         if self._process is not None or self._ended is not None:
-            return f"no agent was started on {told.host}: its actor already had one"
+            return f"no agent was started on {config.host}: its actor already had one"
         around = self._engine.ray_process()
         self._follow(around.raylet)
         await asyncio.to_thread(sweep)
@@ -214,7 +219,7 @@ class AgentActor:
         folder = self._folder
         with open(folder / "call", "xb", opener=private) as file:
             file.write(call)
-        await self.redirect(told.drivers)
+        await self.redirect(config.drivers)
         self._calls = Calls(str(folder / "calls"))
         await self._calls.open()
         own = await asyncio.to_thread(own_path, self._python, ready_s)
@@ -231,14 +236,14 @@ class AgentActor:
             call=str(folder / "call"),
             folder=os.getcwd(),
         )
-        told = msgspec.structs.replace(
-            told, outlives=False, drivers_file=str(folder / "drivers"), folder=os.getcwd()
+        config = msgspec.structs.replace(
+            config, outlives=False, drivers_file=str(folder / "drivers"), folder=os.getcwd()
         )
         path = ":".join(agents_path(own, package, users))
         self._process = process = ChildProcess(
             [self._python, "-I", "-c", BOOT, path],
             environ,
-            msgspec.json.encode(told) + b"\n",
+            msgspec.json.encode(config) + b"\n",
             outlives=False,
         )
         process.heard = self._hear
@@ -248,7 +253,7 @@ class AgentActor:
             release = None
         if release != __version__:
             return why_no_agent(
-                told.host,
+                config.host,
                 process.code,
                 process.said(),
                 ours=__version__,
@@ -259,7 +264,7 @@ class AgentActor:
         return ""
 
     def _follow(self, raylet: int) -> None:
-        """With the raylet the node is gone for Ray. A process of Ray notices that only if it becomes a child of 1."""
+        """Watch the raylet, whose end is the loss of the node for Ray; Ray's processes notice it only as orphans."""
         if not raylet:
             return
         with contextlib.suppress(OSError):  # forbidden in some sandboxes: then Ray has to notice
@@ -279,7 +284,10 @@ class AgentActor:
         self._engine.die()
 
     def _hear(self, line: str) -> None:
-        """What it tells its driver itself does not come here: these are few, or something is wrong."""
+        """Store a line of the agent.
+
+        Lines that it sends to its driver are not among these, so that many indicate a problem.
+        """
         level, text = as_logged(line)
         if level != "debug":
             if not self._left:
@@ -313,7 +321,7 @@ class AgentActor:
         self._news = asyncio.Event()
 
     async def _clear(self) -> None:
-        """Ends the agent if it runs, within a bound, and removes what it was given."""
+        """End the agent if it runs, within a limit, and remove its files."""
         if self._clearing is None:
             self._clearing = asyncio.create_task(self._clear_once())
         await asyncio.shield(self._clearing)

@@ -1,4 +1,4 @@
-"""The folder of one agent's actor on its node, and what is found out there about its python. Acts, decides nothing."""
+"""Folder of an agent's actor on its node, and lookups about its Python. Acts, decides nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ LOCK = "held-by-actor"
 
 
 def make_folder() -> tuple[Path, int]:
-    """Mode 0700, with a path that is short enough for a socket. The descriptor holds a lock, which `sweep` respects."""
+    """Create a private folder whose path is short enough for a socket.
+
+    The descriptor holds a lock, which `sweep` respects.
+    """
     where = tempfile.gettempdir()
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
         where = "/tmp"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
-    # Locked before it has its name, so that nobody finds it unlocked.
+    # Locked before it gets its name, so that it is never found unlocked.
     lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "new").rename(folder / LOCK)
@@ -32,7 +35,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Removes folders of actors that were killed: nobody holds their lock."""
+    """Remove folders of actors that were killed, whose lock is free."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -46,7 +49,7 @@ def sweep() -> None:
 
 
 def own_path(python: str, limit_s: float) -> list[str]:
-    """Where this python looks for modules by itself. Raises OSError and SubprocessError."""
+    """Return the default module path of this Python. Raises OSError and SubprocessError."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"],
@@ -62,12 +65,12 @@ def own_path(python: str, limit_s: float) -> list[str]:
 
 
 def programs(python: str, folder: Path) -> str:
-    """A folder in which ``python`` is this one."""
+    """Return a folder in which ``python`` is this interpreter."""
     programs = os.path.dirname(python)
     if os.access(os.path.join(programs, "python"), os.X_OK):
         return programs
-    # Such as /usr/bin/python3, without a `python`. A link would not do: in another folder it finds no virtual
-    # environment.
+    # For example /usr/bin/python3 without a `python`. A link is not sufficient: in another folder it does not find its
+    # virtual environment.
     made = folder / "bin"
     made.mkdir()
     script = made / "python"

@@ -1,7 +1,8 @@
-"""Decides what the workers on a Ray node find in their environment, and what their agent imports. Pure.
+"""The environment of workers on a Ray node, and the module path of their agent. Pure.
 
-A worker is to run as the user's runtime_env says, and as if Ray's own process did not stand above it: what Ray has set
-for that process alone would slow a worker down (one thread), take its GPUs, or confuse the Ray that it joins itself.
+A worker should run according to the user's runtime_env, without the settings of Ray's own process above it. What Ray
+sets for that process alone would slow a worker down (one thread), hide its GPUs, or confuse the Ray that it joins
+itself.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ OF_RAYS_PROCESS = frozenset(
         "SPT_NOENV",
     }
 )
-# Set by Ray where nobody else has: an actor without a CPU gets one thread, one without a GPU sees none.
+# Set by Ray unless given: an actor without a CPU gets one thread, one without a GPU sees none.
 UNLESS_GIVEN = frozenset({"OMP_NUM_THREADS", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 GPUS = "CUDA_VISIBLE_DEVICES"
-BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which waits for somebody at the actor's process
+BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which waits at the actor's process
 
 
 def without_rays_own(
     environ: Mapping[str, str], given: Mapping[str, str], above: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a Ray worker process, without what Ray has set for that process alone.
+    """Return the environment of a Ray worker process, without what Ray has set for that process alone.
 
     ``given``: the ``env_vars`` of the user's runtime_env. ``above``: the environment of the raylet.
     """
@@ -45,7 +46,7 @@ def without_rays_own(
         return name not in OF_RAYS_PROCESS and name != GPUS
 
     clean = {name: value for name, value in environ.items() if stays(name, value)}
-    if BREAKPOINT in given:  # Ray has put its own over it
+    if BREAKPOINT in given:  # Ray has replaced it
         clean[BREAKPOINT] = given[BREAKPOINT]
     return clean
 
@@ -62,12 +63,20 @@ def workers_environ(
     call: str,
     folder: str,
 ) -> dict[str, str]:
-    """What the workers of a node inherit; see `without_rays_own`.
+    """Return the environment that the workers of a node inherit; see `without_rays_own`.
 
-    ``programs``: the folder of the python to run; ``modules``: where it looks for modules besides its own places.
-    By ``address`` ``ray.init()`` in a worker joins the same cluster; Ray lets nobody but the program itself choose a
-    namespace, so that is ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``. Which GPUs a worker may
-    use is said for each of them by the driver; unless it says so, or the user has, none.
+    Args:
+        environ: environment of the actor's process.
+        given: ``env_vars`` of the user's runtime_env.
+        above: environment of the raylet.
+        programs: folder of the Python to run.
+        modules: folders of modules besides its default path.
+        address: cluster that ``ray.init()`` in a worker joins.
+        namespace: for ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``, since Ray has no variable for it.
+        call: file with the workers' function.
+        folder: working folder.
+
+    A worker sees no GPUs unless the user or the driver assigns some to it.
     """
     clean = without_rays_own(environ, given, above)
     path = [each for each in clean.get("PATH", "").split(":") if each and each != programs]
@@ -87,7 +96,10 @@ def workers_environ(
 
 
 def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[str]:
-    """Which entries of ``sys.path`` a worker does not have by itself; ``own`` it has. ``rays``: Ray's own folder."""
+    """Return the entries of ``sys.path`` that a worker lacks.
+
+    ``own``: those that it has. ``rays``: Ray's own folder.
+    """
     known = {*own, ""}
     return list(
         dict.fromkeys(
@@ -99,10 +111,10 @@ def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[st
 
 
 def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
-    """The ``sys.path`` of an agent, where no file of the user's can stand before what it imports.
+    """Return the ``sys.path`` of an agent, in which no file of the user can shadow what it imports.
 
-    ``own`` is the interpreter's, ``package`` the folder in which hvd-elastic was found, which may be the user's: then
-    only Python's own modules go before it.
+    ``own`` is the interpreter's path, ``package`` the folder with hvd-elastic. This may be the user's folder: then
+    only Python's own modules precede it.
     """
     library = [entry for entry in own if entry.endswith((".zip", "/lib-dynload"))]
     first = max((own.index(entry) + 1 for entry in library), default=0)
@@ -111,6 +123,6 @@ def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[
 
 
 def environ_of_bytes(block: bytes) -> dict[str, str]:
-    """What ``/proc/PID/environ`` holds."""
+    """Parse the content of ``/proc/PID/environ``."""
     pairs = (entry.partition("=") for entry in block.decode("utf-8", "replace").split("\0"))
     return {name: value for name, sign, value in pairs if sign}

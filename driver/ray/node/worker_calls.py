@@ -1,7 +1,7 @@
-"""The socket by which persistent workers of one host are given calls. Acts, decides nothing, opens no value.
+"""Socket for calls to the persistent workers of one host. Acts, decides nothing, unpickles nothing.
 
-A worker connects and says who it is in one line of JSON, ``{"rank": 0, "slot": 0}``. From then on each side sends
-frames: four bytes of length, big endian, and so many bytes. The worker answers every call with one frame, in order.
+A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. From then on, both sides send frames: four
+bytes of length, big endian, and the data. The worker answers every call with one frame, in order.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from elastic.errors import ElasticError
 
 FRAME_LIMIT = 1 << 30  # bytes
 LENGTH_BYTES = 4
-HELLO_S = 30.0  # from the connection to the line
+HELLO_S = 30.0  # seconds from the connection to the line
 PATH_LIMIT = 107  # bytes of a unix socket's address
 
 
 class CallFailed(ElasticError, RuntimeError):
-    """A worker was not there for a call, or not until its answer. The text names its rank."""
+    """A worker was not available for a call, or ended before its answer. The text names its rank."""
 
 
 class _Caller:
-    """One worker's connection. ``waiting``: for its answers, in the order of the calls."""
+    """Connection of one worker. ``waiting``: futures of its answers, in the order of the calls."""
 
     def __init__(self, rank: int, writer: asyncio.StreamWriter) -> None:
         self.rank = rank
@@ -43,7 +43,10 @@ class _Caller:
 
 
 class Calls:
-    """Make it in the event loop, then `open` it. Whoever connects anew under a rank replaces the earlier one."""
+    """Server for calls.
+
+    Create it in the event loop, then `open` it. A new connection of a rank replaces the earlier one.
+    """
 
     def __init__(self, path: str) -> None:
         if len(os.fsencode(path)) > PATH_LIMIT:
@@ -55,20 +58,21 @@ class Calls:
         self._serving: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Raises OSError."""
+        """Listen on the socket. Raises OSError."""
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         os.chmod(self._path, 0o600)
 
     async def present(self, count: int, within_s: float) -> list[int]:
-        """Waits until so many workers are connected, or the time is over; returns their ranks."""
+        """Wait until ``count`` workers are connected, or the time is over; return their ranks."""
         with contextlib.suppress(asyncio.TimeoutError):
             await within(self._await_count(count), within_s)
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """The worker's answer. Calls of one worker go one after the other. Raises CallFailed.
+        """Call a worker and return its answer. Calls of one worker are sequential.
 
-        A call that takes too long goes on in the worker, and the next one waits for its end.
+        A call that exceeds ``timeout_s`` continues in the worker, and the next one waits for its end. Raises
+        CallFailed.
         """
         if len(blob) > FRAME_LIMIT:
             raise CallFailed(
@@ -140,16 +144,16 @@ class Calls:
 
 
 def _rank_of(line: bytes) -> int:
-    """Raises ValueError."""
-    said = json.loads(line)
-    rank = said.get("rank") if isinstance(said, dict) else None
+    """Parse the first line of a worker. Raises ValueError."""
+    hello = json.loads(line)
+    rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:
         raise ValueError("it has not sent its rank")
     return rank
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises EOFError and OSError where the connection ends first, ValueError for what is not a frame."""
+    """Read a frame. Raises EOFError and OSError if the connection ends first, ValueError if it is too long."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
         raise ValueError(f"its answer has {length} bytes, and {FRAME_LIMIT} is the limit")
