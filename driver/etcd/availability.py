@@ -1,18 +1,18 @@
-"""Decides when etcd counts as away and when it is back, and what is said about it. Pure.
+"""Decision whether etcd is available, and the log lines about it. Pure.
 
-Silence alone is no trouble: a member that dies is replaced by the next one, an election takes a second. Only after
-``grace_s`` without one answer a line is said, and one more when it is over.
+A short silence is no problem: a member that dies is replaced by the next one, and an election takes a second. Only
+after ``grace_s`` without any answer a line is logged, and another one when etcd answers again.
 """
 
 from __future__ import annotations
 
 from elastic.driver.reasons import Reason, Why, because
 
-Line = tuple[str, Reason]  # level, and what is to be said
+Line = tuple[str, Reason]  # level and reason to log
 
 
 class Contact:
-    """What is known of etcd's answers. ``name`` is where it is, for the lines."""
+    """Availability of etcd. ``name``: its address, for the log lines."""
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
         self._name = name
@@ -23,7 +23,7 @@ class Contact:
         self._away = False
 
     def answered(self, now: float) -> Line | None:
-        """It has said something."""
+        """Record an answer; return the line to log, if any."""
         silent_s = now - self._answered_at
         self._answered_at = now
         if silent_s >= self._gap_s:
@@ -34,20 +34,21 @@ class Contact:
         return "info", because(Why.STORE_BACK, store=self._name, silent_s=silent_s)
 
     def failed(self, reason: str, now: float) -> Line | None:
-        """It could not be reached, or not be asked."""
+        """Record a failed connection or request; return the line to log, if any."""
         if self._away or now - self._answered_at < self._grace_s:
             return None
         self._away = True
         return "warning", because(Why.STORE_SILENT, store=self._name, text=reason)
 
     def silent_s(self, now: float) -> float:
-        """Since its last answer."""
+        """Return the seconds since the last answer."""
         return now - self._answered_at
 
     def unsettled_s(self, now: float, settle_s: float) -> float:
-        """How long until it has been back for ``settle_s`` after a silence; 0 if it has, or was never silent.
+        """Return the seconds until etcd has been back for ``settle_s`` after a silence.
 
-        Within this time a key that has vanished may come again: its lease ran out because nobody could renew it.
+        0 if it has, or was never silent. Within this time a vanished key may reappear: its lease expired because it could
+        not be renewed.
         """
         if self._returned_at is None:
             return 0.0

@@ -1,7 +1,7 @@
-"""The few things that we ask of etcd, of whichever of its members answers. Decides nothing.
+"""Client for the few operations on etcd that are needed, with failover between members. Decides nothing.
 
-Every question has a deadline. A member that doesn't answer is left for the next one, at once; when none does, that is
-said once (see `availability`). What is asked with ``within_s=None`` waits until etcd is back.
+Every request has a deadline. If a member does not answer, the next one is tried at once; if none does, this is logged
+once (see `availability`). Requests with ``within_s=None`` wait until etcd is back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic.driver.reasons import Reason
 
 
 class Item(NamedTuple):
-    """The value of a key. ``created`` and ``changed`` are revisions: they grow with every change of anything."""
+    """A value of a key. ``created`` and ``changed`` are revisions, which grow with every change in etcd."""
 
     value: bytes
     created: int
@@ -27,14 +27,14 @@ class Item(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """All keys of a prefix, sorted, as they were at a revision."""
+    """All keys with a prefix, sorted, at a revision."""
 
     items: dict[str, Item]
     revision: int
 
 
 class Unchanged(NamedTuple):
-    """A condition: the last change of ``key`` is the one of this revision; 0: there is no such key."""
+    """Condition of a transaction: the last change of ``key`` has this revision; 0: the key does not exist."""
 
     key: str
     changed: int
@@ -43,13 +43,19 @@ class Unchanged(NamedTuple):
 class Put(NamedTuple):
     key: str
     value: bytes
-    lease: int = 0  # it goes with this lease
+    lease: int = 0  # deleted with this lease
 
 
 class Etcd:
-    """``root``: the prefix under which all is that will be asked for; it has to be readable. Made in an event loop.
+    """Client of etcd. Create it in an event loop.
 
-    Calls raise Unavailable (no answer in time: it may have been done all the same) and Rejected.
+    Args:
+        access: endpoints and credentials.
+        log: takes a level and a text.
+        root: prefix of all keys that are used; it must be readable.
+        grace_s: silence after which etcd counts as unavailable.
+
+    Methods raise Unavailable (no answer in time; the request may have been carried out) and Rejected.
     """
 
     def __init__(
@@ -61,19 +67,19 @@ class Etcd:
         self._rpc = self._members.rpc
 
     async def open(self) -> None:
-        """See that it is there and lets us in. Raises Invalid, with what to do, within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid with what to do, within 5 seconds."""
         await self._members.open()
 
     async def close(self) -> None:
-        """Within a bound. What is under way ends in Unavailable, watches end."""
+        """Close the connection, within a limit. Pending requests raise Unavailable, watches end."""
         await self._members.close()
 
     def tell(self, noticed: Callable[[Reason], None]) -> None:
-        """Whom to tell from now on that it is away, or back."""
+        """Set the callback for loss and return of etcd."""
         self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
-        """How long until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
+        """Return the seconds until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
         return self._members.unsettled_s(settle_s)
 
     # ---- keys
@@ -88,7 +94,7 @@ class Etcd:
     async def put(
         self, key: str, value: bytes, lease: int = 0, *, within_s: float | None = 5.0
     ) -> int:
-        """Returns the revision of the change."""
+        """Write a value; return the revision of the change."""
         revision = await self.transact([], [Put(key, value, lease)], within_s=within_s)
         assert revision is not None
         return revision
@@ -101,10 +107,10 @@ class Etcd:
         *,
         within_s: float | None = 5.0,
     ) -> int | None:
-        """All of it at once if all conditions hold, and then its revision; else nothing, and None.
+        """Perform all operations atomically if all conditions hold, and return the revision; otherwise return None.
 
-        If an answer is lost it is asked again, so None may also mean that the first time has changed the condition.
-        etcd takes 128 operations at most, and 1.5 MB.
+        If an answer is lost, the request is repeated, so None may also mean that the first one has changed the
+        condition. etcd accepts at most 128 operations, and 1.5 MB.
         """
         rpc = self._rpc
         request = rpc.TxnRequest(
@@ -141,25 +147,25 @@ class Etcd:
     # ---- leases
 
     async def grant(self, ttl_s: float, *, within_s: float | None = 5.0) -> int:
-        """A new lease. etcd counts in whole seconds, and takes 2 for less."""
+        """Create a lease and return its id. etcd counts whole seconds, and uses at least 2."""
         request = self._rpc.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
         return int(
             (await self._members.ask(lambda each: each.lease.LeaseGrant, request, within_s)).ID
         )
 
     async def keep_alive(self, lease: int, *, within_s: float | None = 5.0) -> float:
-        """Renew it: how long it lives now, 0 if it is gone."""
+        """Renew a lease; return its time to live in seconds, 0 if it has expired."""
         request = self._rpc.LeaseKeepAliveRequest(ID=lease)
         return float((await self._members.ask(_renewal, request, within_s)).TTL)
 
     async def time_left(self, lease: int, *, within_s: float | None = 5.0) -> tuple[float, float]:
-        """How long a lease lives on if it is not renewed, and how long after a renewal; 0 and 0 if it is gone."""
+        """Return the remaining time of a lease, and the time after a renewal, in seconds; 0 and 0 if it has expired."""
         request = self._rpc.LeaseTimeToLiveRequest(ID=lease)
         answer = await self._members.ask(lambda each: each.lease.LeaseTimeToLive, request, within_s)
         return (float(answer.TTL), float(answer.grantedTTL)) if answer.TTL >= 0 else (0.0, 0.0)
 
     async def revoke(self, lease: int, *, within_s: float | None = 5.0) -> None:
-        """End it now; its keys go with it. It may be over already."""
+        """End a lease and delete its keys. It may have expired already."""
         request = self._rpc.LeaseRevokeRequest(ID=lease)
         with contextlib.suppress(LeaseGone):
             await self._members.ask(lambda each: each.lease.LeaseRevoke, request, within_s)
@@ -167,18 +173,18 @@ class Etcd:
     # ---- changes
 
     async def watch(self, key: str) -> AsyncGenerator[Item | None, None]:
-        """The key as it is, then at each change; it may be told twice, and changes in between may be left out."""
+        """Yield the key as it is, then after each change. Values may be repeated, and intermediate changes omitted."""
         async for items in self._watch(key, b""):
             yield items.get(key)
 
     async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]:
-        """All keys of a prefix, as with `watch`."""
+        """Yield all keys with a prefix, in the same way as `watch`."""
         async for items in self._watch(prefix, _end_of(prefix)):
             yield items
 
     async def _watch(self, key: str, end: bytes) -> AsyncGenerator[dict[str, Item], None]:
-        # After whatever has ended a watch everything is read anew: so it does not matter what was missed, nor
-        # whether etcd still knows it, nor whether it has been restored from a backup.
+        # After a watch has ended, everything is read again: it does not matter what was missed, whether etcd still has
+        # it, or whether etcd was restored from a backup.
         refused = False
         while not self._members.closed:
             connection = None
@@ -207,10 +213,10 @@ class Etcd:
     async def _changes(
         self, connection: EtcdConnection, key: str, end: bytes, revision: int
     ) -> AsyncGenerator[Any, None]:
-        """The events of each answer. Ends where etcd has forgotten what has to be told."""
+        """Yield the events of each answer. Ends if etcd has compacted the required revision."""
         rpc = self._rpc
         create = rpc.WatchCreateRequest(key=key.encode(), range_end=end, start_revision=revision)
-        # A member without a leader would be silent for ever.
+        # A member without a leader would otherwise be silent forever.
         stream = connection.watches.Watch(metadata=(*connection.metadata, ("hasleader", "true")))
         try:
             await connection.outcome(stream.write(rpc.WatchRequest(create_request=create)), CALL_S)
@@ -223,9 +229,9 @@ class Etcd:
                 if answer.compact_revision:
                     return
                 if answer.canceled:
-                    # Also because the token has run out; the next connection gets a new one.
+                    # Also because the token has expired; the next connection gets a new one.
                     raise Unavailable(answer.cancel_reason or "it cancelled the watch")
-                within_s = None  # `_pulse` sees to it that the connection is closed if etcd is away
+                within_s = None  # `_pulse` closes the connection if etcd is unavailable
                 if answer.events:
                     yield answer.events
         finally:
@@ -241,7 +247,7 @@ async def _one(stream: Any) -> Any:
 
 
 def _renewal(connection: EtcdConnection) -> Callable[..., Awaitable[Any]]:
-    """LeaseKeepAlive is a stream; we ask one question with each."""
+    """Send one request on the stream LeaseKeepAlive, and close it."""
 
     def ask(request: Any, **options: Any) -> Awaitable[Any]:
         return _one(connection.lease.LeaseKeepAlive(iter([request]), **options))
@@ -255,6 +261,6 @@ def _item(kv: Any) -> tuple[str, Item]:
 
 
 def _end_of(prefix: str) -> bytes:
-    """The first key after all that begin with the prefix."""
+    """Return the first key after all keys with the prefix."""
     encoded = prefix.encode()
     return encoded[:-1] + bytes([encoded[-1] + 1])

@@ -1,7 +1,6 @@
-"""One connection to one member of etcd, and what goes wrong with it in two kinds: no answer, or no for an answer.
+"""One connection to one member of etcd, with errors of two kinds: no answer, or a rejection. Decides nothing.
 
-The messages and stubs are those of ``aetcd``; its client is not used, because it knows neither TLS nor a second
-member. Decides nothing.
+Messages and stubs are those of ``aetcd``; its client is not used, because it supports neither TLS nor several members.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from elastic.errors import ElasticError, Invalid
 Answer = TypeVar("Answer")
 
 OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects at once, whatever failed before
+    # a new channel connects at once, regardless of earlier failures
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),
 ]
-# Read once, when gRPC starts: without the first it writes a line to stderr at each fork of a worker, without the
-# second it logs there what we say in our own words.
+# Read once, when gRPC starts: without the first it writes a line to stderr at each fork of a worker, without the second
+# it logs errors that are reported here.
 QUIET = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
 
 
@@ -31,23 +31,23 @@ NOBODY_THERE = "connection refused"
 
 
 class Unavailable(ElasticError):
-    """etcd has not answered. It may have done what it was asked."""
+    """etcd has not answered. The request may have been carried out."""
 
 
 class NotLetIn(Unavailable):
-    """It answers, but does not let us in. At startup that is the user's to mend, later it is awaited."""
+    """etcd answers but denies access. At startup this is reported to the user, later it is retried."""
 
 
 class Rejected(ElasticError):
-    """etcd has said no; to ask again would not help."""
+    """etcd rejected the request; a retry would not help."""
 
 
 class LeaseGone(Rejected):
-    """The lease is over, or was never there."""
+    """The lease has expired, or never existed."""
 
 
 def load() -> Any:
-    """The module ``aetcd.rpc``: messages and stubs. Raises Invalid if the extra is not installed."""
+    """Return the module ``aetcd.rpc``: messages and stubs. Raises Invalid if the extra is not installed."""
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update({name: text for name, text in QUIET.items() if before[name] is None})
     try:
@@ -59,7 +59,7 @@ def load() -> Any:
         raise Invalid(
             f"etcd can't be used ({error.name} is missing): run pip install 'hvd-elastic[etcd]'"
         ) from None
-    finally:  # workers are not to inherit it
+    finally:  # not to be inherited by workers
         for name, text in before.items():
             if text is None:
                 os.environ.pop(name, None)
@@ -67,7 +67,7 @@ def load() -> Any:
 
 
 class EtcdConnection:
-    """Opens at the first call. ``closed``: by us; every call under way ends in Unavailable."""
+    """A connection that opens at the first call. ``closed``: closed here; every pending call raises Unavailable."""
 
     def __init__(self, endpoint: str, access: EtcdAccess) -> None:
         self.endpoint = endpoint
@@ -86,7 +86,7 @@ class EtcdConnection:
         return (("token", self._token),) if self._token else ()
 
     async def log_in(self, within_s: float) -> None:
-        """Get a token, if we are somebody. Raises Unavailable or NotLetIn."""
+        """Get a token if a user is configured. Raises Unavailable or NotLetIn."""
         if not self._access.user:
             return
         request = self._rpc.AuthenticateRequest(
@@ -96,7 +96,7 @@ class EtcdConnection:
             answer = await self.outcome(self._auth.Authenticate(request, timeout=within_s))
         except Rejected as error:
             if "authentication is not enabled" in str(error):
-                return  # whoever comes is let in
+                return  # access is not restricted
             raise NotLetIn(
                 f"it rejects user {self._access.user!r}: {error}; check --etcd-user and its password"
             ) from None
@@ -105,13 +105,13 @@ class EtcdConnection:
     async def call(
         self, method: Callable[..., Awaitable[Any]], request: Any, within_s: float
     ) -> Any:
-        """One question, one answer."""
+        """Send a request and return the answer."""
         return await self.outcome(method(request, timeout=within_s, metadata=self.metadata or None))
 
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
-        """What becomes of a call, with its errors translated."""
+        """Await a call, and translate its errors."""
         task = asyncio.ensure_future(call)
-        # In a task of its own: that our channel was closed is not to look as if we had been cancelled.
+        # In its own task, so that closing the channel does not look like a cancellation of the caller.
         try:
             done, _ = await asyncio.wait({task}, timeout=within_s)
         except asyncio.CancelledError:
@@ -141,7 +141,7 @@ class EtcdConnection:
         details = str(error.details() or code.name)
         text = details.removeprefix("etcdserver: ")
         if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
-            return Unavailable(text)  # the token has run out: the next connection gets a new one
+            return Unavailable(text)  # the token has expired: the next connection gets a new one
         if "user name is empty" in details:
             return NotLetIn("it requires a user: pass --etcd-user and its password")
         if code is codes.NOT_FOUND and "lease not found" in details:
@@ -168,7 +168,7 @@ def _rejections(codes: Any) -> tuple[Any, ...]:
 
 
 def _trouble(details: str, access: EtcdAccess) -> Unavailable:
-    """gRPC's words for a connection that does not come about, in ours."""
+    """Translate gRPC's error of a failed connection."""
     tls = access.tls
     if "Connection refused" in details:
         return Unavailable(NOBODY_THERE)
@@ -207,7 +207,7 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
 
 
 def _content(path: str, flag: str) -> bytes | None:
-    """Read anew for each connection, so that renewed certificates are taken."""
+    """Read a file. Repeated for each connection, so that renewed certificates are used."""
     if not path:
         return None
     with open(path, "rb") as file:
@@ -218,6 +218,6 @@ def _content(path: str, flag: str) -> bytes | None:
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Cancel it, and take no interest in how it ends."""
+    """Cancel a task and ignore its result."""
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     task.cancel()

@@ -1,6 +1,6 @@
-"""Asks a member of etcd, the next one when it doesn't answer, and says so once when none does. Decides nothing.
+"""Requests to the members of etcd with failover, and log lines if none answers. Decides nothing.
 
-Whether etcd counts as away is decided in `availability`. While it is away, what is asked without a deadline waits.
+`availability` decides whether etcd is unavailable. Meanwhile, requests without a deadline wait.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from elastic.errors import Invalid
 Log = Callable[[str, str], None]
 Method = Callable[[EtcdConnection], Callable[..., Awaitable[Any]]]
 
-CALL_S = 2.0  # one question to one member
-PULSE_S = 2.0  # after so much silence etcd is asked whether it is there
-GRACE_S = 3.0  # and after so much it is told that it is not
-GAP_S = 2.5  # after so much, leases may have run out that nobody could renew
+CALL_S = 2.0  # seconds for one request to one member
+PULSE_S = 2.0  # silence after which a request is sent to test etcd
+GRACE_S = 3.0  # silence after which etcd is reported as unavailable
+GAP_S = 2.5  # silence after which leases may have expired because they could not be renewed
 OPEN_S = 5.0
 
 
 class Members:
-    """At most one connection at a time. ``root``: the prefix under which all is that will be asked for."""
+    """The members of etcd, with at most one connection at a time. ``root``: prefix of all keys that are used."""
 
     def __init__(
         self, access: EtcdAccess, log: Log, *, root: bytes, end: bytes, grace_s: float
@@ -54,15 +54,16 @@ class Members:
         self._name = ", ".join(access.endpoints)
         self._connection: EtcdConnection | None = None
         self._connecting = asyncio.Lock()
-        self._next = 0  # index of the endpoint that is asked next
+        self._next = 0  # index of the endpoint to try next
         self._failures = 0  # since the last answer
-        self.noticed: Callable[[Reason], None] = lambda reason: None  # it is away, or back
+        # called when it is unavailable or back
+        self.noticed: Callable[[Reason], None] = lambda reason: None
         self._contact = Contact(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
         self._closing: set[asyncio.Task[None]] = set()
         self._pulse_task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """See that it is there and lets us in. Raises Invalid, with what to do, within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid with what to do, within 5 seconds."""
         deadline = self._now() + OPEN_S - 0.5
         while True:
             troubles: dict[str, str] = {}
@@ -73,14 +74,14 @@ class Members:
                         await self._ask_root(max(0.1, (deadline - self._now()) / left))
                 except (NotLetIn, Rejected) as error:
                     await self.close()
-                    raise Invalid(f"etcd at {endpoint}: {self._mend(error)}") from None
+                    raise Invalid(f"etcd at {endpoint}: {self._explain(error)}") from None
                 except Unavailable as error:
                     troubles[endpoint] = str(error)
                     self._leave(self._connection)
                 else:
                     self._pulse_task = asyncio.ensure_future(self._pulse())
                     return
-            # Members that are there may be about to elect their leader.
+            # Members that are available may be about to elect a leader.
             if set(troubles.values()) == {NOBODY_THERE} or self._now() >= deadline:
                 break
             await asyncio.sleep(0.1)
@@ -91,7 +92,7 @@ class Members:
         raise Invalid(f"{'; '.join(texts)}: start it, or pass other addresses") from None
 
     async def close(self) -> None:
-        """What is under way, or asked later, is Unavailable."""
+        """Close; pending and later requests raise Unavailable."""
         self.closed = True
         self._leave(self._connection)
         if self._pulse_task is not None:
@@ -99,15 +100,15 @@ class Members:
             await asyncio.wait({self._pulse_task})
         if self._closing:
             await asyncio.wait(set(self._closing), timeout=CALL_S)
-            # gRPC's thread still hands over what was cancelled; with the loop closed it would log an error.
+            # gRPC's thread still delivers cancelled calls; with the loop closed it would log an error.
             await asyncio.sleep(0.01)
 
     def unsettled_s(self, settle_s: float) -> float:
-        """How long until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
+        """Return the seconds until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
-        """The answer of whoever gives one; Unavailable when the time is over. None: wait until etcd is back."""
+        """Return the answer of any member. Raises Unavailable after ``within_s``; None: wait until etcd is back."""
         deadline = None if within_s is None else self._now() + within_s
         while True:
             left_s = CALL_S if deadline is None else min(CALL_S, deadline - self._now())
@@ -158,7 +159,7 @@ class Members:
         self.answered()
 
     def _leave(self, connection: EtcdConnection | None) -> None:
-        """Close it; the next call goes to the next member."""
+        """Close a connection; the next request goes to the next member."""
         if connection is not None and connection is self._connection:
             self._connection = None
             self._next = (self._next + 1) % len(self._access.endpoints)
@@ -173,7 +174,7 @@ class Members:
             self._say(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
-        """Wait a moment, unless there is another member to be asked at once."""
+        """Wait briefly, unless another member can be tried at once."""
         self._report(error, connection)
         rounds, rest = divmod(self._failures, len(self._access.endpoints))
         if rest == 0:
@@ -189,7 +190,7 @@ class Members:
         self.noticed(reason)
 
     async def _pulse(self) -> None:
-        """Ask when nothing else is asked: a watch alone doesn't tell silence from absence."""
+        """Send requests while there are no others, since a watch does not distinguish silence from unavailability."""
         while not self.closed:
             await asyncio.sleep(max(0.05, PULSE_S - self._contact.silent_s(self._now())))
             if self._contact.silent_s(self._now()) >= PULSE_S and not self.closed:
@@ -203,11 +204,11 @@ class Members:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _mend(self, error: Exception) -> str:
+    def _explain(self, error: Exception) -> str:
         if isinstance(error, NotLetIn):
             return str(error)
-        who = f"user {self._access.user!r}" if self._access.user else "we"
-        return f"{who} may not read {self._root.decode()} ({error}): grant readwrite on this prefix"
+        subject = f"user {self._access.user!r}" if self._access.user else "we"
+        return f"{subject} may not read {self._root.decode()} ({error}): grant readwrite on this prefix"
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

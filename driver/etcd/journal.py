@@ -1,15 +1,15 @@
-"""Keeps a job's journal in etcd, and finds in it what another driver goes on from. Decides nothing.
+"""Journal of a job in etcd, and the state from which another driver resumes. Decides nothing.
 
-    journal/header          {"begins": N, "header": {...}}: what counts are the records from number N on
-    journal/000000000017    1/1, and below it the lines of one record, as they would stand in a file
+    journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
+    journal/000000000017    1/1, followed by the lines of one record, as in a journal file
 
-A record is a batch of entries, a snapshot, or a take-over; one that is larger than etcd takes at once is cut into
-pieces with numbers of their own, and counts when the last is there. Actions are left out: they follow from the events,
-and a digest tells whether another driver comes to the same. Every transaction is carried out only while we lead: a
-driver that was replaced can't write, nor act, because what is not written is not acted upon.
+A record is a batch of entries, a snapshot, or a take-over. One that exceeds etcd's limit is split into pieces with
+numbers of their own, and is valid once the last one exists. Actions are omitted: they follow from the events, and a
+digest shows whether another driver computes the same. Every transaction is carried out only while this driver leads: a
+driver that was replaced can neither write nor act, because actions require a written record.
 
-A snapshot moves N in one transaction, so that it is there as a whole or not at all; what stands before N is deleted
-then and with the following records, as etcd takes only so many operations at once.
+A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted
+with it and with later ones, as etcd limits the operations of a transaction.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from elastic.errors import Invalid
 if TYPE_CHECKING:
     from elastic.driver.etcd.client import Listing
 
-DELETES = 100  # in one transaction; etcd takes 128 operations
+DELETES = 100  # in one transaction; etcd accepts 128 operations
 _NUMBER = re.compile(r"\d{12}")
 
 
 class Leader(Protocol):
-    """What only a leader may change; see `leadership`."""
+    """Writes that only a leader may perform; see `leadership`."""
 
     async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None: ...
 
@@ -56,18 +56,18 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EtcdArchive:
-    """The journal under ``root``, which ends in the job's name and a slash. ``leader`` leads already."""
+    """The journal under ``root``, which ends in the job's name and a slash. ``leader`` must lead already."""
 
     def __init__(self, etcd: Readable, leader: Leader, root: str) -> None:
         self._etcd = etcd
         self._leader = leader
         self._folder = f"{root}journal/"
-        self._next: int | None = None  # not known yet
-        self._obsolete: list[int] = []  # before what counts
+        self._next: int | None = None  # None: unknown
+        self._obsolete: list[int] = []  # records before the valid ones
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
-        """What is there to go on from; waits for etcd. Raises Invalid."""
+        """Read the job to resume; waits for etcd. Raises Invalid."""
         listing = await self._etcd.get_prefix(self._folder, within_s=None)
         kept = {key.removeprefix(self._folder): item.value for key, item in listing.items.items()}
         beginning = kept.pop("header", None)
@@ -108,7 +108,7 @@ class EtcdArchive:
         return journal
 
     async def clear(self) -> None:
-        """Nobody is to go on from what is there."""
+        """Delete the journal, so that no driver resumes from it."""
         left = [f"{self._folder}header"] + [
             f"{self._folder}{number:012}" for number in [*self._obsolete, *self._counting]
         ]
@@ -117,7 +117,7 @@ class EtcdArchive:
             left = left[DELETES:]
 
     def close(self) -> None:
-        """Nothing is held here: the leadership is."""
+        """Do nothing: the only resource is the leadership, which is held elsewhere."""
 
 
 class EtcdJournal(RecordJournal[PendingRecord]):
@@ -138,17 +138,17 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         self._folder = folder
         self._header = header
         self._next = 0  # number of the next piece
-        self._counting: list[int] = []  # pieces that are there and count
-        self._obsolete: deque[int] = deque()  # those that are still there and do not
+        self._counting: list[int] = []  # valid pieces
+        self._obsolete: deque[int] = deque()  # invalid pieces that still exist
 
     async def replace(self, obsolete: Iterable[int], number: int) -> None:
-        """A new job begins with the piece of this number."""
+        """Begin a new job with the piece of this number."""
         self._next = number
         self._obsolete.extend(obsolete)
         await self._transact([self._beginning(number)])
 
     async def go_on(self, obsolete: Iterable[int], counting: Iterable[int], number: int) -> None:
-        """The job goes on with the piece of this number."""
+        """Resume the job with the piece of this number."""
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)
@@ -156,7 +156,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         await self.settle()
 
     async def _put(self, record: PendingRecord) -> None:
-        """Piece by piece. One whose answer did not arrive is put again, in the same place."""
+        """Write a record piece by piece. A piece without an answer is written again, in the same place."""
         record.begun = True
         count = record.pieces
         while record.written < count:
@@ -173,10 +173,10 @@ class EtcdJournal(RecordJournal[PendingRecord]):
             record.written += 1
 
     async def _transact(self, puts: list[tuple[str, bytes]]) -> None:
-        """With as much of the rubbish as fits."""
-        rubbish = list(islice(self._obsolete, DELETES))
-        await self._leader.transact(puts, [self._key(number) for number in rubbish])
-        for _ in rubbish:
+        """Write with as many deletions of obsolete records as fit."""
+        deleted = list(islice(self._obsolete, DELETES))
+        await self._leader.transact(puts, [self._key(number) for number in deleted])
+        for _ in deleted:
             self._obsolete.popleft()
 
     def _beginning(self, number: int) -> tuple[str, bytes]:
@@ -187,7 +187,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
 
 
 def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
-    """Those that are there to their last piece. Raises ValueError if one in the middle is missing."""
+    """Yield the complete records. Raises ValueError if one in the middle is missing."""
     pieces: list[bytes] = []
     for expected, number in enumerate((n for n in numbers if n >= begins), start=begins):
         if number != expected:
@@ -195,7 +195,7 @@ def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
         head, _, body = numbers[number].partition(b"\n")
         index, count = map(int, head.split(b"/"))
         if index == 1:
-            pieces = []  # a driver was gone before it had written all of the one before
+            pieces = []  # a driver ended before it had written the previous record completely
         if index == len(pieces) + 1:
             pieces.append(body)
             if index == count:

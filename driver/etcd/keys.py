@@ -1,11 +1,11 @@
-"""What a job keeps in etcd, and under which keys. Decides nothing, starts nothing.
+"""Keys and values of a job in etcd. Decides nothing, starts nothing.
 
-All of it is under ``/hvd-elastic/<job>/``:
+All keys are under ``/hvd-elastic/<job>/``:
 
     hosts/<host>   HostRecord, under the lease of the host's agent
     driver         SeatRecord, under the lease of the driver that leads
-    term           of the last driver that has led; stays
-    operators      host:port, where the last driver that has led hears operators; stays
+    term           of the last driver that has led; permanent
+    operators      host:port of the last leader for operators; permanent
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ HOST_LIMIT = 253  # characters, as in DNS
 
 class HostRecord(msgspec.Struct, frozen=True):
     slots: int
-    incarnation: int  # of the agent; a later start has a greater one
+    incarnation: int  # of the agent; greater after each restart
 
 
 class SeatRecord(msgspec.Struct, frozen=True):
     term: int
-    address: str = ""  # empty: not known yet
+    address: str = ""  # empty: unknown yet
     port: int = 0
 
 
 class DriverSeat(NamedTuple):
-    """Where the driver of a job is, and which of its drivers that is."""
+    """Address and term of the driver of a job."""
 
     address: str  # host:port
     term: int
 
 
 def job_root(job: str) -> str:
-    """The prefix of all keys of a job. Raises Invalid for a name that can't be one."""
+    """Return the prefix of all keys of a job. Raises Invalid for an invalid name."""
     if not job or "/" in job or not job.isprintable() or len(job) > NAME_LIMIT:
         raise Invalid(f"{job!r} is not a valid job name: use a short one without '/'")
     return f"{ROOT}{job}/"
 
 
 def operators_key(job: str) -> str:
-    """Raises Invalid, as `job_root`."""
+    """Return the key of the operators' address. Raises Invalid for an invalid name."""
     return f"{job_root(job)}operators"
 
 
 def check_host(host: str) -> str:
-    """The host's name as it is; raises Invalid if it can't be one."""
+    """Return the host's name unchanged. Raises Invalid for an invalid name."""
     if len(host) > HOST_LIMIT:
         raise Invalid(f"a host name has at most {HOST_LIMIT} characters; {host[:20]!r}... has more")
     if parse_host(f"[{host}]" if ":" in host else host)[0] != host:
@@ -68,7 +68,7 @@ def check_slots(slots: int) -> int:
 
 
 def read_host(name: str, value: bytes) -> HostRecord | None:
-    """None for what is not a host."""
+    """Parse a value; None if it is invalid."""
     try:
         check_host(name)
         record = msgspec.json.decode(value, type=HostRecord)
@@ -79,7 +79,7 @@ def read_host(name: str, value: bytes) -> HostRecord | None:
 
 
 def read_seat(value: bytes) -> SeatRecord | None:
-    """None for what is not a seat."""
+    """Parse a value; None if it is invalid."""
     try:
         return msgspec.json.decode(value, type=SeatRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -87,7 +87,7 @@ def read_seat(value: bytes) -> SeatRecord | None:
 
 
 def seat_of(record: SeatRecord | None) -> DriverSeat | None:
-    """None: no driver leads, or where it is isn't known yet."""
+    """Return the driver's address and term; None if no driver leads, or its address is unknown yet."""
     if record is None or not record.address:
         return None
     host = f"[{record.address}]" if ":" in record.address else record.address
@@ -95,7 +95,7 @@ def seat_of(record: SeatRecord | None) -> DriverSeat | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port``, an IPv6 address in brackets. Raises Invalid."""
+    """Split ``host:port``; an IPv6 address is in brackets. Raises Invalid."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise Invalid(f"{address!r} is not an address: write host:port")

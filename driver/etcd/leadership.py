@@ -1,9 +1,9 @@
-"""Which of several drivers leads a job: the one that holds the seat in etcd. Decides nothing; etcd does.
+"""Leader election between drivers of a job, by a key in etcd. Decides nothing; etcd does.
 
-The seat is a key under a lease. Whoever takes it counts the job's term up in the same transaction, and everything it
-writes later is written only if that is still the last change of the term. So a driver that was stopped, or cut off,
-and has been replaced can write nothing when it wakes, whatever it believes. One that has lost the seat, but has not
-been replaced, takes it again, under the same term: nobody has acted in between.
+The seat is a key under a lease. A driver that takes it increments the job's term in the same transaction, and its
+later writes are conditional on that being the last change of the term. A driver that was stopped or disconnected and
+has been replaced can therefore write nothing when it continues. One that has lost the seat but was not replaced takes
+it again under the same term, since no other driver has acted in between.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from elastic.driver.etcd.keys import SeatRecord, job_root, read_seat, split_addr
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 
-RETAKE_S = 1.0  # for the driver of before to take its seat again, once etcd is back
+RETAKE_S = 1.0  # time for the previous leader to take its seat again, once etcd is back
 
 
 class Deposed(ElasticError):
-    """Another driver leads this job, or we have resigned: nothing was written, and nothing will be."""
+    """Another driver leads this job, or this one has resigned: nothing was written, and nothing will be."""
 
 
 class Leadership:
-    """``lost`` is set when another driver leads. ``term`` is 0 before we lead.
+    """Leadership of a job. ``lost`` is set when another driver leads. ``term`` is 0 before this driver leads.
 
-    The seat stays ours until `resign`, the end of this process, or a silence of longer than ``ttl_s`` while another
-    one waits. Resign before the connection to etcd is closed.
+    The seat is kept until `resign`, the end of this process, or a silence longer than ``ttl_s`` while another driver
+    waits. Resign before the connection to etcd is closed.
     """
 
     def __init__(self, etcd: Etcd, job: str, log: Log, *, ttl_s: float = 2.0) -> None:
@@ -45,7 +45,8 @@ class Leadership:
         self._log = log
         self._ttl_s = ttl_s
         self._record = SeatRecord(0)
-        self._guard_condition: Unchanged | None = None  # holds as long as nobody leads after us
+        # holds while no other driver leads after this one
+        self._guard_condition: Unchanged | None = None
         self._resigned = False
         self._lease = 0
         self._seating = asyncio.Lock()
@@ -54,7 +55,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """As far as we know. Only a transaction tells for sure."""
+        """Whether this driver leads, as far as it knows. Only a transaction is certain."""
         return self._guard_condition is not None and not self.lost.is_set()
 
     @property
@@ -62,7 +63,7 @@ class Leadership:
         return self._guard.pid if self._guard else None
 
     async def acquire(self) -> int:
-        """Wait until nobody leads, then lead: the new term. Raises Deposed if we resign meanwhile."""
+        """Wait until no driver leads, then lead; return the new term. Raises Deposed after `resign`."""
         if self._resigned:
             raise self._deposed()
         self._guard = self._guard or LeaseGuard(self._etcd.access, self._log)
@@ -80,7 +81,7 @@ class Leadership:
         return self.term
 
     async def announce(self, address: str) -> None:
-        """Tell where we listen, ``host:port``. Raises Deposed."""
+        """Publish this driver's address, ``host:port``. Raises Deposed."""
         host, port = split_address(address)
         self._record = SeatRecord(self.term, host, port)
         await self._sit(anew=True)
@@ -90,9 +91,9 @@ class Leadership:
     async def transact(
         self, puts: Sequence[tuple[str, bytes]] = (), deletes: Sequence[str] = ()
     ) -> None:
-        """Write all of it, if we lead; raises Deposed if we don't. While etcd is away it waits.
+        """Write all of it if this driver leads; otherwise raise Deposed. Waits while etcd is unavailable.
 
-        The keys are whole ones. At most 127 operations and 1.5 MB.
+        The keys are complete. At most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
             raise self._deposed()
@@ -104,7 +105,7 @@ class Leadership:
             raise self._deposed()
 
     async def resign(self) -> None:
-        """Free the seat, or stop waiting for it. Within a bound."""
+        """Free the seat, or stop waiting for it. Within a limit."""
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:
@@ -112,7 +113,7 @@ class Leadership:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            with contextlib.suppress(Unavailable, Rejected):  # it runs out by itself
+            with contextlib.suppress(Unavailable, Rejected):  # the lease expires by itself
                 await self._etcd.revoke(self._lease, within_s=2.0)
         if self._guard is not None:
             self._guard.close()
@@ -120,9 +121,9 @@ class Leadership:
     # ---- the seat
 
     async def _campaign(self) -> None:
-        """Returns when we lead."""
-        async with contextlib.aclosing(self._etcd.watch(self._seat)) as looks:
-            async for item in looks:
+        """Return once this driver leads."""
+        async with contextlib.aclosing(self._etcd.watch(self._seat)) as changes:
+            async for item in changes:
                 if item is not None and item.lease != self._lease:
                     continue
                 while wait_s := self._etcd.unsettled_s(self._ttl_s + RETAKE_S):
@@ -132,7 +133,7 @@ class Leadership:
         raise Unavailable("the connection to etcd was closed")
 
     async def _take(self) -> bool:
-        """Sit down on a free seat. False: somebody else was quicker."""
+        """Take a free seat. Returns False if another driver was faster."""
         while True:
             last = await self._etcd.get(self._term, within_s=None)
             try:
@@ -160,13 +161,14 @@ class Leadership:
                 taken = read_seat(seat.value)
                 if seat.lease != lease or taken is None:
                     return False
-                record, revision = taken, seat.changed  # it was us; the answer got lost
+                # it was this driver, and the answer was lost
+                record, revision = taken, seat.changed
             self.term, self._record = record.term, record
             self._guard_condition = Unchanged(self._term, revision)
             return True
 
     async def _sit(self, *, anew: bool = False) -> None:
-        """See to it that the seat is ours and says what we want, or that we know that we have lost it."""
+        """Ensure that the seat is ours and up to date, or that its loss is known."""
         async with self._seating:
             while self.leads and self._guard_condition is not None:
                 lease = await self._live_lease()
@@ -174,7 +176,7 @@ class Leadership:
                 value = msgspec.json.encode(self._record)
                 if seat is not None and seat.lease == lease and seat.value == value:
                     return
-                # The seat may be free or ours; that nobody led after us is what counts.
+                # The seat may be free or ours; what matters is that no other driver has led since.
                 conditions = [self._guard_condition, Unchanged(self._seat, _changed(seat))]
                 try:
                     if await self._etcd.transact(
@@ -198,7 +200,7 @@ class Leadership:
         return self._lease
 
     async def _keep(self) -> None:
-        """Renew the lease, while we wait and while we lead."""
+        """Renew the lease, while waiting and while leading."""
         while not self.lost.is_set():
             await asyncio.sleep(self._ttl_s / 3)
             if not self._lease:
@@ -211,8 +213,8 @@ class Leadership:
                     await self._sit()
 
     async def _look(self) -> None:
-        async with contextlib.aclosing(self._etcd.watch(self._seat)) as looks:
-            async for item in looks:
+        async with contextlib.aclosing(self._etcd.watch(self._seat)) as changes:
+            async for item in changes:
                 record = read_seat(item.value) if item else None
                 if record is None or record.term != self.term:
                     with contextlib.suppress(Unavailable, Rejected):

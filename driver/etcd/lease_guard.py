@@ -1,8 +1,8 @@
-"""Ends the lease of a driver that was killed, so that its seat is free at once. Decides nothing, and renews nothing.
+"""Process that revokes the lease of a killed driver, so that its seat is free at once. Decides and renews nothing.
 
-A process of its own, in its own session. Its standard input is a pipe from the driver: a line with how etcd is reached,
-then one with each lease that the driver has. When the driver's process is gone, the last of them is revoked. Should
-that not succeed, the lease runs out by itself a little later.
+It runs in its own session. Its standard input is a pipe from the driver: a line with the access to etcd, then one for
+each lease of the driver. When the driver's process exits, the last of them is revoked. If this fails, the lease
+expires by itself a little later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REVOKE_S = 10.0
 
 
 class LeaseGuard:
-    """The driver's end: starts the process, tells it of leases, ends it."""
+    """The driver's side: starts the process, sends it leases, ends it."""
 
     def __init__(self, access: EtcdAccess, log: Log) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
@@ -59,7 +59,7 @@ class LeaseGuard:
         self._write(str(lease).encode())
 
     def close(self) -> None:
-        """The lease is over, or may run out by itself."""
+        """End the process: the lease was revoked, or may expire by itself."""
         if self._popen is not None:
             self._popen.kill()
             assert self._popen.stdin is not None
@@ -69,7 +69,7 @@ class LeaseGuard:
 
     def _write(self, line: bytes) -> None:
         if self._popen is not None and self._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # it has died: the lease runs out by itself
+            with contextlib.suppress(OSError):  # it has exited: the lease expires by itself
                 os.write(self._popen.stdin.fileno(), line + b"\n")
 
 
@@ -88,9 +88,9 @@ async def revoke(access: EtcdAccess, lease: int) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    said = bytearray()
-    hear_out(int(sys.argv[1]), said.extend)
-    first, *leases = bytes(said).split(b"\n")[:-1] or [b""]
+    received = bytearray()
+    hear_out(int(sys.argv[1]), received.extend)
+    first, *leases = bytes(received).split(b"\n")[:-1] or [b""]
     if leases:
         asyncio.run(revoke(msgspec.json.decode(first, type=EtcdAccess), int(leases[-1])))
 

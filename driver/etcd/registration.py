@@ -1,8 +1,8 @@
-"""An agent's place in etcd: the key of its host, kept under a lease; and where the driver is. Decides little:
+"""Registration of an agent's host in etcd, under a lease, and the lookup of the driver. Decides little:
 
-the key is gone                   put it again, if need be under a new lease
-a later start of this host's agent has it    it has taken over: we end
-an earlier one has it             ours now; but at our start that one may live, and then we are refused
+the key is missing                      write it again, under a new lease if necessary
+a later agent of this host has it       it has taken over: this agent ends
+an earlier one has it                   take it; at the start of this agent, it may still run: refuse to start
 """
 
 from __future__ import annotations
@@ -28,14 +28,23 @@ from elastic.driver.etcd.keys import (
 )
 from elastic.errors import Invalid
 
-EXPIRY_S = 1.5  # etcd notices within this time that a lease is over
-LOOK_S = 0.25  # between two looks at the lease of a predecessor
+EXPIRY_S = 1.5  # etcd detects an expired lease within this time
+LOOK_S = 0.25  # interval between two checks of a predecessor's lease
 
 
 class Registration:
-    """``incarnation`` grows with every start of the host's agent. ``ended``: a later start has taken over
+    """Registration of one host. Close it before the connection to etcd.
 
-    Close it before the connection to etcd. ``why`` is what was logged when it ended.
+    Args:
+        etcd: client.
+        job: name of the job.
+        host: name of the host.
+        slots: its number of slots.
+        incarnation: grows with every start of the host's agent.
+        log: takes a level and a text.
+        ttl_s: time to live of the lease.
+
+    ``ended`` is set when a later agent has taken over; ``why`` is then the logged reason.
     """
 
     def __init__(
@@ -63,9 +72,9 @@ class Registration:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Be registered. Raises Invalid if another agent serves this host and lives, Unavailable without etcd.
+        """Register the host. Waits until the lease of an agent that died has expired.
 
-        One that has died is waited for until its lease is over.
+        Raises Invalid if another live agent serves this host, Unavailable without etcd.
         """
         await self._predecessor_gone()
         await self._claim(within_s=5.0)
@@ -82,15 +91,15 @@ class Registration:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            with contextlib.suppress(Unavailable, Rejected):  # it runs out by itself
+            with contextlib.suppress(Unavailable, Rejected):  # the lease expires by itself
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
     async def watch_driver(self) -> AsyncGenerator[DriverSeat | None, None]:
-        """Where the driver is, then each change of it; None: none leads, or none has said yet where it is."""
+        """Yield the driver's address and term, then each change; None: no leader, or its address is unknown."""
         last: DriverSeat | None = None
         first = True
-        async with contextlib.aclosing(self._etcd.watch(f"{self._root}driver")) as looks:
-            async for item in looks:
+        async with contextlib.aclosing(self._etcd.watch(f"{self._root}driver")) as changes:
+            async for item in changes:
                 seat = seat_of(read_seat(item.value) if item else None)
                 if first or seat != last:
                     first, last = False, seat
@@ -102,12 +111,15 @@ class Registration:
         least_s = 0.0
         while item := await self._etcd.get(self._key):
             if read_host(self._host, item.value) is None:
-                return  # no agent has written that
+                return  # not written by an agent
             left_s, granted_s = await self._etcd.time_left(item.lease)
             if deadline is None:
                 deadline, least_s = loop.time() + min(granted_s, 60.0) + EXPIRY_S, left_s
-                self._log("info", f"registered host {self._host}; waiting for confirmation")
-            if left_s > least_s or loop.time() > deadline:  # somebody renews it
+                self._log(
+                    "info",
+                    f"host {self._host} has an earlier registration; waiting for its lease to expire",
+                )
+            if left_s > least_s or loop.time() > deadline:  # another agent renews it
                 raise Invalid(self._taken())
             least_s = left_s
             await asyncio.sleep(LOOK_S)
@@ -116,7 +128,7 @@ class Registration:
         return f"host {self._host} already has an agent in this job: stop that one, or pass another name with --host"
 
     async def _claim(self, *, within_s: float | None = None) -> None:
-        """See to it that the key is ours, or that we have ended."""
+        """Ensure that the key is ours, or that this agent has ended."""
         async with self._claiming:
             while not self.ended.is_set():
                 item = await self._etcd.get(self._key, within_s=within_s)
@@ -156,15 +168,15 @@ class Registration:
                     await self._claim()
 
     async def _look(self) -> None:
-        async with contextlib.aclosing(self._etcd.watch(self._key)) as looks:
-            async for item in looks:
+        async with contextlib.aclosing(self._etcd.watch(self._key)) as changes:
+            async for item in changes:
                 if item is None or not self._is_ours(item):
                     await self._claim()
                 if self.ended.is_set():
                     return
 
     async def _go_on(self, work: Callable[[], Awaitable[None]]) -> None:
-        told = ""
+        last_error = ""
         while not self.ended.is_set():
             try:
                 await work()
@@ -172,7 +184,7 @@ class Registration:
             except Unavailable:  # the connection was closed
                 return
             except Rejected as error:
-                if str(error) != told:
-                    told = str(error)
-                    self._log("error", f"etcd rejects host {self._host}: {told}; retrying")
+                if str(error) != last_error:
+                    last_error = str(error)
+                    self._log("error", f"etcd rejects host {self._host}: {last_error}; retrying")
                 await asyncio.sleep(self._ttl_s)

@@ -352,7 +352,9 @@ async def test_a_host_comes_back_at_once_if_its_agent_starts_anew(cluster):
         await first.says("registered")
         first.process.kill()
         await stage.register("a", 3, incarnation=time.time_ns())  # waits for the lease
-        assert stage.log == [("info", "registered host a; waiting for confirmation")]
+        assert stage.log == [
+            ("info", "host a has an earlier registration; waiting for its lease to expire")
+        ]
 
 
 async def test_a_key_that_is_gone_is_put_again(cluster):
