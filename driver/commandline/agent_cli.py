@@ -1,4 +1,4 @@
-"""The other programs in ``elasticrun``: ``agent``, which offers this host to a job, and ``secret``."""
+"""``elasticrun agent``, which offers this host to a job, and ``elasticrun secret``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class AgentOptions(Options):
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code. Raises Invalid."""
+    """Run the command; return its exit code. Raises Invalid."""
     name, *rest = arguments
     return _secret(rest) if name == "secret" else _agent(rest, environ)
 
@@ -105,7 +105,7 @@ def _secret(arguments: Sequence[str]) -> int:
 
 
 def agent_parser() -> Parser:
-    """All flags of ``elasticrun agent``."""
+    """Return the parser of ``elasticrun agent``."""
     parser = Parser(
         prog="elasticrun agent",
         usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags]",
@@ -144,7 +144,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootstrap:
-    """What an agent that is started by hand has to know. Raises Invalid."""
+    """Return the configuration of an agent that is started by hand. Raises Invalid."""
     etcd = etcd_access(options, environ)
     if options.job_name is None:
         raise Invalid("--job is missing: pass the driver's --job")

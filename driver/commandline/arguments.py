@@ -1,6 +1,6 @@
-"""How a command line is read: a parser that raises instead of exiting, the values it takes, where the program starts.
+"""Parsing of command lines: a parser that raises instead of exiting, and types of values.
 
-Knows no flag by name; those are in `flags`.
+Flags are defined in `flags`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from elastic.errors import Invalid
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
-Declared = tuple[tuple[Any, ...], dict[str, Any]]  # what a `Group` is called with
+Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a `Group`
 
-# ---- fields of options that are flags; for their arguments see `Parser.group`
+# ---- fields that declare flags; for their arguments see `Parser.group` ------
 
 
 def flag(
@@ -31,27 +31,27 @@ def flag(
     default: Any = None,
     **more: Any,
 ) -> Any:
-    """A field that has the default where the flag is not given."""
+    """Declare a field for a flag with a value; ``default`` applies if it is not given."""
     return choice(default, ((names, value, convert, text), more))
 
 
 def switch(names: str, text: str, **more: Any) -> Any:
-    """A field that is True where the flag is given."""
+    """Declare a field that is True if the flag is given."""
     return choice(False, ((names, None, None, text), more))
 
 
 def choice(default: Any, *each: Declared) -> Any:
-    """A field that several flags set, each `given` with its value."""
+    """Declare a field for several flags, each a `given` with its value."""
     return field(default=default, metadata={"flags": each})
 
 
 def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) -> Declared:
-    """A flag that sets this value."""
+    """Declare a flag that sets this value."""
     return (names, None, None, text), {"action": "store_const", "const": value, **more}
 
 
 def add_declared(add: Group, kind: Any, *names: str) -> None:
-    """Adds the flags that a class of options declares itself: all, or those of some of its fields."""
+    """Add the flags that a class of options declares: all, or those of some fields."""
     known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
     for name in names or kind.__annotations__:
         for arguments, more in known[name]:
@@ -59,21 +59,21 @@ def add_declared(add: Group, kind: Any, *names: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises Invalid where argparse would print its usage and exit."""
+    """A parser that raises Invalid where argparse would print its usage and exit."""
 
     def __init__(self, **rest: Any) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
         self.actions: list[argparse.Action] = []
-        self.variables: dict[str, str] = {}  # of the environment: the flag that has their value
-        self.switches: dict[str, str] = {}  # the same: 1 is the flag, 0 or nothing says nothing
-        # ``section.key`` of the configuration file: the flag that has its value, or, of a switch, those for true, false
+        self.variables: dict[str, str] = {}  # environment variable: flag with the same value
+        self.switches: dict[str, str] = {}  # environment variable: switch that a value of 1 sets
+        # ``section.key`` of the configuration file: flag with the same value or, for a switch, those for true and false
         self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
-        """A function that adds a flag to a new group: its names, its value, the value's type, its help.
+        """Add a group, and return a function that adds a flag to it: names, value, type, help.
 
-        ``variable`` of the environment and ``keys`` of the configuration file say the same as the flag does. A key of a
-        switch has the value with which it is this flag, as in ``timeline.mark_cycles=true``.
+        ``variable`` of the environment and ``keys`` of the configuration file are equivalent to the flag. A key of a
+        switch includes the value that sets it, as in ``timeline.mark_cycles=true``.
         """
         group = self.add_argument_group(title, description)
 
@@ -98,8 +98,8 @@ class Parser(argparse.ArgumentParser):
             self.actions.append(action)
             flag = next(each for each in action.option_strings if each.startswith("--"))
             if variable:
-                told = self.switches if action.nargs == 0 else self.variables
-                told[variable] = flag
+                targets = self.switches if action.nargs == 0 else self.variables
+                targets[variable] = flag
             for key in keys:
                 name, _, when = key.partition("=")
                 self.keys.setdefault(name, {})[when] = flag
@@ -107,13 +107,13 @@ class Parser(argparse.ArgumentParser):
         return add
 
     def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
-        """The one word that is no flag; the flags, before or after it, become attributes of ``options``.
+        """Parse the arguments and return the one word that is not a flag; flags become attributes of ``options``.
 
-        Raises Invalid where there is not just one: ``wanted`` says what to give.
+        Raises Invalid with the text ``wanted`` if there is not exactly one.
         """
         own, rest = self.split(arguments)
         words = []
-        while rest:  # flags may follow the word too: it starts no command
+        while rest:  # flags may also follow the word: it is not the start of a program
             words.append(rest[0])
             more, rest = self.split(rest[1:])
             own = [*own, *more]
@@ -123,8 +123,11 @@ class Parser(argparse.ArgumentParser):
         return words[0]
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Our flags, and the program, which starts at the first word that is neither a flag nor a flag's value."""
-        # Not argparse.REMAINDER, which looks for our flags among the arguments of the user's program first.
+        """Split into our flags and the program.
+
+        The program starts at the first word that is neither a flag nor a flag's value.
+        """
+        # Unlike argparse.REMAINDER, which first searches the arguments of the user's program for our flags.
         takes: dict[str, int] = {}
         for action in self.actions:
             values = action.nargs if isinstance(action.nargs, int) else 1
@@ -140,7 +143,7 @@ class Parser(argparse.ArgumentParser):
         return list(arguments[:position]), list(arguments[position:])
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Names the flag that is most like one that does not exist."""
+        """Parse the arguments; the error about an unknown flag suggests the most similar one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown and unknown[0].startswith("-"):
             flags = [name for action in self.actions for name in action.option_strings]
@@ -152,7 +155,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # argparse takes -n for an abbreviation of -np, whatever `allow_abbrev` says. -p22 is -p and its value.
+        # argparse treats -n as an abbreviation of -np, regardless of `allow_abbrev`. -p22 is -p and its value.
         found = super()._get_option_tuples(option_string)
         return [each for each in found if option_string.startswith(each[1])]
 
@@ -163,7 +166,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows ``-np, --num-proc N`` rather than the value after each spelling."""
+    """Help formatter that shows ``-np, --num-proc N`` instead of the value after each spelling."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=100)
@@ -174,7 +177,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Names(argparse.Action):
-    """Repeatable, and each value may hold several names with commas between them."""
+    """Action of a repeatable flag whose values may each have several names, separated by commas."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         names = [name.strip() for name in values.split(",") if name.strip()]
@@ -186,14 +189,14 @@ class Names(argparse.Action):
 
 
 class WithoutMeaning(argparse.Action):
-    """Remembers that the flag was given. ``const`` is False for a switch that turns off what is off anyway."""
+    """Action that records a flag without effect. ``const`` is False for a switch that turns off what is off anyway."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         options.without_meaning[self.dest] = bool(self.const)
 
 
 def whole(smallest: int) -> Callable[[str], int]:
-    """A type of argparse: whole numbers from ``smallest`` on."""
+    """Return an argparse type for integers from ``smallest``."""
 
     def convert(text: str) -> int:
         try:
@@ -208,7 +211,7 @@ def whole(smallest: int) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """A finite number, 0 or more."""
+    """Parse a finite number, 0 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -219,7 +222,7 @@ def number(text: str) -> float:
 
 
 def positive(text: str, what: str = "a number") -> float:
-    """A positive, finite number."""
+    """Parse a positive, finite number."""
     try:
         value = number(text)
     except argparse.ArgumentTypeError:
@@ -230,12 +233,12 @@ def positive(text: str, what: str = "a number") -> float:
 
 
 def seconds(text: str) -> float:
-    """The same, of time."""
+    """Parse a positive, finite number of seconds."""
     return positive(text, "a number of seconds")
 
 
 def cores(text: str) -> str:
-    """Numbers of cores with commas between them, as one word without spaces."""
+    """Parse core numbers separated by commas; returned without spaces."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
@@ -245,7 +248,7 @@ def cores(text: str) -> str:
 
 
 def log_level(text: str) -> str:
-    """One of LOG_LEVELS, in any case."""
+    """Parse one of LOG_LEVELS, in any case."""
     if text.upper() not in LOG_LEVELS:
         raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(LOG_LEVELS)}")
     return text.upper()

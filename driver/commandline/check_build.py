@@ -1,4 +1,4 @@
-"""Says what is available here, for ``--check-build``. Torch is asked in a process of its own: none is loaded here."""
+"""Report for ``--check-build``. Torch is queried in its own process, and is not loaded here."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Build:
-    """What a probe found; ``trouble`` is a clause, set when torch could not be asked."""
+    """Result of a probe. ``trouble`` is a clause, set if torch could not be queried."""
 
     torch: str = ""
     gloo: bool = False
     nccl: bool = False
-    nccl_version: str = ""  # where there is a GPU
+    nccl_version: str = ""  # if there is a GPU
     gpus: int = 0
-    shared: str = ""  # why ranks of this host can't share memory; empty where they can
-    tensorflow: str = ""  # its version
+    shared: str = ""  # why ranks of this host cannot share memory; empty if they can
+    tensorflow: str = ""  # version, as for the following
     keras: str = ""
     mxnet: str = ""
     trouble: str = ""
 
 
 def version() -> str:
-    """Our own version."""
+    """Return the version of this package."""
     return _version_of(DISTRIBUTION) or "unknown, not installed"
 
 
 def other_horovod() -> str | None:
-    """A sentence of warning if Horovod itself is installed here too, else None."""
+    """Return a warning if Horovod itself is installed too, else None."""
     found = _version_of("horovod")
     if found is None:
         return None
@@ -63,7 +63,7 @@ def other_horovod() -> str | None:
 
 
 def other_elastic() -> str | None:
-    """The same of the package elastic, which computes elastic constants."""
+    """Return a warning if the package elastic, which computes elastic constants, is installed too, else None."""
     found = _version_of("elastic")
     if found is None:
         return None
@@ -74,7 +74,7 @@ def other_elastic() -> str | None:
 
 
 def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
-    """Imports torch in a process of its own; from a cold disk that takes a while. Never raises for what it finds."""
+    """Import torch in its own process, which may take long from a cold disk. Errors are reported in the result."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
@@ -104,10 +104,10 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
 
 
 def describe(build: Build) -> str:
-    """The report, in the form of horovodrun's."""
+    """Return the report, in the format of horovodrun's."""
 
-    def box(there: bool) -> str:
-        return "[X]" if there else "[ ]"
+    def box(available: bool) -> str:
+        return "[X]" if available else "[ ]"
 
     sharing = bool(build.torch) and not build.shared
     why = f": {build.shared}" if build.shared else ""
@@ -138,7 +138,7 @@ def describe(build: Build) -> str:
 
 
 def _version_of(distribution: str) -> str | None:
-    from importlib import metadata  # brings the parser of mails, and sockets with it
+    from importlib import metadata  # slow: imports the mail parser and sockets
 
     try:
         return metadata.version(distribution)

@@ -1,6 +1,6 @@
-"""What the flags for durable commits come to: which checkpoint a job begins from, and what workers are told.
+"""Checkpoint flags: the commit from which a job begins, and the workers' settings.
 
-Everything that can go wrong with a folder of checkpoints is found here, before anything is started.
+All problems of a checkpoint folder are detected here, before anything is started.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
 Value = TypeVar("Value")
-ANSWER_S = 60.0  # for the storage to answer at the start
+ANSWER_S = 60.0  # seconds for the storage to answer at the start
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """``env``: what every worker is told. ``restarts``: see `Settings`. ``notes``: level and line, to be said once."""
+    """Checkpoint settings of a job.
+
+    Args:
+        env: environment of every worker.
+        restarts: see `Settings`.
+        notes: level and text of lines to log once.
+    """
 
     env: dict[str, str] = field(default_factory=dict)
     restarts: int | None = None
@@ -36,7 +42,7 @@ class CheckpointPlan:
 def checkpoint_plan(
     options: Options, *, elastic: bool, traces: Traces | None = None
 ) -> CheckpointPlan:
-    """Looks at the folder, and proves that it can be written. Raises Invalid. What it writes is noted in ``traces``."""
+    """Check that the folder can be read and written. Raises Invalid. Files created are registered in ``traces``."""
     traces = traces or Traces()
     if options.checkpoint_dir is None:
         others = {
@@ -65,7 +71,7 @@ def checkpoint_plan(
         traces.folder(storage.absolute)
     run, begin, notes = _within(ANSWER_S, storage.url, lambda: _look(options, storage))
     traces.run(storage, run)
-    anew = options.fresh or options.begin_from is not None
+    new_job = options.fresh or options.begin_from is not None
     env = {
         told.DIR: storage.absolute,
         told.EVERY: every,
@@ -73,7 +79,7 @@ def checkpoint_plan(
             told.DEFAULT_KEEP if options.checkpoint_keep is None else options.checkpoint_keep
         ),
         told.RUN: str(run),
-        told.FLOOR: str(run if anew else 0),
+        told.FLOOR: str(run if new_job else 0),
     }
     if begin is not None:
         url, found = begin
@@ -84,36 +90,36 @@ def checkpoint_plan(
     return CheckpointPlan(env, restarts if elastic else None, notes)
 
 
-# ---- finished before? ------------------------------------------------------------------------------------------------
+# ---- already finished? -----------------------------------------------------------------------------------------------
 
 _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 
 
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
-    """None where it can't be known whether the same command has finished before: all of the job has to run here.
+    """Return the command for the check whether it has finished before.
 
-    Raises Invalid.
+    None if this cannot be known, since all of the job must run on this machine. Raises Invalid.
     """
     elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
     drivers = options.kubernetes or options.resume or options.standby
     if options.checkpoint_dir is None or elsewhere or drivers or _other_hosts(options.hosts):
         return None
-    # What holds for one start is no part of the command.
-    asked = asdict(replace(options, fresh=False, begin_from=None))
+    # Flags for one start are not part of the command.
+    relevant = asdict(replace(options, fresh=False, begin_from=None))
     return same_command(
-        options.checkpoint_dir, repr(sorted(asked.items())), options.command, environ
+        options.checkpoint_dir, repr(sorted(relevant.items())), options.command, environ
     )
 
 
 def finished_before(same: SameCommand, options: Options) -> Manifest | None:
-    """The last commit of the same job, if that has finished and neither --fresh nor --from is given."""
+    """Return the last commit of the same job if it has finished, and neither --fresh nor --from is given."""
     if options.fresh or options.begin_from is not None:
         return None
     return _unless_silent(same.finished_before)
 
 
 def note_finished(same: SameCommand, run: int) -> None:
-    """The job of this run ended with exit code 0."""
+    """Record that the job of this run ended with exit code 0."""
     _unless_silent(lambda: same.has_finished(run))
 
 
@@ -123,12 +129,12 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """None where the storage does not answer, which the start of the job tells of better."""
-    asked = begun(work, "checkpoints")
-    if not futures.wait([asked], ANSWER_S).done:
+    """Return the result; None if the storage does not answer, which is reported at the start of the job."""
+    future = begun(work, "checkpoints")
+    if not futures.wait([future], ANSWER_S).done:
         return None
     try:
-        found: Value = asked.result()
+        found: Value = future.result()
         return found
     except (OSError, NotReadable):
         return None
@@ -139,7 +145,7 @@ Notes = list[tuple[str, str]]
 
 
 def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
-    """The number of this run, the folder and the commit from which it begins, and what is to be said."""
+    """Return the number of this run, the folder and commit from which it begins, and lines to log."""
     storage.prove_writable()
     alone = not (options.resume or options.standby)
     if alone:
@@ -147,7 +153,7 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
     notes: Notes = []
     begin = _begin(options, storage, notes)
     run = catalog.claim_run(storage)
-    # Another job may have begun in the same moment: then the earlier number counts.
+    # Another job may have started at the same moment: the earlier number has priority.
     other = catalog.writing_here(storage, before=run) if alone else None
     if other is not None:
         catalog.give_back_run(storage, run)
@@ -188,11 +194,11 @@ def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
 
 
 def _within(seconds: float, url: str, work: Any) -> Any:
-    """A storage that does not answer must not keep the job from saying so. Raises Invalid."""
-    asked = begun(work, "checkpoints")
-    if not futures.wait([asked], seconds).done:
+    """Run ``work`` with a timeout, so that a silent storage is reported. Raises Invalid."""
+    future = begun(work, "checkpoints")
+    if not futures.wait([future], seconds).done:
         raise Invalid(f"--checkpoint-dir {url}: no answer within {seconds:.0f} s")
     try:
-        return asked.result()
+        return future.result()
     except (OSError, NotReadable) as error:
         raise Invalid(f"--checkpoint-dir {url} can't be read: {error}") from error

@@ -1,8 +1,8 @@
-"""The program ``elasticrun`` (also ``horovodrun``): from flags to a checked Job, and to an exit code.
+"""The program ``elasticrun`` (also ``horovodrun``): converts flags to a validated Job, and returns its exit code.
 
-The only place of the driver that reads the environment. Every mistake that can be found before something is started
-is found here, and told in one sentence with exit code 2. A flag given on the command line wins over the config file,
-that over the environment, that over the default.
+The only module of the driver that reads the environment. All mistakes that can be detected before anything is started
+are reported here, in one sentence with exit code 2. Precedence: command line, configuration file, environment,
+default.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ from elastic.errors import Invalid
 
 T = TypeVar("T")
 
-# Read by workers only, and checked here so that a mistake is told once and before anything starts.
+# Used by workers only, and checked here so that a mistake is reported once, before the start.
 _WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
 _SAYS_NOTHING = {
-    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),  # Horovod's default is no wish
+    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),  # Horovod's default, which is not a request
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
-    ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script will say where
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script sets the file
 }
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")
-TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])  # as `head`, readers of theirs may have seen enough
+# output may be piped to a reader that exits early, such as `head`
+TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
-_SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
+_SLACK_S = 60.0  # a collective times out only long after its worker has been judged
 
 
 class _StallLimits(NamedTuple):
-    """With a worker that others wait for, in seconds; 0: without end."""
+    """Limits for a worker that others wait for, in seconds; 0: unlimited."""
 
     idle_s: float
     busy_warning_s: float
@@ -80,7 +81,7 @@ class _StallLimits(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code. ``arguments`` are those of the process by default."""
+    """Run the program; return its exit code. ``arguments``: default: those of the process."""
     stand_in_for_closed()
     arguments = sys.argv[1:] if arguments is None else arguments
     environ = dict(os.environ)
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_first_word(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """A command that is misspelt is not taken for a program. Raises Invalid."""
+    """Reject a misspelt command instead of running it as a program. Raises Invalid."""
     word = arguments[0] if arguments else ""
     if (
         word[:1] in ("", "-")
@@ -154,13 +155,13 @@ def _check_first_word(arguments: Sequence[str], environ: Mapping[str, str]) -> N
 
 
 def _called() -> str:
-    """The name under which it was called."""
+    """Return the name under which the program was called."""
     name = os.path.basename(sys.argv[0])
     return name if name in NAMES else NAMES[0]
 
 
 def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
-    """The exit code. Raises Invalid, OSError."""
+    """Run the job unless it has finished before; return the exit code. Raises Invalid, OSError."""
     same = same_command_of(options, environ)
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
@@ -188,7 +189,7 @@ async def _run(job: Job) -> int:
 
 
 def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """The options of command line, config file and environment together. Raises Invalid."""
+    """Return the options from command line, configuration file and environment. Raises Invalid."""
     options = flags.parse(arguments)
     words = [
         (f"{flag}={environ[name]}", f"environment variable {name}")
@@ -203,7 +204,7 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
             flags.parse([word])
         except Invalid as error:
             raise Invalid(f"{source}: {error}") from None
-    # The last one given wins, so the command line comes last.
+    # The last value wins, so the command line comes last.
     return flags.parse([*(word for word, _ in words), *arguments])
 
 
@@ -222,7 +223,7 @@ def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _fusion(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The variable counts bytes, the flag MiB."""
+    """Convert the environment variable, in bytes, to the flag, in MiB."""
     name = "HOROVOD_FUSION_THRESHOLD"
     text = environ.get(name)
     if not text:
@@ -243,11 +244,16 @@ def make_job(
     cores: int | None = None,
     provider: Provider | None = None,
 ) -> Job:
-    """Checks everything and fills in the defaults. Creates the output directory. Raises Invalid, and has written
-    nothing then.
+    """Validate all options and fill in the defaults. Creates the output folder.
 
-    ``cores`` are those that the workers may share, by default those of this process. ``provider``: an engine that
-    supplies the hosts.
+    Args:
+        options: as given.
+        environ: environment of the driver.
+        this_host: recognizes names of this machine.
+        cores: cores that the workers share; default: those of this process.
+        provider: engine that supplies the hosts.
+
+    Raises Invalid; files created until then are removed.
     """
     traces = Traces()
     with traces.removed_on_error():
@@ -314,13 +320,13 @@ def _checked_job(
                 ),
             )
         )
-    # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
+    # With a discovery script, the number of slots is unknown: each worker's share is computed when it is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         workers = min(workers_max + standbys, sum(hosts.values()))
         threads = threads_per_worker(cores, workers)
         env["OMP_NUM_THREADS"] = str(threads)
-        told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
-        notes.append(("info", f"{told} for each worker, since it is unset"))
+        setting = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
+        notes.append(("info", f"{setting} for each worker, since it is unset"))
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )
@@ -387,14 +393,14 @@ def _checked_job(
 
 
 def _preemption(options: Options) -> str:
-    """Raises Invalid."""
+    """Return the source of preemption notices. Raises Invalid."""
     wanted = _given(options.preemption, watch.AUTO)
     watch.check(wanted)
     return wanted
 
 
 def _preload(options: Options, *, elastic: bool) -> str:
-    """Raises Invalid. A job of a fixed size starts no worker again."""
+    """Return the preload setting; empty in a job of a fixed size, which restarts no worker. Raises Invalid."""
     wanted = _given(options.preload, prepared.AUTO if elastic else prepared.OFF)
     try:
         names, count = prepared.read(wanted)
@@ -404,13 +410,13 @@ def _preload(options: Options, *, elastic: bool) -> str:
 
 
 def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int | None:
-    """Raises Invalid."""
+    """Return the rank of the worker with standard input. Raises Invalid."""
     rank = options.stdin
     check_stdin(rank, workers_max, by_agents=by_agents)
     if rank is not None:
         try:
             behind = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
-        except OSError:  # a terminal, and not ours
+        except OSError:  # another terminal
             behind = False
         if behind:
             raise Invalid(
@@ -421,7 +427,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
-    """What flags add to the environment of every worker, under Horovod's names. They win over what is inherited."""
+    """Return what flags add to every worker's environment, under Horovod's names. They replace inherited values."""
     env = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, Job.gloo_timeout_s):g}"
     }
@@ -458,8 +464,10 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
 def _torch_additions(
     options: Options, environ: Mapping[str, str], bind: str, first_host: str
 ) -> dict[str, str]:
-    """What torch.distributed's scripts find in the environment besides their place: where rank 0 would listen, without
-    our backend. ``bind`` is empty, and ``first_host`` perhaps known, where workers run on several hosts.
+    """Return additional environment for scripts written for torch.distributed.
+
+    Without our backend, rank 0 would listen there. ``bind`` is empty if workers run on several hosts; ``first_host``
+    may then be known.
     """
     name = options.job_name or uuid.uuid4().hex
     env = {
@@ -479,7 +487,7 @@ def _gpus() -> int:
 
 
 def _command(options: Options, python: str) -> list[str]:
-    """The program as it is started. Raises Invalid."""
+    """Return the program as it is started. Raises Invalid."""
     if options.module:
         if options.no_python:
             raise Invalid("-m and --no-python exclude each other: keep one of them")
@@ -493,7 +501,8 @@ def _stall_limits(options: Options) -> _StallLimits:
     warning_s = _given(options.busy_warning, options.stall_warning)
     busy_s = _given(options.busy_timeout, options.stall_shutdown)
     busy_s = _given(busy_s, Settings.busy_s)
-    # Nobody would replace a fenced worker of a static job: one that waits for an upload is as good as a busy one there.
+    # A fenced worker of a static job would not be replaced, so an idle one, possibly waiting for an upload, counts as
+    # busy.
     idle_s = Settings.idle_s if _is_elastic(options) else busy_s
     return _StallLimits(
         _given(options.idle_timeout, idle_s),
@@ -504,7 +513,7 @@ def _stall_limits(options: Options) -> _StallLimits:
 
 
 def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None:
-    """How long the user lets a collective take; None: that was not said. Raises Invalid."""
+    """Return the user's timeout for collectives; None if not given. Raises Invalid."""
     if options.gloo_timeout_seconds is not None:
         return options.gloo_timeout_seconds
     text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT")
@@ -517,7 +526,10 @@ def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None
 
 
 def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
-    """Gloo knows only that somebody is late: the driver finds out who and why, and this is the last resort."""
+    """Return the timeout of collectives in Gloo, the last resort.
+
+    The driver identifies the cause of a hang much earlier.
+    """
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
         return own_s
@@ -536,7 +548,7 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 
 def _dashboard(text: str | None) -> tuple[str, int] | None:
-    """Address and port; an address without brackets is one of IPv4, or a name. Raises Invalid."""
+    """Return address and port; an address without brackets is IPv4 or a name. Raises Invalid."""
     if text is None:
         return None
     address, _, port = text.rpartition(":")
@@ -549,7 +561,7 @@ def _dashboard(text: str | None) -> tuple[str, int] | None:
 
 
 def _is_elastic(options: Options) -> bool:
-    asked = (
+    elastic_flags = (
         options.min_num_proc,
         options.max_num_proc,
         options.host_discovery_script,
@@ -557,11 +569,11 @@ def _is_elastic(options: Options) -> bool:
         options.kubernetes_service,
         options.etcd if options.hosts is None and options.hostfile is None else None,
     )
-    return any(each is not None for each in asked)
+    return any(each is not None for each in elastic_flags)
 
 
 def _workers(options: Options) -> tuple[int, int, int, bool]:
-    """np, min, max, and whether the job is elastic."""
+    """Return np, min, max, and whether the job is elastic."""
     np, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
     elastic = _is_elastic(options)
     if not elastic:
@@ -590,7 +602,7 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
 
 
 def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dict[str, int] | None:
-    """The list that never changes, or None where hosts come and go. Raises Invalid."""
+    """Return the fixed list of hosts, or None if hosts are discovered. Raises Invalid."""
     sources = {
         "-H": options.hosts,
         "--hostfile": options.hostfile,
@@ -619,13 +631,13 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
 
 
 def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> list[tuple[str, str]]:
-    """What must not be accepted in silence."""
+    """Return the lines to log about settings without effect and conflicting packages."""
     notes: list[tuple[str, str]] = []
     others = (check_build.other_horovod(), check_build.other_elastic())
     notes += [("warning", other) for other in others if other is not None]
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         value = environ.get(name, "")
-        # What workers get from us, also of a job within a job.
+        # Set by this package for workers, also for a job within a job.
         if value.lower() not in ("", "gloo"):
             why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
@@ -687,7 +699,7 @@ def _writable_file(path: str | None, traces: Traces) -> str | None:
 
 
 def _writable_place(flag: str, path: str | None) -> str | None:
-    """Not made here: an empty file is not a timeline that a viewer opens, and no report."""
+    """Return the path after checks, without creating the file: an empty file is neither a timeline nor a report."""
     if path is None:
         return None
     folder = os.path.dirname(os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""Checks, before anything is started, that the program to run exists and can be run."""
+"""Check that the program to run exists and is executable, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EXAMPLE = "elasticrun -np 4 python train.py"
 
 
 def run_by_python(command: Sequence[str], python: str) -> list[str]:
-    """A script that can't run itself, as a program; anything else as it is."""
+    """Return the command with Python in front if it is a script that is not executable; otherwise unchanged."""
     if command and command[0].endswith(".py") and not _runs_itself(command[0]):
         return [python, *command]
     return [*command]
 
 
 def check_command(command: Sequence[str], *, path: str | None) -> None:
-    """Raises Invalid with a sentence that says what to write instead. ``path`` is the value of PATH."""
+    """Raise Invalid with a sentence that says what to write instead. ``path``: value of PATH."""
     if not command:
         raise Invalid(f"no program given: put it after the flags, as in {_EXAMPLE}")
     program = command[0]

@@ -1,6 +1,7 @@
-"""Turns a file of Horovod's form (``--config-file``) into flags. Decides nothing: flags of the command line win.
+"""Conversion of a configuration file in Horovod's format (``--config-file``) to flags. Decides nothing.
 
-Every entry becomes the flag of the same meaning, so that a value is checked in one place only.
+Every entry becomes the equivalent flag, so that values are checked in one place. Flags of the command line take
+precedence.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ _CONTROLLERS = ("gloo", "mpi", "jsrun")
 
 
 def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Pairs of a flag, as one word, and where it stands, such as ``("--log-level=INFO", "job.yaml, logging.level")``.
+    """Return flags as words, with their positions, such as ``("--log-level=INFO", "job.yaml, logging.level")``.
 
-    ``flags``: by ``section.key``; see `Parser.keys`.
-    Raises Invalid, with a sentence that names file and entry, for what can't be read or is no such file.
+    ``flags``: by ``section.key``; see `Parser.keys`. Raises Invalid with a sentence that has file and entry.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -81,7 +81,7 @@ def _near(key: str, known: list[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, where YAML would silently take the last."""
+    """Loader that rejects duplicate keys, where YAML would silently use the last."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False

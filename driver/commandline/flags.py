@@ -1,7 +1,7 @@
-"""The flags of elasticrun: names, types, help. Reads no file and no environment, and decides nothing.
+"""Flags of elasticrun: names, types and help texts. Reads neither files nor the environment, and decides nothing.
 
-The names are Horovod's, so that a horovodrun command line works unchanged. Horovod's flags for which there is nothing
-here to set are accepted, but remembered, so that the caller can say so, and why.
+The names are Horovod's, so that horovodrun command lines work unchanged. Horovod flags without an equivalent are
+accepted and recorded, so that the caller can log them with the reason.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ setup:
 
 @dataclass
 class WorkerFlags:
-    """How many, and when to give up."""
+    """Number of workers, and limits of failures."""
 
     num_proc: int | None = flag(
         "-np --num-proc",
@@ -142,7 +142,7 @@ class WorkerFlags:
 
 @dataclass
 class HostFlags:
-    """Where they run."""
+    """Hosts and slots."""
 
     hosts: str | None = flag(
         "-H --hosts", "LIST", "Hosts and slots, each host once: gpu1:4,gpu2:4 or [::1]:2."
@@ -172,9 +172,9 @@ class HostFlags:
 
 @dataclass
 class CommunicationFlags:
-    """How they talk."""
+    """Communication between workers."""
 
-    controller: str = choice(  # two are there to be refused
+    controller: str = choice(  # two of these only raise an error
         "gloo",
         given("--gloo", "gloo", "Start workers without MPI (always the case)."),
         given("--mpi", "mpi", "Rejected: workers are not started with MPI."),
@@ -194,7 +194,7 @@ class CommunicationFlags:
 
 @dataclass
 class TuningFlags:
-    """How small tensors are negotiated and fused."""
+    """Negotiation and fusion of small tensors."""
 
     fusion_threshold_mb: float | None = flag(
         "--fusion-threshold-mb",
@@ -233,7 +233,7 @@ class TuningFlags:
 
 @dataclass
 class DetectionFlags:
-    """How long to wait for whom."""
+    """Failure-detection timeouts."""
 
     lease: float | None = flag(
         "--lease",
@@ -301,7 +301,7 @@ class DetectionFlags:
 
 @dataclass
 class OutputFlags:
-    """What is written, served and shown."""
+    """Output, reports and metrics."""
 
     output_filename: str | None = flag(
         "--output-filename",
@@ -428,7 +428,7 @@ class OutputFlags:
 
 @dataclass
 class GeneralFlags:
-    """The rest."""
+    """Other flags."""
 
     config_file: str | None = flag(
         "--config-file",
@@ -458,13 +458,13 @@ class Options(
     OutputFlags,
     GeneralFlags,
 ):
-    """Flags as given. None means not given, so that the file, the environment and the defaults can fill it in."""
+    """Flags as given. None: not given, so that the file, the environment and the defaults can supply a value."""
 
     command: list[str] = field(default_factory=list)
     without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
 
 
-# Title and text of each group of --help-all, and the flags in it.
+# Title and text of each group of --help-all, and its classes of flags.
 GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
@@ -521,7 +521,7 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The options of a command line without its program name. Raises Invalid; exits for ``--help``, ``--help-all``."""
+    """Parse a command line without its program name. Raises Invalid; exits for ``--help`` and ``--help-all``."""
     known = parser()
     own, command = known.split(arguments)
     options = Options()
@@ -530,7 +530,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-# What functions that start jobs call otherwise than the command line.
+# Parameters of functions that start jobs whose names differ from the flags.
 OTHERWISE = {
     "np": "num_proc",
     "gloo_timeout": "gloo_timeout_seconds",
@@ -540,7 +540,7 @@ OTHERWISE = {
 
 
 def flags_of(given: Mapping[str, Any]) -> list[str]:
-    """Arguments of such a function as words of a command line. None, and False of a switch: not given."""
+    """Return parameters of such a function as words of a command line. None and False: not given."""
     words: list[str] = []
     for name, value in given.items():
         flag = f"--{OTHERWISE.get(name, name).replace('_', '-')}"
@@ -554,7 +554,7 @@ def flags_of(given: Mapping[str, Any]) -> list[str]:
 
 
 def build_parser() -> Parser:
-    """All flags, in groups."""
+    """Return the parser with all flags, in groups."""
     parser = Parser(
         prog="elasticrun",
         usage="elasticrun [flags] program [arguments of the program]",
@@ -635,19 +635,19 @@ def _add_without_meaning(add: Group) -> None:
 
 
 def why_without_meaning(flag: str) -> str:
-    """Why there is nothing that this flag could set here: a clause."""
+    """Return why a flag has no effect here, as a clause."""
     if flag.startswith("--autotune"):
-        return "nothing is tuned while training; --fusion-threshold-mb and --cycle-time-ms are what there is to try"
+        return "there is no autotuning; set --fusion-threshold-mb and --cycle-time-ms instead"
     return {
         "--hierarchical-allreduce": _BY_ITSELF,
         "--hierarchical-allgather": _BY_ITSELF,
         "--torus-allreduce": _NCCL_CHOOSES,
         "--num-nccl-streams": "each group of ranks has a communicator and a stream of its own",
-    }.get(flag, "workers are not started by MPI and do not talk over it")
+    }.get(flag, "workers do not use MPI")
 
 
 _BY_ITSELF = (
-    "ranks of one host reduce in shared memory first, and then with other hosts, without being told;"
+    "ranks of one host reduce in shared memory first, and then with other hosts, automatically;"
     " on GPUs NCCL chooses the algorithm, and its variable NCCL_ALGO forces one"
 )
 _NCCL_CHOOSES = (

@@ -1,4 +1,4 @@
-"""The flags for other hosts, for checkpoints, for drivers that follow each other, and for security. Names and help."""
+"""Flags for several hosts, checkpoints, driver failover and security: names and help texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.driver.commandline.arguments import Names, flag, seconds, switch, w
 
 @dataclass
 class SshFlags:
-    """How other hosts are reached, and what their workers are given."""
+    """ssh to other hosts, and their workers' environment."""
 
     ssh_port: int | None = flag("-p --ssh-port", "PORT", "ssh port of the other hosts.", whole(1))
     ssh_identity_file: str | None = flag(
@@ -34,7 +34,7 @@ class SshFlags:
 
 @dataclass
 class EtcdFlags:
-    """Where driver, agents and operators find each other."""
+    """etcd, through which driver, agents and operators find each other."""
 
     job_name: str | None = flag("--job", "NAME", "Name of the job, shared by driver and agents.")
     etcd: str | None = flag(
@@ -54,7 +54,7 @@ class EtcdFlags:
 
 @dataclass
 class KubernetesFlags:
-    """Hosts that are pods."""
+    """Hosts as pods."""
 
     kubernetes: bool = switch(
         "--kubernetes", "Discover hosts as pods of release --job through the Kubernetes API."
@@ -79,7 +79,7 @@ class KubernetesFlags:
 
 @dataclass
 class FailoverFlags:
-    """Drivers that follow each other."""
+    """Driver failover."""
 
     resume: bool = switch(
         "--resume",
@@ -106,7 +106,7 @@ class FailoverFlags:
 
 @dataclass
 class CheckpointFlags:
-    """What outlives all workers."""
+    """Checkpoints."""
 
     checkpoint_dir: str | None = flag(
         "--checkpoint-dir",
@@ -150,7 +150,7 @@ class CheckpointFlags:
 
 @dataclass
 class PreemptionFlags:
-    """Machines that go away, and what takes their place."""
+    """Preemption."""
 
     preemption: str | None = flag(
         "--preemption",
@@ -172,7 +172,7 @@ class PreemptionFlags:
 
 @dataclass
 class SecurityFlags:
-    """Who is let in, and what is encrypted."""
+    """Authentication and encryption."""
 
     secret_file: str | None = flag(
         "--secret-file",

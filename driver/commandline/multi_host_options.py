@@ -1,6 +1,6 @@
-"""What a job on several hosts needs besides the job itself, from the flags; checked. Decides nothing about the job.
+"""Validation of the flags for a job on several hosts. Decides nothing about the job.
 
-Secrets are read here, from files and variables, and are in no repr.
+Secrets are read here, from files and variables, and are not in any repr.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from elastic.driver.network.secret import SECRET_BYTES, read_secret
 from elastic.errors import Invalid
 
 ETCD_PORT = 2379
-POD_ADDRESS = "POD_IP"  # by the downward API
+POD_ADDRESS = "POD_IP"  # from the downward API
 PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
 def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> FleetPlan:
-    """Raises Invalid. ``elsewhere``: some host of a list that is known is not this machine."""
+    """Return the plan for agents and driver failover.
+
+    ``elsewhere``: a known host is not this machine. Raises Invalid.
+    """
     etcd = etcd_access(options, environ)
     sources = (options.hosts, options.hostfile, options.host_discovery_script)
     listed = any(source is not None for source in sources)
@@ -54,7 +57,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
             "drivers and agents that are started separately need a common secret: create a file with `elasticrun"
             " secret FILE`, copy it to every host, and pass --secret-file FILE"
         )
-    # Maybe a job before has left something there, which has to be told that it is over.
+    # An earlier job may have agents that must be notified of its end.
     left = options.fresh and os.path.exists(f"{options.journal}.secret")
     if secret is None and options.journal is not None and (options.resume or left):
         secret = _secret_beside(options.journal)
@@ -86,7 +89,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
 
 
 def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None:
-    """Raises Invalid."""
+    """Return the selection of pods; None if hosts are not pods. Raises Invalid."""
     if not options.kubernetes:
         if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
             raise Invalid(
@@ -111,7 +114,7 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
 
 
 def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | None:
-    """Raises Invalid."""
+    """Return endpoints and credentials of etcd; None without etcd. Raises Invalid."""
     files = (options.etcd_cert, options.etcd_key, options.etcd_ca)
     if options.etcd is None:
         if options.etcd_user is not None or any(file is not None for file in files):
@@ -141,7 +144,7 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
 def tls_files(
     cert: str | None, key: str | None, ca: str | None, *, prefix: str = "--tls"
 ) -> TlsFiles | None:
-    """All three or none; for etcd the authority alone will do. Raises Invalid."""
+    """Return all three files or None; for etcd, the CA alone is sufficient. Raises Invalid."""
     given = {f"{prefix}-cert": cert, f"{prefix}-key": key, f"{prefix}-ca": ca}
     missing = [flag for flag, path in given.items() if path is None]
     if len(missing) == len(given):
@@ -160,7 +163,7 @@ def tls_files(
 
 
 def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What workers on all hosts are given of the driver's environment."""
+    """Return the driver's environment variables for workers on all hosts."""
     missing = [name for name in exported if name not in environ]
     if missing:
         raise Invalid(f"--export {','.join(missing)}: the variable is not set")
@@ -169,7 +172,7 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
 
 
 def _secret_beside(journal: str) -> bytes:
-    """Another driver that goes on from this journal must know the job's secret, which is not in it."""
+    """Return the job's secret, stored next to the journal for the next driver that resumes from it."""
     path = f"{os.path.abspath(journal)}.secret"
     if not os.path.exists(path):
         from elastic.driver.network.secret import make_secret_file

@@ -1,7 +1,7 @@
-"""torchrun's flags: what they are in elasticrun's, or why they are nothing here. Decides; starts nothing.
+"""torchrun's flags: conversion to elasticrun's, or the reason why they are rejected. Decides; starts nothing.
 
-torchrun is started on every host, and told by each how the others are found; elasticrun is started once, and finds or
-starts the others itself. So what says where the hosts are is refused, with a sentence that names what says it here.
+torchrun is started on every host, with flags for finding the others; elasticrun is started once, and finds or starts
+the others itself. Flags about the location of hosts are therefore rejected, with a sentence that names the equivalent.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 from elastic.driver.commandline.arguments import Group, flag, switch, whole
 from elastic.errors import Invalid
 
-Options = TypeVar("Options", bound=Any)  # those of `flags`, which has these flags too
+Options = TypeVar("Options", bound=Any)  # the class in `flags`, which includes these
 
 _ELSEWHERE = (
-    "elasticrun is started once, and not on every host: leave it out, and list the hosts with -H host1:4,host2:4, or"
-    " run `elasticrun agent` on each of them and give --etcd"
+    "elasticrun is started once, not on every host: leave it out, and list the hosts with -H host1:4,host2:4, or run"
+    " `elasticrun agent` on each of them and pass --etcd"
 )
-_OUTPUT = "leave it out, and give --output-filename DIR for a file of each worker's output"
-_NOTHING = "leave it out; there is nothing here that it could set"
-# Flags of torchrun that elasticrun does not have: whether they take a value, and what to do instead.
+_OUTPUT = "leave it out, and pass --output-filename DIR for a file with each worker's output"
+_NOTHING = "leave it out; it has no equivalent here"
+# Rejected flags of torchrun: whether they have a value, and what to do instead.
 REFUSED: dict[str, tuple[bool, str]] = {
     "--node-rank --node_rank": (True, _ELSEWHERE),
-    "--local-addr --local_addr": (True, "leave it out, and give --network-interface"),
+    "--local-addr --local_addr": (True, "leave it out, and pass --network-interface"),
     "--rdzv-conf --rdzv_conf": (
         True,
         "leave it out; --elastic-timeout and --start-timeout bound the waits",
@@ -36,12 +36,12 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--log-dir --log_dir": (True, _OUTPUT),
     "--local-ranks-filter --local_ranks_filter": (True, _OUTPUT),
     "--logs-specs --logs_specs": (True, _OUTPUT),
-    "--logs_level --logs-level": (True, "leave it out, and give --log-level"),
+    "--logs_level --logs-level": (True, "leave it out, and pass --log-level"),
     "--duplicate-stdout-filters --duplicate_stdout_filters": (True, _OUTPUT),
     "--duplicate-stderr-filters --duplicate_stderr_filters": (True, _OUTPUT),
     "--event-log-handler --event_log_handler": (
         True,
-        "leave it out, and give --journal or --metrics-port",
+        "leave it out, and pass --journal or --metrics-port",
     ),
     "--monitor-interval --monitor_interval": (True, "leave it out: an exit is seen at once"),
     "--start-method --start_method": (True, _NOTHING),
@@ -55,7 +55,7 @@ BACKENDS = ("elastic", "off")
 
 
 def add_refused(add: Group) -> None:
-    """Those of torchrun that are not available: to give one is an error that says what to do."""
+    """Add the flags of torchrun that are rejected with an error that says what to do."""
     for names, (valued, _) in REFUSED.items():
         rest: dict[str, Any] = {} if valued else {"nargs": 0}
         add(
@@ -98,7 +98,7 @@ def _hosts(text: str) -> tuple[int, int]:
 
 @dataclass
 class TorchrunFlags:
-    """torch.distributed, and torchrun's own."""
+    """torch.distributed, and torchrun's own flags."""
 
     torch_backend: str | None = flag(
         "--torch-backend",
@@ -157,12 +157,12 @@ class TorchrunFlags:
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:
-    """The same in elasticrun's own flags, which win. ``cores`` and ``gpus`` are this host's. Raises Invalid."""
+    """Convert to elasticrun's flags, which take precedence. ``cores`` and ``gpus``: of this host. Raises Invalid."""
     changes: dict[str, Any] = {}
     nodes = options.nnodes or (1, 1)
     several = nodes[1] > 1
     if options.standalone and several:
-        raise Invalid("--standalone is one host, and --nnodes says several; keep one of them")
+        raise Invalid("--standalone means one host, but --nnodes several: keep one of them")
     if options.nproc_per_node is not None or options.nnodes is not None:
         changes |= _counted(options, nodes, _workers(options.nproc_per_node or "1", cores, gpus))
     elastic = nodes[0] < nodes[1] or options.min_num_proc is not None
@@ -220,10 +220,10 @@ def _found(options: Any, several: bool) -> dict[str, Any]:
         return {"etcd": _first(options.etcd, options.rdzv_endpoint)}
     if options.rdzv_backend not in (None, "c10d", "static"):
         raise Invalid(
-            f"--rdzv-backend {options.rdzv_backend} is not available; leave it out, or give --etcd"
+            f"--rdzv-backend {options.rdzv_backend} is not available; leave it out, or pass --etcd"
         )
     if several and options.hosts is None and options.hostfile is None:
-        raise Invalid(f"--rdzv-endpoint says nothing about where the hosts are; {_ELSEWHERE}")
+        raise Invalid(f"--rdzv-endpoint does not specify the hosts; {_ELSEWHERE}")
     return {}
 
 

@@ -47,8 +47,8 @@ class Contact:
     def unsettled_s(self, now: float, settle_s: float) -> float:
         """Return the seconds until etcd has been back for ``settle_s`` after a silence.
 
-        0 if it has, or was never silent. Within this time a vanished key may reappear: its lease expired because it could
-        not be renewed.
+        0 if it has, or was never silent. Within this time a vanished key may reappear: its lease expired because it
+        could not be renewed.
         """
         if self._returned_at is None:
             return 0.0

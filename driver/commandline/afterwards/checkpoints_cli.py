@@ -1,4 +1,4 @@
-"""``elasticrun checkpoints``: what a folder holds, whether it is whole, what may go, and one checkpoint as a file."""
+"""``elasticrun checkpoints``: list, verify, prune and export the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
-EXPORT = "export"  # the first word
+EXPORT = "export"  # first word of the command line
 EXPORT_DESCRIPTION = """\
 Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. Needs no job."""
 
@@ -52,7 +52,7 @@ class ExportOptions:
 
 
 def export_parser() -> Parser:
-    """All flags of ``elasticrun checkpoints export``."""
+    """Return the parser of ``elasticrun checkpoints export``."""
     made = Parser(
         prog="elasticrun checkpoints export",
         usage="elasticrun checkpoints export [flags] DIR-OR-URL[@COMMIT]",
@@ -64,7 +64,7 @@ def export_parser() -> Parser:
 
 
 def parser() -> Parser:
-    """All flags of ``elasticrun checkpoints``."""
+    """Return the parser of ``elasticrun checkpoints``."""
     made = Parser(
         prog="elasticrun checkpoints",
         usage="elasticrun checkpoints [flags] DIR-OR-URL\n"
@@ -77,7 +77,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code. Raises Invalid."""
+    """Run the command; return its exit code. Raises Invalid."""
     if arguments and arguments[0] == EXPORT:
         return _export(arguments[1:])
     options = CheckpointsOptions()
@@ -112,7 +112,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
-    """A job that writes here may have removed it meanwhile: then it is torn, and not damaged. Raises OSError."""
+    """Verify a checkpoint.
+
+    One that a running job has removed meanwhile counts as incomplete, not as damaged. Raises OSError.
+    """
     trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
     if not trouble:
         return entry
@@ -147,7 +150,7 @@ def _export(arguments: Sequence[str]) -> int:
         out = options.out or f"{found.name}.pt"
         from elastic.checkpoints import (
             exporting,
-        )  # brings torch, which the other commands need not wait for
+        )  # imports torch, which the other commands do not need
 
         left_out = exporting.export(storage, found, out)
     except OSError as error:
@@ -166,7 +169,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _newest(storage: Storage) -> Manifest:
-    """Raises Invalid, OSError."""
+    """Return the newest checkpoint that can be exported. Raises Invalid, OSError."""
     for name in reversed(catalog.names(storage)):
         found = catalog.entry(storage, name)
         catalog.refuse_newer(storage, found)

@@ -1,4 +1,4 @@
-"""``elasticrun explain``: what happened in a job, from its journal, in sentences, as a page, or as JSON."""
+"""``elasticrun explain``: explain a job from its journal, as text, as a page, or as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ExplainOptions:
 
 
 def parser() -> Parser:
-    """All flags of ``elasticrun explain``."""
+    """Return the parser of ``elasticrun explain``."""
     made = Parser(
         prog="elasticrun explain",
         usage="elasticrun explain [flags] JOURNAL",
@@ -54,7 +54,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code. Raises Invalid."""
+    """Run the command; return its exit code. Raises Invalid."""
     options = ExplainOptions()
     wanted = "pass one journal, as in: elasticrun explain job.journal"
     journal = parser().with_one(arguments, options, wanted)
@@ -69,20 +69,20 @@ def main(arguments: Sequence[str]) -> int:
         elif options.html is None:
             print(shown("\n".join(as_text(reading))))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def as_text(reading: JournalReading) -> list[str]:
-    """Lines, the most important first."""
+    """Return the explanation as lines, the most important first."""
     lines: list[str] = []
-    for name, told in sections(findings(reading.story, reading.source)).items():
-        if not told:
+    for name, group in sections(findings(reading.story, reading.source)).items():
+        if not group:
             continue
         if HEADINGS[name]:
             lines += ["", f"{HEADINGS[name]}{_dated(reading) if name == 'course' else ''}"]
-        for finding, text in told:
+        for finding, text in group:
             if finding.what is What.TIME:
                 lines += [f"  {line}" for line in summary(reading.story.spent, zeros=False)]
                 lines += [f"    {meant}" for meant in [parts_meant(finding.facts)] if meant]
@@ -94,7 +94,7 @@ def as_text(reading: JournalReading) -> list[str]:
 
 
 def as_page(reading: JournalReading) -> str:
-    """A page of HTML."""
+    """Return the explanation as a page of HTML."""
     found = findings(reading.story, reading.source)
     command = shlex.join(reading.header.command)
     return page(PageJob(reading.story, reading.rows, found, command, reading.offset))
@@ -108,7 +108,7 @@ def _dated(reading: JournalReading) -> str:
 
 
 def as_json(reading: JournalReading) -> str:
-    """One object: ``findings``, each with its kind, facts and sentence."""
+    """Return one object: ``findings``, each with its kind, facts and sentence."""
     found = sections(findings(reading.story, reading.source))
     return json.dumps(
         {
@@ -118,8 +118,8 @@ def as_json(reading: JournalReading) -> str:
             "command": reading.header.command,
             "findings": [
                 {"section": name, "what": finding.what.value, "facts": finding.facts, "text": text}
-                for name, told in found.items()
-                for finding, text in told
+                for name, group in found.items()
+                for finding, text in group
             ],
         },
         indent=1,

@@ -1,4 +1,4 @@
-"""``elasticrun replay``: plays a job again from its journal, on the live page or as a film of its own."""
+"""``elasticrun replay``: replay a job from its journal, on the live page or as an animation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Replay the journal of a job on the live page at any speed, or render it as a fil
 JOURNAL is the file of --journal. Stop with Ctrl-C."""
 LOOPBACK = "127.0.0.1"
 FILM_S = 40.0
-TICK_S = 0.05  # of real time, between two looks at what is due
+TICK_S = 0.05  # seconds between two checks for due entries
 
 
 @dataclass
@@ -81,7 +81,7 @@ class ReplayOptions:
 
 
 def parser() -> Parser:
-    """All flags of ``elasticrun replay``."""
+    """Return the parser of ``elasticrun replay``."""
     made = Parser(
         prog="elasticrun replay", usage="elasticrun replay [flags] JOURNAL", description=DESCRIPTION
     )
@@ -92,7 +92,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code. Raises Invalid."""
+    """Run the command; return its exit code. Raises Invalid."""
     options = ReplayOptions()
     wanted = "pass one journal, as in: elasticrun replay --speed 10 job.journal"
     journal = parser().with_one(arguments, options, wanted)
@@ -108,7 +108,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class ReplayClock:
-    """The time of the job, which runs ``speed`` times as fast as ours. Starts at the first look, at ``begins``."""
+    """The time of the replayed job, which runs ``speed`` times as fast as real time.
+
+    Starts at ``begins`` when first read.
+    """
 
     def __init__(self, begins: float, speed: float, clock: Callable[[], float]) -> None:
         self._begins = begins
@@ -118,11 +121,11 @@ class ReplayClock:
         self._stopped: float | None = None
 
     def stop(self) -> None:
-        """It stays as it is."""
+        """Stop the clock."""
         self._stopped = self.now()
 
     def now(self) -> float:
-        """Seconds since 1970, of the job."""
+        """Return the time of the job, in seconds since 1970."""
         if self._stopped is not None:
             return self._stopped
         if self._started is None:
@@ -149,7 +152,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         over = asyncio.Event()
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, over.set)
-        print(  # from here on Ctrl-C is what it says
+        print(  # Ctrl-C works from here on
             f"replaying the job at {options.speed:g} times its speed:"
             f" http://{LOOPBACK}:{port}/#{token} (stop with Ctrl-C)",
             flush=True,
@@ -181,7 +184,7 @@ def _model(reading: JournalReading, path: Path) -> PageModel:
 
 
 def play(model: PageModel, entry: Entry, at: float) -> None:
-    """One entry, and what the driver's log said of it."""
+    """Apply one entry, and the log lines of its actions."""
     model.note(entry.event, entry.actions, at)
     for action in entry.actions:
         if isinstance(action, Report):

@@ -1,4 +1,4 @@
-"""``elasticrun k8s``: one training job as a release of the chart, from outside its cluster."""
+"""``elasticrun k8s``: run and manage one training job as a release of the chart, from outside its cluster."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
        elasticrun k8s scale [flags] NAME PODS"""
 
 RUN = "run"
-MOST_PODS = 100_000  # as the chart's schema says
-# The chart makes names of pods and services of it.
+MOST_PODS = 100_000  # as in the chart's schema
+# The chart derives names of pods and services from it.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 IMAGE = re.compile(
     r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
 )
-VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # and how many words follow
+VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of following words
 
 
 @dataclass
@@ -74,7 +74,7 @@ class KubernetesOptions:
 
 
 def kubernetes_parser() -> Parser:
-    """All flags of ``elasticrun k8s``."""
+    """Return the parser of ``elasticrun k8s``."""
     made = Parser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
     of_run = ("image", "workers", "gpus", "name", "values", "settings", "detach")
     add_declared(made.group("job", "For run."), KubernetesOptions, *of_run)
@@ -85,7 +85,7 @@ def kubernetes_parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: of run, the job's. Raises Invalid."""
+    """Run the command; return its exit code: for run, the job's. Raises Invalid."""
     made = kubernetes_parser()
     verb, rest = (arguments[0], [*arguments[1:]]) if arguments else ("-h", [])
     if verb != RUN and verb not in VERBS:
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def job_name(name: str) -> str:
-    """Raises Invalid."""
+    """Return a valid job name. Raises Invalid."""
     if NAME.fullmatch(name) is None:
         raise Invalid(
             f"{name!r} is not a valid name of a job in Kubernetes: use a letter of a-z and"
@@ -134,7 +134,7 @@ def job_name(name: str) -> str:
 
 
 def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, Any]:
-    """For the chart. Raises Invalid."""
+    """Return the values of the chart. Raises Invalid."""
     if options.image is None or options.workers is None or not command:
         raise Invalid(
             "run needs --image, --workers and a command, as in: elasticrun k8s run --image train:1.2 --workers 2:8"
@@ -159,7 +159,7 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
 
 
 def image_parts(image: str) -> tuple[str, str, str]:
-    """Repository, tag and digest; a registry's port is not a tag."""
+    """Return repository, tag and digest; a registry's port is not a tag."""
     rest, _, digest = image.partition("@")
     head, colon, tag = rest.rpartition(":")
     if not colon or "/" in tag:
@@ -181,10 +181,10 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         _uninstall(release, if_there=True)
         _say(f"interrupted: job {release.name} was removed")
         return 130
-    except NameTaken:  # by one that was started at the same time
+    except NameTaken:  # by a job that was started at the same time
         raise
     except Invalid:
-        _uninstall(release, if_there=True)  # helm leaves what it has made
+        _uninstall(release, if_there=True)  # helm does not remove what it has created
         raise
     _say(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
@@ -197,7 +197,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         code = release.follow(_write, _say)
     except KeyboardInterrupt:
         code = 130
-    except (Invalid, BrokenPipeError):  # who reads what we write may have seen enough
+    except (Invalid, BrokenPipeError):  # the reader of our output may have exited
         _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)
@@ -206,7 +206,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
 
 
 def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
-    """It goes now, however often Ctrl-C is pressed; where it can't, a sentence says how to do it later."""
+    """Remove the release, ignoring further Ctrl-C; if that fails, print how to do it later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

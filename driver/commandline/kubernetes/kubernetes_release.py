@@ -1,4 +1,4 @@
-"""One release of the chart: helm installs and removes it, the Kubernetes API says how it is. Acts."""
+"""One release of the chart: helm installs and removes it, the Kubernetes API returns its state. Acts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from elastic.errors import Invalid
 CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
-AWAY_S = 300.0  # so long may the API server not answer while a job is followed
-# What helm says of a name that is in use: at its first look, and where two install it at once.
+AWAY_S = 300.0  # seconds without an answer of the API server while a job is followed
+# Errors of helm about a name in use: at its first check, and if two install it at once.
 TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
 
 class ChartRelease:
-    """Raises Invalid where there is no cluster, no helm, or no such release."""
+    """A release. Raises Invalid if there is no cluster, no helm, or no such release."""
 
     def __init__(self, name: str, namespace: str | None) -> None:
         api, found = connection()
@@ -53,8 +53,14 @@ class ChartRelease:
         self._refused: Any = client.ApiException
 
     def install(self, files: Sequence[str], values: Json, settings: Sequence[str]) -> None:
-        """``files`` and ``settings`` as helm's ``--values`` and ``--set``: of these three the later wins. Raises
-        NameTaken if another has installed one of this name.
+        """Install the release.
+
+        Args:
+            files: values files, as helm's ``--values``.
+            values: values.
+            settings: as helm's ``--set``. Of these three, later ones take precedence.
+
+        Raises NameTaken if another process has installed a release of this name.
         """
         words = []
         for file in files:
@@ -65,12 +71,12 @@ class ChartRelease:
         try:
             self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
         except Invalid as error:
-            if any(said in str(error) for said in TAKEN):
+            if any(message in str(error) for message in TAKEN):
                 raise self.taken() from None
             raise
 
     def exists(self) -> bool:
-        """Whether helm knows a release of this name, in whatever state, of whatever chart."""
+        """Return whether helm knows a release of this name, in any state and of any chart."""
         return self._chart() is not None
 
     def taken(self) -> NameTaken:
@@ -78,19 +84,19 @@ class ChartRelease:
         return NameTaken(f"{where}: pass another --name")
 
     def stop(self) -> None:
-        """Removes it. Raises Invalid if there is no release of this name, or one of another chart."""
+        """Remove the release. Raises Invalid if there is none of this name, or it is of another chart."""
         chart = self._chart()
         if chart is None:
             raise self._no_job()
         if not chart.startswith(f"{CHART.name}-"):
-            there = f"{self.name} of namespace {self.namespace} is a release of {chart}, not a job"
+            text = f"{self.name} of namespace {self.namespace} is a release of {chart}, not a job"
             raise Invalid(
-                f"{there}: remove it with `helm uninstall -n {self.namespace} {self.name}`"
+                f"{text}: remove it with `helm uninstall -n {self.namespace} {self.name}`"
             )
         self.uninstall()
 
     def _chart(self) -> str | None:
-        """Name and version of its chart."""
+        """Return the name and version of the release's chart; None if there is no release."""
         states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
         flags = [f"--{state}" for state in states]  # Helm 4 has no --all
         name = f"^{re.escape(self.name)}$"
@@ -98,11 +104,11 @@ class ChartRelease:
         return next((str(each["chart"]) for each in json.loads(found)), None)
 
     def uninstall(self, *, if_there: bool = False) -> None:
-        """``if_there``: it may be that there is none."""
+        """Remove the release. ``if_there``: ignore that there is none."""
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
-        """How many worker pods were wanted before. Raises Invalid where the job could not go on with so many."""
+        """Set the number of worker pods; return the previous number. Raises Invalid if the job could not continue."""
         job, workers = self._job(), self._workers()
         least = least_instead(job, workers, pods)
         if least is not None:
@@ -126,21 +132,24 @@ class ChartRelease:
         return before
 
     def lines(self) -> list[str]:
-        """How it is, for people, and what Kubernetes has warned of."""
+        """Return the state as text lines, with warnings of Kubernetes."""
         return [*table(self._job(), self._pods(), wanted(self._workers())), *self._warnings()]
 
     def _warnings(self) -> list[str]:
         read = self._core.list_namespaced_event
         try:
             found = self._json(read, self.namespace, field_selector="type=Warning")
-        except Invalid as error:  # events are a right of their own
+        except Invalid as error:  # events require a permission of their own
             return [f"warnings of Kubernetes are not available: {error}"]
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
-        """Writes what its drivers say until the job has ended; its exit code. Raises Invalid if it is removed."""
+        """Copy the drivers' logs until the job has ended; return its exit code.
+
+        Raises Invalid if the release is removed.
+        """
         followed: set[str] = set()
-        said, silence = "", ApiSilence(say)
+        last_text, silence = "", ApiSilence(say)
         while True:
             try:
                 step = next_step(self._job(), self._pods(), followed)
@@ -154,17 +163,17 @@ class ChartRelease:
             if isinstance(step, Follow):
                 self._copy_log(step.pod, write, silence)
                 followed.add(step.pod)
-                said = ""
+                last_text = ""
                 continue
-            if step.why != said:
-                said = step.why
-                say(said)
+            if step.why != last_text:
+                last_text = step.why
+                say(last_text)
             time.sleep(LOOK_S)
 
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _copy_log(self, pod: str, write: Callable[[bytes], object], silence: ApiSilence) -> None:
-        """To its end, over connections that are lost on the way."""
+        """Copy a pod's log to its end, with reconnections."""
         last = b""
         while True:
             try:
@@ -184,7 +193,7 @@ class ChartRelease:
             time.sleep(LOOK_S)
 
     def _log(self, pod: str) -> Iterator[bytes]:
-        """Its lines, each with a time before it."""
+        """Return the lines of a log, each with a timestamp."""
         response = self._ask(
             self._core.read_namespaced_pod_log,
             pod,
@@ -205,7 +214,7 @@ class ChartRelease:
         except Exception as error:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
-            # A driver may say nothing for longer than we read: that it is there the next question shows.
+            # A driver may log nothing for longer than the timeout: the next request shows whether it runs.
             raise ApiSilent(f"the log ended ({type(error).__name__})", unasked=True) from None
         finally:
             response.close()
@@ -228,7 +237,7 @@ class ChartRelease:
         return self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
 
     def _ours(self, found: Json) -> Json:
-        """Others may have a Job or a StatefulSet of such a name. Raises Invalid."""
+        """Check that an object belongs to this chart, since others may have the same name. Raises Invalid."""
         if (found["metadata"].get("labels") or {}).get("app.kubernetes.io/name") != CHART.name:
             raise self._no_job()
         return found
@@ -257,13 +266,13 @@ class ChartRelease:
                     " log in again"
                 ) from None
             if error.status == 403:
-                said = json.loads(error.body or "{}").get("message", error.reason)
-                raise Invalid(f"the API server rejects the request: {said}") from None
+                detail = json.loads(error.body or "{}").get("message", error.reason)
+                raise Invalid(f"the API server rejects the request: {detail}") from None
             raise ApiSilent(f"the API server returned HTTP {error.status}") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiSilent(f"the API server does not answer ({type(error).__name__})") from None
 
-    def _helm(self, *words: str, told: str = "") -> str:
+    def _helm(self, *words: str, stdin: str = "") -> str:
         program = shutil.which("helm")
         if program is None:
             raise Invalid(
@@ -272,7 +281,7 @@ class ChartRelease:
         try:
             done = subprocess.run(
                 [program, *words, "--namespace", self.namespace],
-                input=told,
+                input=stdin,
                 capture_output=True,
                 text=True,
                 timeout=HELM_S,
@@ -281,19 +290,19 @@ class ChartRelease:
         except subprocess.TimeoutExpired:
             raise Invalid(f"helm {words[0]} has not finished within {HELM_S:g} s") from None
         if done.returncode != 0:
-            said = done.stderr.strip() or done.stdout.strip()
-            if f'namespaces "{self.namespace}" not found' in said:
-                said += f"; create it with `kubectl create namespace {self.namespace}`"
-            raise Invalid(f"helm {words[0]} failed: {said.removeprefix('Error: ')}")
+            output = done.stderr.strip() or done.stdout.strip()
+            if f'namespaces "{self.namespace}" not found' in output:
+                output += f"; create it with `kubectl create namespace {self.namespace}`"
+            raise Invalid(f"helm {words[0]} failed: {output.removeprefix('Error: ')}")
         return done.stdout
 
 
 class NameTaken(Invalid):
-    """There is a release of this name, which another has made."""
+    """Another process has installed a release of this name."""
 
 
 class ApiSilent(Exception):
-    """The API server did not answer; it may later. ``unasked``: an answer that had begun has broken off."""
+    """The API server did not answer now. ``unasked``: an answer was interrupted."""
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:
         super().__init__(why)
@@ -301,7 +310,7 @@ class ApiSilent(Exception):
 
 
 class ApiSilence:
-    """While a job is followed: says once that nothing is heard, and that it is over. Raises Invalid after AWAY_S."""
+    """Logs the loss and return of the API server while a job is followed. Raises Invalid after AWAY_S."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say

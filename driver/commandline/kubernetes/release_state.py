@@ -1,4 +1,4 @@
-"""What becomes of a release of the chart, as its Job and pods say. Pure."""
+"""State of a release of the chart, from its Job and pods. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from datetime import datetime
 from elastic.driver.discovery.kubernetes.objects import Json, natural
 
 DRIVER, WORKER = "driver", "worker"
-WARNINGS, WORDS = 10, 300  # shown, the newest first; letters of each
+WARNINGS, WORDS = 10, 300  # warnings shown, newest first; characters of each
 
 
 @dataclass(frozen=True)
 class PodState:
-    """``trouble``: why it does not run, in Kubernetes' words; empty if it does, or has ended."""
+    """State of one pod. ``trouble``: Kubernetes' reason why it does not run; empty if it runs or has ended."""
 
     name: str
     component: str
@@ -27,34 +27,34 @@ class PodState:
     ready: bool
     restarts: int
     leaving: bool
-    started: bool  # so it has a log
-    code: int | None  # of its container, if that has ended
+    started: bool  # it has a log
+    code: int | None  # exit code of its container, if it has ended
     trouble: str
 
 
 @dataclass(frozen=True)
 class Follow:
-    """The log of this driver."""
+    """Next step: follow the log of this driver."""
 
     pod: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """For a driver that runs. ``why``: worth a line."""
+    """Next step: wait for a running driver. ``why``: to be logged."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class JobOver:
-    """The job has ended with this exit code."""
+    """Next step: none, the job has ended with this exit code."""
 
     code: int
 
 
 def pod_state(pod: Json) -> PodState:
-    """Of a pod as the API gives it. Raises nothing that a pod of the API can cause."""
+    """Return the state of a pod in the API's format. Raises nothing for any pod of the API."""
     about, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     containers = status.get("containerStatuses") or [{}]
@@ -83,7 +83,7 @@ def pod_state(pod: Json) -> PodState:
 
 
 def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
-    """The exit code of a Job that has ended; None of one that has not. Of a failed one it is its last driver's."""
+    """Return the exit code of a Job; None if it has not ended. For a failed one, it is that of its last driver."""
     ended = {
         each["type"]
         for each in (job.get("status") or {}).get("conditions") or ()
@@ -98,7 +98,7 @@ def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
 
 
 def saves(job: Json) -> bool:
-    """Whether its commits are also written where they outlive all workers."""
+    """Return whether commits are also written to storage that outlives all workers."""
     [driver] = job["spec"]["template"]["spec"]["containers"]
     variables = {each["name"] for each in driver.get("env") or ()}
     flags = {word.partition("=")[0] for word in _our_words(job)}
@@ -106,12 +106,15 @@ def saves(job: Json) -> bool:
 
 
 def wanted(workers: Json) -> int:
-    """Pods of this StatefulSet."""
+    """Return the requested number of pods of a StatefulSet."""
     return int((workers.get("spec") or {}).get("replicas", 0))
 
 
 def least_pods(job: Json, workers: Json) -> int:
-    """That hold as many workers as the job needs to go on; the chart gives both numbers as words of their own."""
+    """Return the number of pods for the workers that the job needs.
+
+    The chart passes both numbers as separate words of the commands.
+    """
 
     def number(words: Sequence[str], flag: str) -> int:
         return next(
@@ -122,20 +125,20 @@ def least_pods(job: Json, workers: Json) -> int:
 
 
 def least_instead(job: Json, workers: Json, pods: int) -> int | None:
-    """How many pods it needs, where it could not go on with so many. None: it could."""
+    """Return the number of pods that the job needs if it cannot continue with ``pods``; None if it can."""
     least = least_pods(job, workers)
     enough = saves(job) if pods == 0 else pods >= least
     return None if enough else least
 
 
 def _our_words(owner: Json) -> list[str]:
-    """Of elasticrun, in pods of this Job or StatefulSet; those of the program follow."""
+    """Return elasticrun's arguments in the pods of a Job or StatefulSet, without those of the program."""
     args = owner["spec"]["template"]["spec"]["containers"][0].get("args") or ()
     return [*itertools.takewhile(lambda word: word != "--", args)]
 
 
 def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:
-    """``followed``: pods whose logs have been read to their ends."""
+    """Return the next step. ``followed``: pods whose logs were read completely."""
     drivers = [pod for pod in _by_age(pods) if pod.component == DRIVER]
     left = [pod for pod in drivers if pod.name not in followed]
     for pod in left:
@@ -150,7 +153,7 @@ def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow
 
 
 def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
-    """Lines for people."""
+    """Return the state as text lines."""
     drivers = [pod for pod in pods if pod.component == DRIVER]
     workers = [pod for pod in pods if pod.component == WORKER]
     code = job_code(job, drivers)
@@ -168,15 +171,16 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
 
 
 def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
-    """Lines for people: what Kubernetes has warned of concerning a release's objects, gone ones included. ``events``
-    are those of its namespace of type Warning, which the API server keeps for an hour.
+    """Return the warnings of Kubernetes about a release's current and past objects, as text lines.
+
+    ``events``: those of type Warning in its namespace, which the API server keeps for an hour.
     """
     ours = re.compile(
         rf"Pod/{re.escape(name)}-(worker-\d+|driver-[a-z0-9]+)"
         rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-driver"
         rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
-    found: dict[tuple[str, str, str], tuple[str, int]] = {}  # when last, and how often
+    found: dict[tuple[str, str, str], tuple[str, int]] = {}  # time of the last one, and count
     for event in events:
         about, series = event.get("involvedObject") or {}, event.get("series") or {}
         if not ours.fullmatch(f"{about.get('kind', '')}/{about.get('name', '')}"):

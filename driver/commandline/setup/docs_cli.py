@@ -1,4 +1,4 @@
-"""``elasticrun docs``: the pages of the documentation, which are installed with the package."""
+"""``elasticrun docs``: print the pages of the documentation, which are installed with the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADING = re.compile(r"(#+) +(.*)")
 
 
 def parser() -> Parser:
-    """All flags of ``elasticrun docs``."""
+    """Return the parser of ``elasticrun docs``."""
     made = Parser(
         prog="elasticrun docs", usage="elasticrun docs [PAGE[#SECTION]]", description=DESCRIPTION
     )
@@ -26,7 +26,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code. Raises Invalid."""
+    """Run the command; return its exit code. Raises Invalid."""
     if not arguments:
         for name, path in pages().items():
             if not name.startswith("decisions/"):
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pages() -> dict[str, Path]:
-    """Every page, by its name without .md, sorted. Raises Invalid where they are not installed."""
+    """Return all pages by name without .md, sorted. Raises Invalid if they are not installed."""
     package = Path(elastic.__file__).parent
     folder = next(
         (each for each in (package / "docs", package.parent / "docs") if each.is_dir()), None
@@ -66,7 +66,7 @@ def pages() -> dict[str, Path]:
 
 
 def by_section(text: str) -> dict[str, str]:
-    """The sections of a page with all that is in them, by the anchors of their headings."""
+    """Return the sections of a page, including subsections, by the anchors of their headings."""
     lines = text.splitlines()
     starts: list[tuple[int, int, str]] = []  # line, depth, anchor
     in_code = False

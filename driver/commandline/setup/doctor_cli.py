@@ -1,4 +1,4 @@
-"""``elasticrun doctor``: whether this host, and others by ssh, have what training needs, and what to do where not."""
+"""``elasticrun doctor``: check whether this host, and others over ssh, have what training needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from elastic.driver.network.hosts import ThisHost, parse_hosts
 from elastic.version import __version__
 
 MODULE = "elastic.driver.commandline.setup.host_facts"
-ANSWER_S = 120.0  # from the login to the facts; torch is imported meanwhile, maybe from a cold disk
+# seconds from the login to the facts, including an import of torch, possibly from a cold disk
+ANSWER_S = 120.0
 AT_ONCE = 32  # hosts
 DESCRIPTION = """\
 Check torch, the C++ library, GPUs and NCCL, ports, network, shared memory, clocks and conflicting packages, on this
@@ -39,7 +40,7 @@ class DoctorOptions(SshFlags):
 
 
 def parser() -> Parser:
-    """All flags of ``elasticrun doctor``."""
+    """Return the parser of ``elasticrun doctor``."""
     made = Parser(
         prog="elasticrun doctor", usage="elasticrun doctor [flags]", description=DESCRIPTION
     )
@@ -51,7 +52,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code: 1 where a check failed. Raises Invalid."""
+    """Run the command; return its exit code: 1 if a check failed. Raises Invalid."""
     options = DoctorOptions()
     parser().parse_args(arguments, namespace=options)
     this_host = ThisHost()
@@ -78,17 +79,17 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def lines(host: str, found: Sequence[Check]) -> list[str]:
-    """A line for each check, and below it what to do."""
-    told = [f"{host}:"]
+    """Return a line for each check, followed by what to do, if anything."""
+    result = [f"{host}:"]
     for each in found:
-        told.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")
+        result.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")
         if each.do:
-            told.append(f"  {'':<20}-> {each.do}")
-    return told
+            result.append(f"  {'':<20}-> {each.do}")
+    return result
 
 
 def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> list[Check]:
-    """Those of another host; one that failed, if it can't be asked."""
+    """Return the checks of another host; a failed check if it cannot be reached."""
     pythons = [ssh.python] * 2 if ssh.python else [sys.executable, "python3"]
     began = time.time()
     try:
@@ -112,10 +113,12 @@ def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> lis
     try:
         facts = msgspec.json.decode(done.stdout.splitlines()[-1], type=HostFacts)
     except (IndexError, msgspec.MsgspecError):
-        said = why_no_agent(
+        reason = why_no_agent(
             host, done.returncode, done.stderr, ours=__version__, release=None, limit_s=ANSWER_S
         )
-        return [Check("hvd-elastic", Level.FAIL, said, f"install hvd-elastic=={__version__} there")]
-    # What the answer took is on the way: a clock within it is as this one.
+        return [
+            Check("hvd-elastic", Level.FAIL, reason, f"install hvd-elastic=={__version__} there")
+        ]
+    # The answer takes time: a clock within this interval counts as equal to this one.
     ahead_s = facts.at - min(max(facts.at, began), ended)
     return checks(facts, version=__version__, several=True, ahead_s=ahead_s)

@@ -1,9 +1,9 @@
-"""Whether the same command has finished before, so that it would train no further. Acts; starts nothing.
+"""Detection of a command that has finished before, so that it would not train further. Acts; starts nothing.
 
-It has if a job with the same flags, program, environment and folder ended with exit code 0 after its training function
-had returned, if its last commit is still the newest durable one, and if neither the modules that it imported, nor the
-files that its workers read, nor the programs and settings around it have changed since. In doubt it has not, as where
-workers may have read what was not seen: the job then trains on from its last commit.
+It has finished if a job with the same flags, program, environment and folder ended with exit code 0 after its training
+function returned, if its last commit is still the newest durable one, and if the modules that it imported, the files
+that its workers read, and the programs and settings around it are unchanged. In doubt it has not, for example if
+workers may have read unobserved files: the job then resumes from its last commit.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, Name
 
 FINISHED = "finished.json"
-# Files around a script that may decide how long it trains.
+# Files next to a script that may determine how long it trains.
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-MOST_FILES = 5000  # looked at; a folder with more is no folder of a script
-MOST_READ = 64 << 20  # bytes of all of them, at each start
+MOST_FILES = 5000  # limit of examined files; a larger folder is not the folder of a script
+MOST_READ = 64 << 20  # bytes of all files, read at each start
 _SEPARATORS = re.compile("[=,:;@]")
-# Of a terminal or a login: the same command, given again, may have others.
+# Variables of a terminal or a login, which may differ for the same command.
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
 _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", "XDG_SESSION_")
 
 
 class FinishedJob(msgspec.Struct, frozen=True):
-    """``request``: a digest of flags, program, environment and folder. Signatures by path: ``files``, that the command
-    names, and ``read``, what the workers have read.
+    """Record of a finished job.
+
+    Args:
+        request: digest of flags, program, environment and folder.
+        commit: name of the last commit.
+        files: signatures by path of files that the command names.
+        read: signatures by path of files that workers have read.
     """
 
     request: str
@@ -47,7 +52,7 @@ class FinishedJob(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SameCommand:
-    """One start of a program. ``files`` are None where there are too many to tell."""
+    """One start of a program. ``files`` is None if there are too many to compare."""
 
     storage: Storage
     request: str
@@ -56,7 +61,7 @@ class SameCommand:
     folder: str
 
     def finished_before(self) -> Manifest | None:
-        """The last commit of the same job that has finished. Raises OSError."""
+        """Return the last commit of the same job if it has finished. Raises OSError."""
         if self.files is None:
             return None
         try:
@@ -71,12 +76,15 @@ class SameCommand:
         return self._newest(found.commit) if same else None
 
     def has_finished(self, run: int) -> bool:
-        """The job of this run ended with exit code 0. Whether that can be told later. Raises OSError."""
+        """Record that the job of this run ended with exit code 0; return whether this can be detected later.
+
+        Raises OSError.
+        """
         returned = finished.read_returned(self.storage)
         if self.files is None or returned is None or returned.commit.run != run:
             return False
         after = self._files_now()
-        # A file that changed meanwhile may be a result, or may have been edited: nobody can tell.
+        # A file that changed meanwhile may be a result, or may have been edited.
         if after is None or any(after.get(path) != was for path, was in self.files.items()):
             return False
         if self._newest(returned.commit) is None:
@@ -84,15 +92,15 @@ class SameCommand:
         read = finished.read_by_all(self.storage, returned.commit, returned.ranks)
         if read is None:
             return False
-        told = FinishedJob(self.request, returned.commit, after, read)
-        self.storage.write(FINISHED, msgspec.json.encode(told))
+        record = FinishedJob(self.request, returned.commit, after, read)
+        self.storage.write(FINISHED, msgspec.json.encode(record))
         return True
 
     def _files_now(self) -> dict[str, str] | None:
         return program_files(self.command, self.folder, without=self.storage.absolute)
 
     def _newest(self, name: Name) -> Manifest | None:
-        """If this commit is the newest, and whole."""
+        """Return the manifest of this commit if it is the newest and complete."""
         names = catalog.names(self.storage)
         return catalog.entry(self.storage, name).manifest if names and names[-1] == name else None
 
@@ -100,7 +108,7 @@ class SameCommand:
 def same_command(
     url: str, flags: str, command: Sequence[str], environ: Mapping[str, str]
 ) -> SameCommand:
-    """``flags``: what was asked for, in words. Raises Invalid if there can be no such storage."""
+    """Return the identity of a command. ``flags``: all options as text. Raises Invalid for an invalid storage."""
     folder = os.getcwd()
     kept = sorted(
         f"{name}={value}"
@@ -114,8 +122,10 @@ def same_command(
 
 
 def program_files(command: Sequence[str], folder: str, without: str) -> dict[str, str] | None:
-    """Signatures of the files and folders that the command names, and of programs and settings in the files' folders
-    and in ``folder``, without those below ``without``, the checkpoints. None: there are too many.
+    """Return signatures of the files and folders that the command names, and of programs and settings around them.
+
+    These are searched in the files' folders and in ``folder``. ``without``: the checkpoint folder, which is excluded.
+    None: there are too many.
     """
     paths = {os.path.abspath(path) for word in command for path in _paths(word)}
     named = {path for path in paths if os.path.isfile(path)}
@@ -142,7 +152,7 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
             if looked_at > MOST_FILES:
                 return None
             listed.append((path, finished.signature(path, by_time=True)))
-        # One that is empty at first is for results.
+        # A folder that is empty at first is for results.
         if listed:
             listing = repr(sorted(listed)).encode(errors="surrogateescape")
             found[os.path.join(root, "")] = f"listing:{hashlib.sha256(listing).hexdigest()}"
@@ -150,9 +160,9 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
 
 
 def _paths(word: str) -> Iterator[str]:
-    """What of a word of the command may be a path: ``--data=a,b:c``, ``@file``, or a command for a shell in quotes."""
+    """Yield the possible paths in a word of a command: ``--data=a,b:c``, ``@file``, or a quoted shell command."""
     parts = {word}
-    with contextlib.suppress(ValueError):  # its quotes do not match
+    with contextlib.suppress(ValueError):  # unbalanced quotes
         parts.update(shlex.split(word))
     for part in parts:
         yield from filter(None, {part, *_SEPARATORS.split(part)})
@@ -161,8 +171,8 @@ def _paths(word: str) -> Iterator[str]:
 
 
 def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[str]:
-    """All files below, without hidden folders, caches and environments."""
-    seen: set[str] = set()  # links may lead in circles
+    """Yield all files below a folder, without hidden folders, caches and environments."""
+    seen: set[str] = set()  # links may form cycles
     for folder, folders, files in os.walk(root, followlinks=followlinks):
         folders[:] = [
             each
@@ -177,7 +187,7 @@ def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[s
 
 
 def _size(path: str) -> int:
-    """In bytes; 0 where it is gone."""
+    """Return the size in bytes; 0 if the file does not exist."""
     with contextlib.suppress(OSError):
         return os.path.getsize(path)
     return 0

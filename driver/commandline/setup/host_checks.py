@@ -1,4 +1,4 @@
-"""Judges what a host has: which of it lets training work, which not, and what to do. Pure."""
+"""Evaluation of a host's facts: checks, with what to do about failed ones. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from elastic.driver.commandline.check_build import Build
 from elastic.driver.reasons import counted
 from elastic.other_packages import remedy
 
-SHM_LEAST = 1 << 30  # bytes; a container has 64 MiB by default
-CLOCKS_S = 1.0  # that clocks may differ
+SHM_LEAST = 1 << 30  # bytes; the default in a container is 64 MiB
+CLOCKS_S = 1.0  # seconds by which clocks may differ
 NAMED = 3
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """``at``: when they were complete, in seconds since 1970."""
+    """Facts of one host. ``at``: time of their collection, in seconds since 1970."""
 
     version: str
     python: str
     at: float
     build: Build
-    driver_gpus: int  # that the kernel's driver lists
-    port_trouble: str  # why no port of loopback can be listened on and reached; empty: one can
-    addresses: list[str]  # that are not loopback, each with its interface
-    shm_bytes: int | None  # of /dev/shm; None: there is none
+    driver_gpus: int  # listed by the kernel's driver
+    port_trouble: str  # why no port of loopback can be opened and reached; empty if one can
+    addresses: list[str]  # addresses other than loopback, with their interfaces
+    shm_bytes: int | None  # of /dev/shm; None if it is missing
     shm_free: int
-    foreign: list[str]  # files in our installed folders that are not ours, or no longer
-    others: list[str]  # packages that are known to install into them
+    foreign: list[str]  # files in our installed folders that are foreign or modified
+    others: list[str]  # packages known to install into them
 
 
 class Level(enum.Enum):
@@ -38,7 +38,7 @@ class Level(enum.Enum):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """``what`` was looked at; ``do`` says what to change, where ``level`` is not OK."""
+    """Result of one check. ``do``: what to change if ``level`` is not OK."""
 
     what: str
     level: Level
@@ -49,7 +49,10 @@ class Check(msgspec.Struct, frozen=True):
 def checks(
     host: HostFacts, *, version: str, several: bool, ahead_s: float | None = None
 ) -> list[Check]:
-    """``version``: of hvd-elastic here. ``ahead_s``: the host's clock, compared with this one's."""
+    """Return all checks of a host.
+
+    ``version``: of hvd-elastic on this machine. ``ahead_s``: the host's clock relative to this one.
+    """
     return [
         _versions(host, version),
         _torch(host),

@@ -1,6 +1,6 @@
-"""What this host has, for ``elasticrun doctor``. Acts: asks the system, and torch in a process of its own.
+"""Facts of this host for ``elasticrun doctor``. Acts: queries the system, and torch in its own process.
 
-As a program, on another host, it prints the facts as one line of JSON.
+Run as a program on another host, it prints the facts as one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES = ("elastic", "horovod")
 
 
 def facts() -> HostFacts:
-    """Takes as long as an import of torch."""
+    """Return the facts of this host. Takes as long as an import of torch."""
     build = check_build.probe()
     shm = None
     with contextlib.suppress(OSError):
@@ -55,9 +55,9 @@ def facts() -> HostFacts:
 
 
 def foreign_files(distribution: str) -> list[str]:
-    """Files in the folders of an installed distribution that are not in its RECORD, or differ from it.
+    """Return files in the folders of an installed distribution that are missing in its RECORD, or differ from it.
 
-    None in a checkout, which has no RECORD of them.
+    Empty in a checkout, which has no RECORD of them.
     """
     try:
         recorded = metadata.distribution(distribution).files or []
@@ -85,7 +85,7 @@ def foreign_files(distribution: str) -> list[str]:
 
 
 def _digest(path: str, mode: str) -> str:
-    """As RECORD has it."""
+    """Return a digest in the format of RECORD."""
     with open(path, "rb") as file:
         digest = hashlib.new(mode, file.read()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

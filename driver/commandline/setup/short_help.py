@@ -1,4 +1,4 @@
-"""What ``elasticrun --help`` shows: one screen with the flags that most jobs need."""
+"""The text of ``elasticrun --help``: one screen with the most common flags."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Each command has its own --help: elasticrun status --help. Documentation: elasti
 
 
 class ShortHelp(argparse.Action):
-    """Prints the screen and exits."""
+    """Action that prints the short help and exits."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         print(TEXT)

@@ -1,4 +1,4 @@
-"""``elasticrun status``, ``scale``, ``drain`` and their like: what an operator says to a job that runs."""
+"""Commands on a running job: ``elasticrun status``, ``scale``, ``drain`` and others."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ FOLLOW_S = 0.2
 
 @dataclass(frozen=True)
 class Verb:
-    """One command. ``words``: how many it takes at least and at most. ``own``: whether a first word more is the job."""
+    """One command.
+
+    ``words``: minimum and maximum number of arguments. ``named``: whether an additional first one is the job.
+    """
 
     usage: str
     text: str
     words: tuple[int, int]
-    flags: tuple[str, ...] = ()  # its own fields of `CommandOptions`
+    flags: tuple[str, ...] = ()  # its fields of `CommandOptions`
     named: bool = True
 
 
@@ -99,7 +102,7 @@ class CommandOptions(Options):
 
 
 def command_parser(name: str) -> Parser:
-    """All flags of one command."""
+    """Return the parser of one command."""
     verb = VERBS[name]
     parser = Parser(
         prog=f"elasticrun {name}",
@@ -119,7 +122,7 @@ def command_parser(name: str) -> Parser:
 
 
 def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code: 1 where the job says no, or can't be asked. Raises Invalid."""
+    """Run a command; return its exit code: 1 if the job refuses or cannot be reached. Raises Invalid."""
     verb = VERBS[name]
     parser = command_parser(name)
     options = CommandOptions()
@@ -144,7 +147,7 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
 
 
 def _parted(parser: Parser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags and words, which may stand among each other."""
+    """Return flags and words, which may be mixed."""
     own: list[str] = []
     words: list[str] = []
     rest = list(arguments)
@@ -157,12 +160,12 @@ def _parted(parser: Parser, arguments: Sequence[str]) -> tuple[list[str], list[s
 
 
 def _is_job(word: str) -> bool:
-    """A first word that can't be a rank or a slot."""
+    """Return whether a first word is a job, since it cannot be a rank or a slot."""
     return not word.isdecimal() and ":" not in word
 
 
 def found_job(arguments: Sequence[str], environ: Mapping[str, str]) -> JobAddress:
-    """The job that flags of ``status`` name. Raises Invalid."""
+    """Return the job that flags of ``status`` select. Raises Invalid."""
     options = CommandOptions()
     command_parser("status").parse_args(arguments, namespace=options)
     return _found(options.job_name or "", options, environ)
@@ -259,7 +262,7 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
             f"elasticrun scale: {error}; pass a number of workers, as in: elasticrun scale {client.job.name} 4"
         ) from None
     began = time.monotonic()
-    code = _told(client, client.ask(messages.AskScale, workers))
+    code = _print_answer(client, client.ask(messages.AskScale, workers))
     if code or options.wait is None:
         return code
     while time.monotonic() - began < options.wait:
@@ -277,15 +280,15 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
 
 
 def _stacks(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
-    told = client.ask(messages.AskStacks, words[0] if words else "", options.log)
-    stacks: dict[str, str] = json.loads(told.data) if told.data else {}
+    answer = client.ask(messages.AskStacks, words[0] if words else "", options.log)
+    stacks: dict[str, str] = json.loads(answer.data) if answer.data else {}
     if options.json:
         print(json.dumps(stacks))
-        return 0 if told.done else 1
+        return 0 if answer.done else 1
     for worker, text in stacks.items():
         if text:
             print(shown(f"---- {worker}\n{text if options.all_threads else training_stack(text)}"))
-    return _told(client, told, prefix="stacks " if told.done else "")
+    return _print_answer(client, answer, prefix="stacks " if answer.done else "")
 
 
 def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
@@ -293,14 +296,14 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
     after, most = -1, options.least_lines or 100
     while True:
         try:
-            told = client.ask(messages.AskLogs, worker, after)
+            answer = client.ask(messages.AskLogs, worker, after)
         except JobUnreachable:
             if after < 0:
                 raise
             return 0  # the job has ended
-        if not told.done:
-            return _told(client, told)
-        after, lines = json.loads(told.data)
+        if not answer.done:
+            return _print_answer(client, answer)
+        after, lines = json.loads(answer.data)
         for line in lines[-most:]:
             print(
                 json.dumps(line) if options.json else shown(job_tables.log_line(line)),
@@ -312,25 +315,26 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
         time.sleep(FOLLOW_S)
 
 
-def _told(client: JobClient, told: messages.Told, prefix: str = "") -> int:
-    """Said to the operator; what was refused is an error."""
-    said = shown(f"job {client.job.name}: {prefix}{told.text}")
+def _print_answer(client: JobClient, answer: messages.Told, prefix: str = "") -> int:
+    """Print an answer; return the exit code. A refusal is an error."""
+    line = shown(f"job {client.job.name}: {prefix}{answer.text}")
     print(
-        said if told.done else f"elasticrun: {said}", file=sys.stdout if told.done else sys.stderr
+        line if answer.done else f"elasticrun: {line}",
+        file=sys.stdout if answer.done else sys.stderr,
     )
-    return 0 if told.done else 1
+    return 0 if answer.done else 1
 
 
 _RUN: dict[str, Callable[[JobClient, Sequence[str], CommandOptions], int]] = {
     "status": _status,
     "scale": _scale,
-    "drain": lambda client, words, options: _told(
+    "drain": lambda client, words, options: _print_answer(
         client, client.ask(messages.AskDrain, words[0], options.off)
     ),
-    "remove": lambda client, words, options: _told(
+    "remove": lambda client, words, options: _print_answer(
         client, client.ask(messages.AskRemove, words[0])
     ),
     "stacks": _stacks,
     "logs": _logs,
-    "stop": lambda client, words, options: _told(client, client.ask(messages.AskStop)),
+    "stop": lambda client, words, options: _print_answer(client, client.ask(messages.AskStop)),
 }

@@ -1,4 +1,4 @@
-"""A job's state as lines for people, in local time; `monitoring.dashboard.page_state` has the format of a state."""
+"""Formatting of a job's state as text lines, in local time; `monitoring.dashboard.page_state` defines the state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from elastic.driver.reasons import counted
 from elastic.protocol.messages import Commit
 
 State = dict[str, Any]
-SHOWN = 64  # workers
+SHOWN = 64  # limit of workers
 
 
 def status(state: State, *, most: int = SHOWN) -> list[str]:
-    """What the job does, and a row for each worker, ``most`` of them."""
+    """Return the state of a job, and a row for each worker, up to ``most``."""
     now, values, rows = state["now"], state["set"], state["rows"]
     job, workers = values["job"], rows["workers"]
     lines = [
@@ -63,7 +63,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
 def job_row(
     name: str, pid: int, began: float, command: Sequence[str], state: State
 ) -> dict[str, Any]:
-    """Of one job in a list of them."""
+    """Return the row of one job in a list."""
     job = state["set"]["job"]
     row = {name: job[name] for name in ("phase", "size", "least", "most", "generation")}
     row["stalled"] = state["set"]["stall"] is not None
@@ -71,7 +71,7 @@ def job_row(
 
 
 def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
-    """A table of them."""
+    """Return a table of jobs."""
     if not rows:
         return ["no job of this user runs here"]
     table = [("job", "driver", "phase", "workers", "for", "command")]
@@ -85,7 +85,7 @@ def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
 
 
 def log_line(line: Sequence[Any]) -> str:
-    """``12:01:33 [3] text``."""
+    """Return for example ``12:01:33 [3] text``."""
     at, level, who, text = line
     mark = f"{level}: " if level in ("warning", "error") else ""
     return f"{clock(at)} {f'[{who}] ' if who else ''}{mark}{text}"
@@ -120,40 +120,42 @@ def _order(row: dict[str, Any]) -> tuple[bool, int, str, int]:
 
 def _progress(state: State) -> list[str]:
     values, now = state["set"], state["now"]
-    said = []
+    parts = []
     if values["commit"] is not None:
         commit = values["commit"]
-        ago = span(now - commit["at"])  # workers tell of the newest every few seconds
+        ago = span(now - commit["at"])  # workers report the newest commit every few seconds
         step = "" if commit.get("step") is None else f"step {commit['step']}, "
-        said.append(
+        parts.append(
             f"last commit {_commit(commit)} ({step}{commit['total']} in all), reported {ago} ago"
         )
     if values.get("steps") is not None:
         samples = values.get("samples")
-        of = "" if samples is None else f" ({samples:.4g} samples/s)"
-        said.append(f"{values['steps']:.4g} steps/s{of}")
+        samples_text = "" if samples is None else f" ({samples:.4g} samples/s)"
+        parts.append(f"{values['steps']:.4g} steps/s{samples_text}")
     elif values["rate"] is not None:
-        said.append(f"{values['rate']:g} commits/s")
+        parts.append(f"{values['rate']:g} commits/s")
     durable = values["durable"]
     if durable is not None:
-        said.append(f"durable {_commit(durable)} {span(now - durable['at'])} ago")
+        parts.append(f"durable {_commit(durable)} {span(now - durable['at'])} ago")
     goodput = values["goodput"]
     if goodput is not None and goodput["ratio"] is not None:
-        said.append(f"goodput {100 * goodput['ratio']:.1f} %")
+        parts.append(f"goodput {100 * goodput['ratio']:.1f} %")
     if goodput is not None and goodput["job"]["stalled"]:
-        said.append(f"stalled {span(goodput['job']['stalled'])} in total")
+        parts.append(f"stalled {span(goodput['job']['stalled'])} in total")
     for name, row in state["rows"]["reported"].items():
         if row["value"] is not None:
             old = f" {span(now - row['at'])} ago" if values["stall"] is not None else ""
-            said.append(f"{name} {row['value']:.6g}{old}")
-    return said or ["no commit yet"]
+            parts.append(f"{name} {row['value']:.6g}{old}")
+    return parts or ["no commit yet"]
 
 
 def _held_up(each: dict[str, Any], now: float) -> str:
-    who = f"rank {each['rank']} ({each['worker']})"
+    name = f"rank {each['rank']} ({each['worker']})"
     if "since" in each:
-        return f"{who}: {counted(each['others'], 'worker')} waiting for {span(now - each['since'])}"
-    return f"{who}: waits {each['share']:.0%} of its time, the others {each['median']:.0%}"
+        return (
+            f"{name}: {counted(each['others'], 'worker')} waiting for {span(now - each['since'])}"
+        )
+    return f"{name}: waits {each['share']:.0%} of its time, the others {each['median']:.0%}"
 
 
 def _commit(commit: dict[str, Any]) -> str:
