@@ -1,6 +1,6 @@
-"""The hosts whose agents are registered in etcd: they appear and vanish by lease and watch. No policy.
+"""Hosts whose agents are registered in etcd, updated through leases and a watch. Makes no decisions.
 
-What it watches are the keys of `driver/etcd/registration.py`. Those that were there first come first.
+It watches the keys of `driver/etcd/registration.py`. Hosts are listed in the order of their registration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.driver.etcd.keys import job_root, read_host
 
 
 class Watched(Protocol):
-    """What is needed of `elastic.driver.etcd.client.Etcd`."""
+    """The required part of `elastic.driver.etcd.client.Etcd`."""
 
     def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]: ...
 
@@ -24,10 +24,10 @@ class Watched(Protocol):
 
 
 class EtcdDiscovery:
-    """Yields the hosts under ``hosts/`` of the job.
+    """Yields the hosts under the job's ``hosts/`` prefix.
 
-    After etcd was away no host is taken off the list for ``settle_s`` seconds: its lease may have run out because
-    nobody could renew it, and its agent needs a moment to put its key again.
+    For ``settle_s`` seconds after an outage of etcd no host is removed: its lease may have expired because it could
+    not be renewed, and its agent needs a moment to write its key again.
     """
 
     def __init__(self, etcd: Watched, job: str, log: Log, *, settle_s: float = 6.0) -> None:
@@ -58,7 +58,7 @@ class EtcdDiscovery:
                             return
                         finally:
                             pending = None
-                    # Asked for again: that etcd is back is known with its first answer.
+                    # Queried again, since the first answer shows that etcd is back.
                     settling = self._etcd.unsettled_s(self._settle_s) > 0
                     kept = {**kept, **now} if settling else dict(now)
                     hosts = self._in_order(kept)

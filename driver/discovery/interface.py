@@ -1,6 +1,6 @@
-"""The seam under every discovery: lists of hosts and their slots as they change, and no policy.
+"""Interface of all discoveries, which yield lists of hosts and slots as they change. Makes no decisions.
 
-A discovery knows nothing of min, max, cooldown or rank, and never decides to leave a host out for what it did.
+A discovery does not know limits, cooldowns or ranks, and never omits a host because of its failures.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-Log = Callable[[str, str], None]  # level ("info", "warning") and one line
+Log = Callable[[str, str], None]  # called with a level ("info", "warning") and one line
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job can use now, for those who supply machines as they are needed.
+    """What a job can use now, for providers that supply machines on demand.
 
-    ``most``: workers, with standbys. ``used``: of each host the slots up to the last that has a worker. ``drained``:
-    hosts that an operator wants empty; what they have comes on top of ``most``.
+    Attributes:
+        most: maximum number of workers, including standbys.
+        used: for each host the number of slots up to the last one with a worker.
+        drained: hosts that an operator wants to empty. Their slots are in addition to ``most``.
     """
 
     most: int
@@ -26,11 +28,11 @@ class Need:
 
 
 class Discovery(Protocol):
-    """Watches which hosts there are."""
+    """Watches the available hosts."""
 
     def watch(self) -> AsyncIterator[dict[str, int]]:
-        """Yields the whole list ``{host: slots}``, in order of preference: first the present one, then at each change.
+        """Yield the complete list ``{host: slots}`` in order of preference, first the current one, then each new one.
 
         Ends when the list can never change again. Never blocks the event loop, and never raises because a source
-        fails: the last good list stays, and one line of warning is reported. Called once for each object.
+        fails: the last valid list is kept, and one warning is logged. Called once per object.
         """

@@ -1,4 +1,4 @@
-"""Leaves out the hosts of another discovery that are not this machine, where no other could reach the workers here."""
+"""Filters out the hosts of another discovery that are not this machine, if other machines cannot reach the workers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from elastic.driver.discovery.interface import Discovery, Log
 
 
 class LocalDiscovery:
-    """Yields the hosts of ``source`` for which ``elsewhere(host)`` is None, and reports the others once.
+    """Yields the hosts of ``source`` that are this machine, and logs the others once.
 
-    ``elsewhere`` may look a name up, so it is called in a thread. It must have a deadline of its own.
+    Args:
+        elsewhere: returns None for a name of this machine, else the reason why it is none. It may resolve names, and
+            is thus called in a thread; it must have a timeout of its own.
     """
 
     def __init__(self, source: Discovery, elsewhere: Callable[[str], str | None], log: Log) -> None:
@@ -20,7 +22,7 @@ class LocalDiscovery:
         self._log = log
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
-        told = False
+        logged = False
         last: list[tuple[str, int]] | None = None
         async for hosts in self._source.watch():
             here: dict[str, int] = {}
@@ -31,8 +33,8 @@ class LocalDiscovery:
                     here[host] = slots
                 else:
                     left_out[host] = reason
-            if left_out and not told:
-                told = True
+            if left_out and not logged:
+                logged = True
                 host, reason = next(iter(left_out.items()))
                 more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else " is"
                 self._log("warning", f"ignored host {host}{more} ({host}: {reason}): {BEGUN_ALONE}")

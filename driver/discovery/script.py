@@ -1,10 +1,10 @@
-"""Asks a script which hosts there are: it prints ``host`` or ``host:slots``, one a line.
+"""Runs a script that prints the available hosts: ``host`` or ``host:slots``, one per line.
 
-A script that fails, hangs or prints nonsense changes nothing: the last good list stays, and the trouble is reported
-once, and once more when it is over. One that succeeds and prints no host several times in a row says that there are
-none: no worker is started. Before that the last good list stays, because a source that restarts may print nothing.
+If the script fails, hangs or prints invalid lines, the last valid list is kept, and the failure is logged once, as is
+its end. If it succeeds several times in a row without printing a host, the list becomes empty, and no workers are
+started. Until then the last valid list is kept, since a source may print nothing while it restarts.
 
-The script runs in a process group of its own, outside the event loop: however long it hangs, nothing waits for it.
+The script runs in its own process group, outside the event loop, so nothing waits for a script that hangs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import parse_lines, show
 from elastic.errors import Invalid
 
-QUIET = 30  # tries without a line about another trouble than the one that was told
-EMPTY_RUNS = 3  # in a row without a host, until the list is empty
-_OUTPUT_LIMIT = 1 << 20  # bytes of each of stdout and stderr that are kept
+QUIET = 30  # number of attempts for which other failures are not logged
+EMPTY_RUNS = 3  # consecutive runs without a host until the list is empty
+_OUTPUT_LIMIT = 1 << 20  # kept bytes of each of stdout and stderr
 
 
 def find_script(text: str, *, path: str | None = None) -> list[str]:
-    """The command that ``--host-discovery-script`` names, with an absolute program: a path, or a path and arguments.
+    """Return the command for ``--host-discovery-script``, a path or a path with arguments. The program is absolute.
 
-    Raises Invalid if it is missing or not executable.
+    Raises:
+        Invalid: the script is missing or not executable.
     """
     try:
         words = [text] if os.path.exists(text) else shlex.split(text)
@@ -51,9 +52,10 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
 
 
 class ScriptDiscovery:
-    """Runs ``command`` every ``interval_s`` seconds; one run may last ``timeout_s`` seconds.
+    """Runs ``command`` every ``interval_s`` seconds; a run may take ``timeout_s`` seconds.
 
-    ``known`` is the list of a run that was made before (see `ask`): it is yielded first, without another run.
+    Args:
+        known: list of an earlier run (see `ask`). It is yielded first, without another run.
     """
 
     def __init__(
@@ -78,7 +80,11 @@ class ScriptDiscovery:
         self._sleep = sleep
 
     async def ask(self) -> dict[str, int]:
-        """One run: the list that the script prints. Raises Invalid with one sentence if there is none to take."""
+        """Run the script once, and return the list that it prints.
+
+        Raises:
+            Invalid: there is no valid list.
+        """
         name = f"discovery script {self._command[0]}"
         try:
             code, output, errors = await _execute(self._command, self._timeout_s)
@@ -113,7 +119,7 @@ class ScriptDiscovery:
                 hosts = await self._ask()
             except Invalid as error:
                 empty = 0
-                # One line for each trouble, not one a second, and garbage may be another each time.
+                # Log each failure once, not every second, even if invalid output differs each time.
                 tries += 1
                 if not trouble or (str(error) != trouble and tries > QUIET):
                     trouble, tries = str(error), 0
@@ -128,24 +134,24 @@ class ScriptDiscovery:
                     self._log("warning", self._no_hosts(empty))
                     if empty < EMPTY_RUNS:
                         hosts = self._known
-                # The order is the preference, so a list in another order is another list.
+                # The order is the preference, so a different order is a change.
                 if self._known is None or list(hosts.items()) != list(self._known.items()):
                     self._known = hosts
                     yield dict(hosts)
             await self._sleep(self._interval_s)
 
     def _no_hosts(self, runs: int) -> str:
-        said = f"discovery script {self._command[0]} printed no host"
+        start = f"discovery script {self._command[0]} printed no host"
         if runs < EMPTY_RUNS:
-            return f"{said} ({runs} of {EMPTY_RUNS} runs); keeping {show(self._known or {})}"
-        return f"{said} in {runs} runs: no workers are started until it lists a host"
+            return f"{start} ({runs} of {EMPTY_RUNS} runs); keeping {show(self._known or {})}"
+        return f"{start} in {runs} runs: no workers are started until it lists a host"
 
 
 class _Output:
-    """Reads one pipe as it fills, for as long as the script lives and no longer.
+    """Reads one pipe as it fills, only while the script runs.
 
-    Not asyncio's own pipes: there, the end of a process is told only once nobody holds its pipes, and a program that
-    the script left in the background may hold them for ever.
+    Not an asyncio pipe: asyncio reports the end of a process only once its pipes are closed, and a program that the
+    script left in the background may hold them open forever.
     """
 
     def __init__(self) -> None:
@@ -172,7 +178,7 @@ class _Output:
         return bool(data)
 
     def bytes(self) -> bytes:
-        """What there is by now. A program left in the background may write on, so the reading is bounded."""
+        """Return the output so far. Bounded, since a program left in the background may continue to write."""
         for _ in range(_OUTPUT_LIMIT >> 16):
             if not self._read():
                 break
@@ -180,10 +186,16 @@ class _Output:
 
 
 async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, bytes]:
-    """Exit code (minus the signal, if one killed it), stdout and stderr. Raises TimeoutError or OSError."""
+    """Return exit code (or the negative signal), stdout and stderr.
+
+    Raises:
+        TimeoutError: the command has not ended in time.
+        OSError: it cannot be started.
+    """
     with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(
-            # The shell starts at once and then becomes the script, whose own file may hang (a dead network disk).
+            # The shell starts at once and then executes the script, whose file access may hang (unreachable network
+            # disk).
             *("/bin/sh", "-c", 'exec "$@"', "sh", *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.writer,
@@ -196,7 +208,7 @@ async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, by
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # Reaps it; one that hangs in the kernel is left to the event loop.
+                # Reaps it. A process that hangs in the kernel is left to the event loop.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(process.wait(), 1.0)
         return code, output.bytes(), errors.bytes()

@@ -1,4 +1,4 @@
-"""A list that never changes: ``-H`` or a hostfile. With plain ``-np`` this machine, with as many slots as it needs."""
+"""Constant list from ``-H`` or a hostfile. With only ``-np``, this machine with as many slots as needed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class StaticDiscovery:
 
 
 class OwnSlots:
-    """This machine alone, where nobody has said how many slots it has: as many as the job may have workers."""
+    """This machine only, if its slots were not specified: as many as the job may have workers."""
 
     def __init__(self, hosts: dict[str, int]) -> None:
         [(self._host, self.slots)] = hosts.items()
         self._grown = asyncio.Event()
-        self._told = asyncio.Event()
+        self._yielded = asyncio.Event()
 
     async def make_room(self, slots: int) -> None:
-        """It has so many from here on, if they are more. Returns when whoever watches has been told."""
+        """Increase the number of slots to ``slots``, if it is smaller. Return when the watcher has received it."""
         if slots > self.slots:
             self.slots = slots
-            self._told.clear()
+            self._yielded.clear()
             self._grown.set()
-            await self._told.wait()
+            await self._yielded.wait()
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
         """See `Discovery.watch`."""
         while True:
             self._grown.clear()
             yield {self._host: self.slots}
-            self._told.set()
+            self._yielded.set()
             await self._grown.wait()

@@ -146,10 +146,10 @@ def header_of(
     writer: Writer | None = None,
 ) -> Header:
     """Return the header of a new job."""
-    said = asdict(settings)
-    said["env"] = dict.fromkeys(said["env"], "")
+    fields = asdict(settings)
+    fields["env"] = dict.fromkeys(fields["env"], "")
     writer = writer or Writer()
-    return Header(FORMAT, writer.date, said, job, list(command), folder, outlives, writer)
+    return Header(FORMAT, writer.date, fields, job, list(command), folder, outlives, writer)
 
 
 def readable(words: Sequence[str]) -> list[str]:
@@ -189,7 +189,7 @@ def decoded(line: bytes) -> Line:
 
 
 def same(recorded: Action | None, now: Action | None) -> bool:
-    """Whether two drivers, possibly of different versions, made the same decision.
+    """Return whether two drivers, possibly of different versions, made the same decision.
 
     Texts are not decisions: the wording of log lines is ignored, and reasons are compared by their kinds.
     """
@@ -223,7 +223,7 @@ def _kinds(fact: object) -> Any:
     return None
 
 
-# ---- told ----------------------------------------------------------------------------------------------------------
+# ---- formatting ----------------------------------------------------------------------------------------------------
 
 
 def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
@@ -239,7 +239,7 @@ def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
 def tell_writer(writer: Writer) -> str:
     """Return the line for a change of the driver."""
     where = f" at {writer.address}" if writer.address else ""
-    return f"-- another driver goes on: term {writer.term}{where}, {writer.date}"
+    return f"-- another driver resumes: term {writer.term}{where}, {writer.date}"
 
 
 def describe(value: Any, *, limit: int = 160) -> str:

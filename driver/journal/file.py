@@ -147,11 +147,11 @@ class FileArchive:
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
-        """Cuts off what a crash has left of a last line."""
+        """Resume. An incomplete last line, left by a crash, is cut off."""
         return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)
 
     def outlives(self) -> bool:
-        """Whether the workers of the job written there outlive their driver. Reads no more than its beginning."""
+        """Return whether the workers of the job in the file outlive their driver. Reads only the first line."""
         header = self.header()
         return header is not None and header.outlives
 
@@ -291,7 +291,7 @@ def _check_unwritten(path: Path) -> None:
 
 
 def _has_journal(path: Path) -> bool:
-    """Whether the file contains a journal, rather than nothing.
+    """Return whether the file contains a journal, rather than nothing.
 
     Raises:
         Invalid: it contains something else.
@@ -357,7 +357,7 @@ def _in_use(path: Path) -> Invalid:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
         pass  # the other driver has only just started
-    who = f"the driver with process ID {pid}" if pid else "another driver"
+    owner = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
-        f"{who} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"
+        f"{owner} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"
     )

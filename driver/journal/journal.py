@@ -130,7 +130,7 @@ class Journal:
     def close(self) -> None:
         """Close the journal; nothing more is recorded."""
 
-    # ---- of those that keep more -----------------------------------------------------------------------------------
+    # ---- for subclasses --------------------------------------------------------------------------------------------
 
     def _keep(self, entry: Entry) -> int:
         """Store an entry and return its size in bytes."""
@@ -179,7 +179,7 @@ class Archive(Protocol):
         """Release the storage. Has no effect once there is a journal, which is closed instead."""
 
 
-# ---- a file, read ---------------------------------------------------------------------------------------------------
+# ---- reading a file -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def read(path: Path) -> tuple[Settings, list[Entry]]:
     return found.settings, [entry for _, entry in found.entries]
 
 
-# ---- played back ----------------------------------------------------------------------------------------------------
+# ---- replay ---------------------------------------------------------------------------------------------------------
 
 
 def replay(
@@ -288,8 +288,8 @@ def _replayed(
         if entry.digest is None:
             _compare(number, entry, actions)
         elif entry.digest != digest_of(actions):
-            told = describe(actions)
-            raise ReplayDiffers(f"line {number}, {describe(entry.event)}: now leads to {told}")
+            result = describe(actions)
+            raise ReplayDiffers(f"line {number}, {describe(entry.event)}: now leads to {result}")
         yield entry.event, actions
 
 
@@ -304,7 +304,7 @@ def _compare(number: int, entry: Entry, actions: Sequence[Action]) -> None:
             )
 
 
-# ---- the program ----------------------------------------------------------------------------------------------------
+# ---- command line ---------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:

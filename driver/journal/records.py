@@ -22,7 +22,7 @@ class PendingRecord:
         return -(-len(self.data) // PIECE)
 
     def takes(self, line: bytes) -> bool:
-        """Whether the line can be added to it."""
+        """Return whether the line can be added to it."""
         return not (self.begins or self.begun) and len(self.data) + len(line) <= PIECE
 
     def next_piece(self) -> bytes:

@@ -99,7 +99,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     )
 
 
-# ---- the same job? -------------------------------------------------------------------------------------------------
+# ---- comparison with the command line ------------------------------------------------------------------------------
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:

@@ -1,4 +1,4 @@
-"""Starts the agent of this machine as a child, and every other one by another way."""
+"""Chooses a starter by host: a child process for this machine, another starter for all others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from elastic.driver.launch.starter import Bootstrap, Starter
 
 
 class StarterFor:
-    """``here`` starts on the hosts for which ``elsewhere(host)`` is None, ``there`` on all others.
+    """Starter that delegates to ``here`` for this machine's names and to ``there`` for all other hosts.
 
-    ``elsewhere`` may look a name up, so it is called in a thread. It must have a deadline of its own.
+    Args:
+        elsewhere: returns None for a name of this machine, else the reason why it is none. It may resolve names, and
+            is thus called in a thread; it must have a timeout of its own.
     """
 
     def __init__(
@@ -21,7 +23,7 @@ class StarterFor:
         self._elsewhere = elsewhere
         self._here = here
         self._there = there
-        # Of our own: a name server that is out of order must hold up no other use of threads.
+        # A separate pool, so that a name server that hangs does not block other users of threads.
         self._lookups = ThreadPoolExecutor(32, thread_name_prefix="host lookup")
 
     async def start(self, bootstrap: Bootstrap) -> None:

@@ -1,8 +1,8 @@
-"""The processes that a starter has begun: each is handed its bootstrap, heard until it is ready, and reaped.
+"""Processes that a starter has created: each receives its bootstrap, is watched until it is ready, and is reaped.
 
-Decides nothing. A process is in a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it. Its
-standard input stays open as long as we live, by which the agent knows that we do, unless it outlives us. Its end is
-known from a pidfd, not from its output, which others may hold open.
+Makes no decisions. Each process has its own session, so that neither Ctrl-C nor the end of a terminal reaches it. Its
+standard input stays open while this process lives, which is how the agent knows about it, unless the agent outlives
+it. The exit is detected with a pidfd, not by end of file on the output, which other processes may hold open.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.sinks import Log
 from elastic.version import __version__
 
-KEPT_BYTES = 64 * 1024  # of what a process has said last
-SAID_LINES = 20  # warnings that an agent may have passed on besides its connection to the driver
+KEPT_BYTES = 64 * 1024  # the end of its output
+# limit of warnings passed on that an agent prints besides its connection to the driver
+SAID_LINES = 20
 REAP_S = 1.0
-# What the driver itself may have been told in its environment; an agent is told in its bootstrap.
+# May be in the driver's environment. An agent receives them in its bootstrap.
 WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})
 
 _READY = re.compile(rb"%s (\S+)\r?\n" % READY.encode())
@@ -37,27 +38,42 @@ _LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(
 
 
 def as_logged(line: str) -> tuple[str, str]:
-    """Level and text of a line of an agent's log; what is none, such as a traceback, counts as a warning."""
+    """Return level and text of a line of an agent's log.
+
+    Any other line, for example of a traceback, is a warning.
+    """
     if found := _LOGGED.match(line):
         return found[1] or "debug", found[2].strip()
     return ("warning" if line.strip() else "debug"), line[:500]
 
 
 class ChildProcess:
-    """One process. ``heard`` is told each line that it says once it is ready, ``gone`` that nothing more comes."""
+    """One child process.
+
+    ``heard`` is called with each line that it prints once it is ready, ``gone`` when no more follow.
+    """
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], text: bytes, *, outlives: bool
     ) -> None:
-        """Raises OSError. ``text`` goes to its standard input. ``outlives``: it may go to the background."""
+        """Start the process.
+
+        Args:
+            text: written to its standard input.
+            outlives: the process may move to the background.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
         self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[str | None] = self._loop.create_future()  # None: it won't be
+        # None: it will not become ready
+        self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.ended = asyncio.Event()
         self.code: int | None = None
         self.outlives = outlives
         self.heard: Callable[[str], None] = lambda line: None
         self.gone: Callable[[], None] = lambda: None
-        self._said = bytearray()
+        self._printed = bytearray()
         self._line = bytearray()
         self._unsent = text
         self._popen = subprocess.Popen(
@@ -80,23 +96,23 @@ class ChildProcess:
         self._send()
 
     def said(self) -> str:
-        """The end of what it has said on either stream."""
-        return self._said.decode("utf-8", "replace")
+        """Return the end of its output, of both streams."""
+        return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close its standard input: whoever started it is gone."""
+        """Close its standard input, which means that its parent has exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()
 
     def kill(self) -> None:
-        """SIGKILL it and what it has started in its process group; it may have ended."""
+        """Send SIGKILL to its process group. It may have ended."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Let go of a process, whether it has ended or not."""
+        """Release the resources of the process, whether it has ended or not."""
         self.hang_up()
         self._close_output()
         self._conclude()
@@ -105,7 +121,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         if self._popen.returncode is None:
-            # It lives on, and Popen would complain that nobody waits for it.
+            # It continues to run, and Popen would warn that nothing waits for it.
             self._popen.returncode = 0
 
     def _send(self) -> None:
@@ -113,14 +129,14 @@ class ChildProcess:
             self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # its end comes as an exit
+        except BrokenPipeError:  # the exit is reported separately
             self._unsent = b""
         self._loop.remove_writer(self._input.fileno())
         if self._unsent:
             self._loop.add_writer(self._input.fileno(), self._send)
 
     def _read(self) -> bool:
-        """Take one chunk. False when there is none now, or never again."""
+        """Read one chunk. Return False if there is none now, or at the end of the output."""
         if self._output.closed:
             return False
         try:
@@ -130,21 +146,21 @@ class ChildProcess:
         if not data:
             self._close_output()
             return False
-        self._said += data
+        self._printed += data
         if self.ready.done():
             self._pass_on(data)
-        elif found := _READY.search(self._said):
+        elif found := _READY.search(self._printed):
             self.ready.set_result(found[1].decode("utf-8", "replace"))
-            del self._said[: found.end()]
-            self._pass_on(bytes(self._said))
-        del self._said[:-KEPT_BYTES]
+            del self._printed[: found.end()]
+            self._pass_on(bytes(self._printed))
+        del self._printed[:-KEPT_BYTES]
         return True
 
     def _pass_on(self, data: bytes) -> None:
         *lines, rest = (bytes(self._line) + data).split(b"\n")
         self._line[:] = rest[-KEPT_BYTES:]
         for line in lines:
-            if not line.endswith(b"\r"):  # what ssh says itself
+            if not line.endswith(b"\r"):  # a message of ssh itself
                 self.heard(line.decode("utf-8", "replace"))
 
     def _close_output(self) -> None:
@@ -170,7 +186,7 @@ class ChildProcess:
     def _wait_in_thread(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(self._on_exit)
 
     def _on_exit(self) -> None:
@@ -182,7 +198,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         self.hang_up()
-        for _ in range(16):  # a grandchild may write on
+        for _ in range(16):  # limited, since a grandchild may continue to write
             if not self._read():
                 break
         at_its_end = self._output.closed
@@ -192,14 +208,17 @@ class ChildProcess:
             self.gone()
         elif self.code != 0 or not self.outlives:
             self._close_output()
-        # Else it has gone to the background and left the pipe to its child, which says when it is ready.
+        # Otherwise it moved to the background and left the pipe to its child, which reports when it is ready.
 
 
 class ChildProcesses:
-    """All processes of one starter; not more than ``at_once`` are being started at a time.
+    """All processes of one starter.
 
-    A start takes at most ``ready_s`` from when its turn comes, the end of all of them ``close_s`` and a second.
-    ``describe(host, process)`` words why a process has ended that was ready.
+    Args:
+        describe: called with host and process; returns the reason why a process ended that had been ready.
+        at_once: maximum number of processes that are being started at the same time.
+        ready_s: time limit for one start, once it is its turn.
+        close_s: time limit for the end of all processes; one second more is added.
     """
 
     def __init__(
@@ -217,8 +236,8 @@ class ChildProcesses:
         self._ready_s = ready_s
         self._close_s = close_s
         self._all: set[ChildProcess] = set()
-        self._left: set[ChildProcess] = set()  # those that were ready and outlive us
-        # By host: those that were ready and end with us.
+        self._left: set[ChildProcess] = set()  # ready processes that outlive this one
+        # By host: ready processes that end with this one.
         self._serving: dict[str, ChildProcess] = {}
         self._closed = False
 
@@ -231,11 +250,17 @@ class ChildProcesses:
         *,
         first: bytes = b"",
     ) -> None:
-        """Start ``command``, hand it ``first`` and the bootstrap, and return when it is ready. Raises StartFailed.
+        """Start ``command`` on a host, send it the bootstrap, and return when it is ready.
 
-        ``explain(process, release)`` words why it is of no use: ``release`` is what it said that it is, None if it
-        ended before, or has been killed as it did not say so in time (then its ``code`` is None). Raises OSError where
-        there is no such program.
+        Args:
+            explain: called with the process and the release that it reported, returns the reason why the process is
+                useless. The release is None if the process ended before, or was killed at the time limit (its ``code``
+                is then None).
+            first: bytes to send before the bootstrap.
+
+        Raises:
+            StartFailed: there is no usable agent.
+            OSError: there is no such program.
         """
         host = bootstrap.host
         async with self._turns:
@@ -249,7 +274,7 @@ class ChildProcesses:
             process = ChildProcess(command, env, text, outlives=bootstrap.outlives)
             self._all.add(process)
             process.gone = partial(self._forget, process)
-            process.heard = self._hear(host)
+            process.heard = self._line_logger(host)
             try:
                 await self._become_ready(bootstrap, process, explain)
             except BaseException:
@@ -272,19 +297,19 @@ class ChildProcesses:
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
-            if process in self._all:  # not gone to the background already
+            if process in self._all:  # not in the background already
                 self._left.add(process)
                 process.hang_up()
-        elif process.ended.is_set():  # at once
+        elif process.ended.is_set():  # immediately
             self._lost(host, process)
         else:
             self._serving[host] = process
             process.gone = partial(self._lost, host, process)
 
-    def _hear(self, host: str) -> Callable[[str], None]:
+    def _line_logger(self, host: str) -> Callable[[str], None]:
         left = iter(range(SAID_LINES, 0, -1))
 
-        def heard(line: str) -> None:
+        def log_line(line: str) -> None:
             level, text = as_logged(line)
             if level != "debug":
                 number = next(left, 0)
@@ -293,7 +318,7 @@ class ChildProcesses:
                 text += "; further lines are omitted" if number == 1 else ""
             self._log(level, f"the agent on {host}: {text}")
 
-        return heard
+        return log_line
 
     def _lost(self, host: str, process: ChildProcess) -> None:
         self._forget(process)
@@ -309,7 +334,11 @@ class ChildProcesses:
         self._left.discard(process)
 
     async def close(self, *, spare: bool) -> None:
-        """End them, within a bound. ``spare``: a process that outlives us is an agent itself, so leave it alone."""
+        """End all processes, within a time limit.
+
+        Args:
+            spare: leave processes alone that outlive this one, since each of them is an agent.
+        """
         self._closed = True
         self._serving.clear()
         for process in self._all:

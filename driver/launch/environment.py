@@ -1,4 +1,4 @@
-"""The environment of a worker that is about to be started. Pure: what it is built from arrives as arguments."""
+"""Environment of a worker that is about to be started. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from elastic.driver.network.credentials import TlsFiles
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.rendezvous import nccl_settings
 
-# By these a driver or an agent is told what would let a worker, or whoever reads its environment, pose as one.
+# These give drivers and agents secrets with which a worker, or any process that reads its environment, could
+# impersonate one.
 _KEPT_BACK = {
     "ELASTIC_JOB_SECRET",
     "ELASTIC_SECRET_FILE",
@@ -33,10 +34,16 @@ def worker_environment(
     tls: TlsFiles | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Everything a worker is told before it connects.
+    """Return the environment of a worker.
 
-    ``inherited`` is the driver's own environment, ``extra`` the job's additions; both give way to the worker's
-    identity, and go before the defaults. A group connects within ``gloo_timeout_s``.
+    Args:
+        inherited: the driver's own environment.
+        place: provisional; the final one is sent after the worker has connected.
+        driver, secret, bind, tls: see `host_environment`.
+        gloo_timeout_s: time limit for connecting a group.
+        threads: see `defaults`.
+        extra: the job's additional variables. Like ``inherited``, they override the defaults, but not the worker's
+            identity.
     """
     job = job_environment(worker, place, elastic, collective_timeout_s, wait_timeout_s)
     return {
@@ -51,16 +58,17 @@ def worker_environment(
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker may inherit."""
+    """Return the variables that a worker may inherit."""
     return {name: value for name, value in environ.items() if name not in _KEPT_BACK}
 
 
 def defaults(threads: int) -> dict[str, str]:
-    """What holds unless somebody says otherwise. ``threads`` is this worker's share of its host's cores."""
+    """Return the defaults, which users may override. ``threads`` is this worker's share of the cores."""
     return {
         **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_CPP_LOG_LEVEL": "FATAL",  # Gloo's complaints about dead peers: the driver tells of them in a line
+        # hides Gloo's messages about dead peers; the driver logs one line instead
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -68,11 +76,14 @@ def defaults(threads: int) -> dict[str, str]:
 def job_environment(
     worker: Worker, place: Place, elastic: bool, collective_timeout_s: float, wait_timeout_s: float
 ) -> dict[str, str]:
-    """What the driver knows of a worker, on whatever host. ``place`` is provisional.
+    """Return the variables that depend on worker and job, but not on the host.
 
-    A collective ends within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the
-    driver. Under Horovod's names stands what scripts and other libraries look for, to learn that they were started and
-    how.
+    The ``HOROVOD_`` names are those by which scripts and other libraries detect how they were started.
+
+    Args:
+        place: provisional.
+        collective_timeout_s: time limit for a collective.
+        wait_timeout_s: how long to wait for a message from the driver.
     """
     return {
         "ELASTIC_WORKER": str(worker),
@@ -93,7 +104,7 @@ def job_environment(
 
 
 def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
-    """What torchrun tells a worker of its place. A group is a host, and there is one role."""
+    """Return the variables that torchrun sets. A group is a host, and there is one role."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -113,12 +124,14 @@ def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
 def host_environment(
     driver: Address, secret: str, bind: str, tls: TlsFiles | None = None
 ) -> dict[str, str]:
-    """What holds for every worker of one host.
+    """Return the variables that are the same for every worker of a host.
 
-    ``driver`` is whom they call: the driver itself, or the agent of their host. ``secret`` is hexadecimal: the
-    environment of a process is readable by its user only, its arguments by everybody. ``bind`` is the address on which
-    a worker may listen for its peers. At the rendezvous address other libraries would find somebody who speaks no HTTP.
+    Args:
+        driver: address to connect to: that of the driver, or of the host's agent.
+        secret: hexadecimal. Only its user can read a process's environment, but every user can read its arguments.
+        bind: address on which a worker may listen for its peers.
     """
+    # Whatever listens at the rendezvous address does not speak HTTP, as other libraries would expect.
     return {
         "ELASTIC_DRIVER": str(driver),
         "ELASTIC_SECRET": secret,
@@ -132,5 +145,5 @@ def host_environment(
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """An equal share of the cores: torch's own default is all of them in every worker, many times too much."""
+    """Return an equal share of the cores. Torch's default, all cores in every worker, is many times too much."""
     return max(1, cores // max(1, workers))

@@ -1,4 +1,4 @@
-"""What the loop asks of whatever starts workers. Adapters of this interface have no policy."""
+"""Interface of everything that starts workers for the event loop. Implementations make no decisions."""
 
 from __future__ import annotations
 
@@ -10,37 +10,45 @@ from elastic.protocol.messages import Worker
 
 
 class Launcher(Protocol):
-    """Starts, watches and kills worker processes. All calls come from the thread of the driver's event loop."""
+    """Starts, watches and kills worker processes. All methods are called in the thread of the driver's event loop."""
 
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
-        """Called once, before anything else. ``exited`` is called exactly once per started worker.
+        """Called once, before all other methods.
 
-        ``noticed`` is told what else is seen of the processes: WorkerFrozen, WorkerThawed, WorkerProbed.
+        Args:
+            exited: called exactly once for each started worker.
+            noticed: called with other observations of processes: WorkerFrozen, WorkerThawed, WorkerProbed.
         """
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start ``command`` as this worker with exactly this environment.
+        """Start ``command`` as this worker, with exactly this environment.
 
-        Never raises for what the outside does: a missing program or a lost host comes back as an exit, with
-        code 127 or 126 and a ``reason``.
+        Never raises for external failures: a missing program or a lost host is reported as an exit with code 127 or
+        126 and a ``reason``.
         """
 
     def kill(self, worker: Worker) -> None:
-        """SIGKILL the worker and its children; its exit comes back through ``exited``. Unknown ones are ignored."""
+        """Send SIGKILL to the worker and its children.
+
+        Its exit is reported to ``exited``. Unknown workers are ignored.
+        """
 
     def probe(self, workers: Sequence[Worker]) -> None:
-        """Look at what these processes do; each comes back as WorkerProbed. Unknown ones are ignored."""
+        """Inspect these processes. A WorkerProbed is reported for each. Unknown workers are ignored."""
 
     def dump(self, worker: Worker) -> None:
-        """Have the worker write the stacks of its threads, if it is able to. Unknown ones are ignored."""
+        """Make the worker write the stacks of its threads, if it can. Unknown workers are ignored."""
 
     def give_up(self, host: str, why: str) -> None:
-        """Take a host for lost that does not answer: `HostLost` is noticed. Nothing where its agent is ours."""
+        """Declare a host that does not respond lost, which reports `HostLost`.
+
+        Does nothing if its agent is in this process.
+        """
 
     def alive(self) -> frozenset[Worker]:
-        """Workers that were started and whose exit was not reported yet."""
+        """Return the workers that were started and whose exit has not been reported yet."""
 
     async def close(self) -> None:
-        """Kill what is left, wait for it within a bound, and release everything."""
+        """Kill all workers, wait for them within a time limit, and release everything."""

@@ -1,4 +1,4 @@
-"""Starts workers on this machine, through an agent inside the driver's process."""
+"""Starts workers on this machine, through an agent within the driver's process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from elastic.protocol.messages import Worker
 
 
 class LocalLauncher:
-    """All workers run here, whatever host name they carry: several "hosts" of one machine are fine for trials."""
+    """Launcher that runs all workers here, regardless of their host names.
+
+    Several "hosts" on one machine are fine for tests.
+    """
 
     def __init__(
         self,
@@ -32,12 +35,12 @@ class LocalLauncher:
         self._sink = sink
         self._log = log
         self._lease_s = lease_s
-        self._preemption = preemption  # who may announce the end of this machine
-        self._preload = preload  # what the next worker is prepared with
-        self._stdin = StandardInput(stdin_rank)  # who has this process's
+        self._preemption = preemption  # source of preemption notices
+        self._preload = preload  # modules that the next worker imports in advance
+        self._stdin = StandardInput(stdin_rank)  # assigns this process's standard input
         self._agent: Agent | None = None
         self._watch: Watch | None = None
-        self._hosts: set[str] = set()  # names under which workers were started here
+        self._hosts: set[str] = set()  # host names with which workers were started here
         self._noticed: Callable[[Event], None] = lambda event: None
 
     @property
@@ -87,7 +90,7 @@ class LocalLauncher:
         self.agent.dump(worker)
 
     def give_up(self, host: str, why: str) -> None:
-        """This machine answers itself."""
+        """Do nothing: this machine always responds."""
 
     def alive(self) -> frozenset[Worker]:
         return self.agent.alive()

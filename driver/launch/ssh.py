@@ -1,9 +1,8 @@
-"""Starts agents on other hosts by the user's ssh. Which user, port, key, jump host: that is what ssh's configuration
-is for.
+"""Starts agents on other hosts with the user's ssh, whose configuration sets user, port, key and jump host.
 
-The remote command is always the same words, so that no shell there can misread a name: what it needs to know comes on
-standard input, first two lines with the pythons to try, then the bootstrap. ssh itself stays as long as the agent needs
-to know that we live, and notices a connection that has broken without a word.
+The remote command is constant, so that no shell there can misinterpret a name. All parameters are sent on standard
+input: first two lines with the Pythons to try, then the bootstrap. ssh stays connected for as long as the agent
+depends on the driver, and detects a connection that was lost silently.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 
-AT_ONCE = 32  # ssh processes that log in at a time; those that have done so don't count
+AT_ONCE = 32  # maximum number of concurrent logins; ssh processes that have logged in do not count
 CLOSE_S = 10.0
 
 
 def remote(module: str) -> str:
-    """Runs a module on another host by the first python, of two lines of standard input, that is there.
+    """Return the command that runs a module on another host, with the first of two Pythons that exists there.
 
-    Any login shell takes these words: a quoted text without quotes, backslashes, newlines or exclamation marks in it.
+    The Pythons are the first two lines of standard input. Any login shell parses the command, since its quoted part
+    contains no quotes, backslashes, newlines or exclamation marks.
     """
     return (
         "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
@@ -55,17 +55,21 @@ REMOTE = remote(AGENT_MODULE)
 
 @dataclass(frozen=True)
 class SshOptions:
-    """What the user may say about ssh on the command line. Raises Invalid for what can be known here."""
+    """Options of ssh on the command line.
+
+    Raises:
+        Invalid: a value is invalid, as far as this machine can tell.
+    """
 
     port: int | None = None
-    identity: str | None = None  # file of a private key
-    config: str | None = None  # instead of ~/.ssh/config and the system's
-    python: str | None = None  # to run agents with, on every host
+    identity: str | None = None  # file with a private key
+    config: str | None = None  # replaces ~/.ssh/config and the system's configuration
+    python: str | None = None  # runs the agents on all hosts
     program: str = "ssh"
-    connect_s: int = 10  # until a connection stands
-    ready_s: float = 60.0  # until an agent is ready, the login included
-    alive_s: int = 5  # ask an otherwise silent connection whether it stands ...
-    alive_count: int = 3  # ... and take it for broken after so many questions without an answer
+    connect_s: int = 10  # time limit for connecting
+    ready_s: float = 60.0  # time limit for a ready agent, including the login
+    alive_s: int = 5  # interval between keepalives on an idle connection ...
+    alive_count: int = 3  # ... and the number of unanswered ones after which it is lost
 
     def __post_init__(self) -> None:
         for flag, file in (("--ssh-identity-file", self.identity), ("--ssh-config", self.config)):
@@ -80,14 +84,18 @@ class SshOptions:
             )
 
     def words(self) -> list[str]:
-        """What goes between ``ssh`` and the host, when a user types it."""
+        """Return the arguments between ``ssh`` and the host that a user would type."""
         words = ["-F", self.config] if self.config is not None else []
         words += ["-p", str(self.port)] if self.port is not None else []
         return words + (["-i", self.identity] if self.identity is not None else [])
 
 
 class SshStarter:
-    """``environ``: ssh's own environment, for ssh-agent; no secret of it goes anywhere. Make it in the event loop."""
+    """Starts agents with ssh. Create it in the event loop.
+
+    Args:
+        environ: environment of ssh itself, for ssh-agent. It is not passed to agents.
+    """
 
     def __init__(self, options: SshOptions, *, environ: Mapping[str, str], log: Log) -> None:
         self._options = options
@@ -128,7 +136,7 @@ class SshStarter:
         await self._children.close(spare=False)
 
     def command(self, host: str) -> list[str]:
-        """See `ssh_command`."""
+        """Return the command that starts an agent on ``host``."""
         return ssh_command(self._options, host, REMOTE)
 
     async def _explain(self, host: str, process: ChildProcess, release: str | None) -> str:
@@ -145,14 +153,17 @@ class SshStarter:
 
 
 def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
-    """Nothing in it is secret, and the host can't be taken for an option."""
+    """Return the command that runs ``words_there`` on ``host``.
+
+    It contains no secrets, and the host cannot be mistaken for an option.
+    """
     settings = {
-        "BatchMode": "yes",  # nobody is there to be asked
+        "BatchMode": "yes",  # no prompts
         "ConnectTimeout": options.connect_s,
         "ServerAliveInterval": options.alive_s,
         "ServerAliveCountMax": options.alive_count,
-        "LogLevel": "DEBUG1",  # names the keys that were tried
-        "ControlMaster": "no",  # an existing connection may be used, but must not be left behind
+        "LogLevel": "DEBUG1",  # reports the keys that were tried
+        "ControlMaster": "no",  # may use an existing connection, but must not leave one behind
         "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
     }

@@ -1,20 +1,20 @@
-"""Says in one sentence why no agent could be started, and what to do, from what ssh and the remote side said. Pure.
+"""Explains in one sentence why an agent could not be started, from the output of ssh and the remote command. Pure.
 
-ssh is asked for its first level of debugging messages (``debug1:``), which name the keys that it has tried.
+ssh runs with its first level of debug messages (``debug1:``), which contain the keys it has tried.
 """
 
 from __future__ import annotations
 
 import re
 
-SSH_FAILED = 255  # ssh's exit code for its own troubles; otherwise it is that of the remote command
+SSH_FAILED = 255  # exit code for errors of ssh itself; otherwise that of the remote command
 NO_PYTHON = "hvd-elastic: no python"
 
-_SHOWN = 300  # characters of somebody else's words
+_SHOWN = 300  # maximum number of characters of quoted output
 _DEBUG = re.compile(r"debug[123]: |Authenticated to |Transferred: sent |Bytes per second: ")
 
 
-# The commonest, in this order: one trouble of ssh often ends in the words of another.
+# The most frequent errors of ssh. The order matters, since one error often causes the message of another.
 _SSH = (
     (
         r"Could not resolve hostname (\S+): ([^\r\n]*)",
@@ -49,40 +49,44 @@ _SSH = (
 )
 
 
-def why_ssh_failed(host: str, said: str, words: str) -> str:
-    """ssh has ended with SSH_FAILED; ``words`` follow it when a user types the same."""
+def why_ssh_failed(host: str, output: str, words: str) -> str:
+    """Return the reason why ssh failed with SSH_FAILED. ``words`` are the arguments of ssh that a user would type."""
     for expression, sentence in _SSH:
-        if found := re.search(expression, said):
-            keys = re.findall(r"Offering public key: (.+?) [A-Z0-9-]+ SHA256:", said)
+        if found := re.search(expression, output):
+            keys = re.findall(r"Offering public key: (.+?) [A-Z0-9-]+ SHA256:", output)
             tried = ", ".join(dict.fromkeys(keys)) or "none"
             return sentence.format(*found.groups(), host=host, words=words, tried=tried)
-    own = " | ".join(_own_words(said))[-_SHOWN:] or "it did not say why"
+    own = " | ".join(_own_words(output))[-_SHOWN:] or "it did not say why"
     return f"ssh to {host} failed: {own}; try it by hand: ssh {words}"
 
 
 def why_no_agent(
-    host: str, code: int | None, said: str, *, ours: str, release: str | None, limit_s: float
+    host: str, code: int | None, output: str, *, ours: str, release: str | None, limit_s: float
 ) -> str:
-    """The command that is to become the agent has ended with ``code``, is of another ``release``, or is late (code and
-    release None).
+    """Return the reason why there is no agent on a host.
+
+    Args:
+        code: exit code of the command that should have become the agent; None: it did not exit in time.
+        ours: release of this program.
+        release: other release that the agent reported, or None.
     """
     if release is not None:
         return (
             f"{host} has release {release} of hvd-elastic, and here it is {ours}; install the same on"
             f" both: pip install hvd-elastic=={ours}"
         )
-    words = _own_words(said)
-    last = words[-1][:_SHOWN] if words else ""
+    lines = _own_words(output)
+    last = lines[-1][:_SHOWN] if lines else ""
     if code is None:
         more = f"; last output: {last}" if last else ""
         return f"no agent was ready on {host} within {limit_s:g} s{more}; check the load there"
-    for word in reversed(words):
-        if word.startswith(NO_PYTHON):
-            tried = word.removeprefix(NO_PYTHON).strip(": ")
+    for line in reversed(lines):
+        if line.startswith(NO_PYTHON):
+            tried = line.removeprefix(NO_PYTHON).strip(": ")
             return (
                 f"{host} has no Python to run the agent with (tried {tried}): pass --remote-python"
             )
-        if found := re.search(r"No module named '?([\w.]+)'?", word):
+        if found := re.search(r"No module named '?([\w.]+)'?", line):
             return _missing(host, found[1], ours)
     if re.match(r"SyntaxError: ", last):
         return f"the Python of {host} is too old for hvd-elastic: pass another with --remote-python"
@@ -90,12 +94,12 @@ def why_no_agent(
     return f"the agent on {host} {ending} before it was ready" + (f": {last}" if last else "")
 
 
-def why_ended(host: str, code: int | None, said: str, *, by_ssh: bool) -> str:
-    """An agent that was ready has ended before it was told to, or the way to it has."""
-    words = _own_words(said)
-    last = f": {words[-1][:_SHOWN]}" if words else ""
+def why_ended(host: str, code: int | None, output: str, *, by_ssh: bool) -> str:
+    """Return the reason why an agent that was ready, or the ssh connection to it, ended unexpectedly."""
+    lines = _own_words(output)
+    last = f": {lines[-1][:_SHOWN]}" if lines else ""
     if by_ssh and code == SSH_FAILED:
-        if found := re.search(r"Timeout, server .* not responding", said):
+        if found := re.search(r"Timeout, server .* not responding", output):
             last = f": {found[0]}"
         return f"lost the ssh connection to the agent on {host}{last}"
     if code is not None and code < 0:
@@ -122,7 +126,7 @@ def _missing(host: str, module: str, ours: str) -> str:
     return f"hvd-elastic on {host} lacks its dependency {module}: install it there with all others, {install}"
 
 
-def _own_words(said: str) -> list[str]:
-    """Lines, without what ssh says for debugging and without empty ones."""
-    lines = (line.strip() for line in said.splitlines())
+def _own_words(output: str) -> list[str]:
+    """Return the lines of ``output`` that are neither empty nor debug messages of ssh."""
+    lines = (line.strip() for line in output.splitlines())
     return [line for line in lines if line and not _DEBUG.match(line)]

@@ -1,4 +1,4 @@
-"""Which worker has the driver's standard input. Pure."""
+"""Assignment of the driver's standard input to a worker. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from elastic.protocol.messages import Worker
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """The rank with which a worker is started; None: it has none."""
+    """Return the rank in a worker's environment; None: it has none."""
     text = environ.get("HOROVOD_RANK", "")
     return int(text) if text.isdecimal() else None
 
 
 def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
-    """Raises Invalid. ``rank``: None: no worker has it. ``by_agents``: workers are not started by this process."""
+    """Check ``--stdin``.
+
+    Args:
+        rank: None: no worker reads standard input.
+        by_agents: workers are started by other processes.
+
+    Raises:
+        Invalid: no worker could read it.
+    """
     if rank is None:
         return
     if rank >= workers_max:
@@ -30,10 +38,10 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
 
 
 class StandardInput:
-    """The standard input of one job, for the worker of a rank; None: nobody has it.
+    """Standard input of a job, for the worker with one rank. ``rank`` None: for no worker.
 
-    One worker has it at a time. When that has ended, what follows goes to the next one that is started in its slot or
-    with its rank.
+    One worker has it at a time. Once that one has ended, the rest of the input goes to the next worker that starts in
+    its slot or with its rank.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -41,7 +49,7 @@ class StandardInput:
         self._holder: Worker | None = None
 
     def goes_to(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
-        """Whether a worker that is about to start has it from now on; ``alive`` are those that run."""
+        """Return whether a worker that is about to start gets standard input. ``alive`` are the running workers."""
         if self._rank is None or self._holder in alive:
             return False
         last = self._holder

@@ -1,4 +1,4 @@
-"""Starts the agent of this machine as a process of its own: a child, in a session of its own."""
+"""Starts the agent of this machine as a child process with a session of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ CLOSE_S = 10.0
 
 
 class ChildStarter:
-    """``environ`` is what agents and their workers inherit, but for the driver's secrets. Make it in the event loop.
+    """Starts agents as child processes. Create it in the event loop.
 
-    Several agents with different names may run on this machine, for trials.
+    Several agents with different names may run on this machine, for tests.
+
+    Args:
+        environ: environment of agents and their workers, except for the driver's secrets.
     """
 
     def __init__(

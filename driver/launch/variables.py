@@ -1,4 +1,4 @@
-"""Which variables of the environment anybody reads, so that a mistyped one does not pass in silence. Pure."""
+"""Known environment variables, to report mistyped ones. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 
-# Those that are no flag's. What users set:
+# Without the variables of flags. Set by users:
 _OF_USERS = """
     ELASTIC_CHECKS ELASTIC_COLLECTIVE_TIMEOUT ELASTIC_DIGESTS ELASTIC_ETCD_PASSWORD ELASTIC_FAILPOINTS
     ELASTIC_JOB_SECRET ELASTIC_NATIVE ELASTIC_SECRET_FILE HOROVOD_CONTROLLER
     HOROVOD_CPU_OPERATIONS HOROVOD_DISABLE_GROUP_FUSION HOROVOD_DYNAMIC_PROCESS_SETS
     HOROVOD_FUSION_THRESHOLD HOROVOD_GLOO_IFACE
 """
-# What we tell workers, agents and each other; a worker may start a job of its own.
+# Set by this program for workers, agents and itself; a worker may start a job of its own.
 _OURS = """
     ELASTIC_ALLOW_INEXACT ELASTIC_AZURE_METADATA_ENDPOINT ELASTIC_BIND ELASTIC_CALL
     ELASTIC_CALLS ELASTIC_CHECKPOINT_FLOOR ELASTIC_CHECKPOINT_FROM ELASTIC_CHECKPOINT_RUN
@@ -26,26 +26,29 @@ _OURS = """
     HOROVOD_RANK HOROVOD_SECRET_KEY HOROVOD_SIZE
 """
 OF_USERS, OURS = frozenset(_OF_USERS.split()), frozenset(_OURS.split())
-# Horovod's own native code and its build: images made for Horovod set them, and they harm nothing.
+# Variables of Horovod's native code and its build. Images made for Horovod set them, and they are harmless.
 _HOROVODS = re.compile(
     r"HOROVOD_(BATCH_D2D_MEMCOPIES|ENABLE_\w+|DISABLE_NVTX_RANGES|ADASUM_MPI_CHUNK_SIZE|CCL_\w+|WITH(OUT)?_\w+|BUILD_\w+"
     r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK)"
     r"|MPICXX_SHOW|VERSION|REPO)"
 )
-_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")  # and nearly one of ours
-_ALIKE = 0.8  # of 1: a letter or two
+_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")  # similar to one of this program
+_ALIKE = 0.8  # similarity, at most 1; allows for one or two letters
 
 
 def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
-    """A sentence for each variable that looks like ours and is read by nobody.
+    """Return a sentence for each variable that looks like one of this program but has no effect.
 
-    ``flags``: the variables that stand for flags. Of ``ELASTIC_`` only what is nearly one of ours: others use it too.
+    Since other programs use ``ELASTIC_`` too, only names similar to a known variable are reported there.
+
+    Args:
+        flags: variables that stand for flags.
     """
-    told = []
+    sentences = []
     offered = OF_USERS.union(flags)
     names = {each.partition("_")[2]: each for each in sorted(offered)}
     known = offered | OURS
-    # Kubernetes tells each container of all services of its namespace: of HOROVOD_DRIVER_PORT for a horovod-driver.
+    # Kubernetes sets variables for all services of a namespace, for example HOROVOD_DRIVER_PORT for horovod-driver.
     services = [each for each in environ if each.endswith("_SERVICE_HOST")]
     starts = [each.removesuffix("SERVICE_HOST") for each in services]
     links = tuple(start + of for start in starts for of in ("SERVICE_", "PORT"))
@@ -57,7 +60,7 @@ def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
             continue
         near = difflib.get_close_matches(rest, names, 1, _ALIKE)
         if near:
-            told.append(f"{name} has no effect; is {names[near[0]]} meant?")
+            sentences.append(f"{name} has no effect; is {names[near[0]]} meant?")
         elif prefix == "HOROVOD":
-            told.append(f"{name} has no effect: it is not a variable of this program")
-    return told
+            sentences.append(f"{name} has no effect: it is not a variable of this program")
+    return sentences

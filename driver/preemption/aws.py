@@ -1,7 +1,7 @@
-"""Amazon EC2: the notice of a spot instance's interruption, two minutes ahead.
+"""Amazon EC2: spot instance interruption notices, two minutes in advance.
 
 Instance metadata service v2, docs.aws.amazon.com/AWSEC2/latest/UserGuide: "Spot Instance interruption notices" and
-"EC2 instance rebalance recommendations". A recommendation is no announcement: it is only said.
+"EC2 instance rebalance recommendations". A recommendation is logged, but is no notice.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Aws:
             return None
         if answer.status != 200:
             raise Trouble(f"it returned status {answer.status}")
-        said = answer.json()
+        content = answer.json()
         try:
-            action, time_said = str(said["action"]), str(said["time"])
-            moment = datetime.strptime(time_said, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+            action, end = str(content["action"]), str(content["time"])
+            moment = datetime.strptime(end, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         except (KeyError, TypeError, ValueError) as error:
             raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
         text = f"AWS will {action} this spot instance"
@@ -71,7 +71,7 @@ class Aws:
         if time.monotonic() >= self._renew_at:
             self._renew(within_s)
         answer = self._ask_with_token(path, within_s)
-        if answer.status == 401:  # the token is over before its time
+        if answer.status == 401:  # the token expired early
             self._renew(within_s)
             answer = self._ask_with_token(path, within_s)
         return answer

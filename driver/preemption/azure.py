@@ -1,7 +1,7 @@
-"""Microsoft Azure: Scheduled Events, at least 30 seconds ahead, and acknowledged once nobody needs the machine.
+"""Microsoft Azure: Scheduled Events, at least 30 seconds in advance, acknowledged once the machine is not needed.
 
-learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. A freeze ends nothing, and is passed over. Events are
-delivered to all machines of a scale set: those of others are passed over.
+learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Freezes are ignored, since they do not end the
+machine. Events are delivered to all machines of a scale set: those of other machines are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDING = {
     "Reboot": "Azure will restart this machine",
     "Redeploy": "Azure will move this machine without its memory and local disks",
 }
-# The service is switched on by the first request, which may take two minutes.
+# The first request enables the service, which may take two minutes.
 FIRST_ANSWER_S = 150.0
 
 
@@ -37,7 +37,7 @@ class Azure:
         self._server = MetadataServer(environ.get(ENDPOINT_VARIABLE) or ENDPOINT)
         self._own_name = ""
         self._answered = False
-        self._announced: list[str] = []  # identities of events
+        self._announced: list[str] = []  # event IDs
 
     def here(self) -> bool:
         try:
@@ -55,9 +55,9 @@ class Azure:
         if answer.status != 200:
             raise Trouble(f"it returned status {answer.status}")
         self._answered = True
-        said = answer.json()
+        content = answer.json()
         try:
-            mine = [event for event in said["Events"] if self._is_mine(event)]
+            mine = [event for event in content["Events"] if self._is_mine(event)]
             self._announced = [str(event["EventId"]) for event in mine]
             ends = [self._ends(event, answer) for event in mine]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -79,7 +79,7 @@ class Azure:
         return event["EventType"] in ENDING and self._own_name in event["Resources"]
 
     def _ends(self, event: Any, answer: Answer) -> Ends:
-        """Without a NotBefore it has begun."""
+        """Return the notice of an event. Without ``NotBefore`` the event has already started."""
         text, moment = ENDING[event["EventType"]], event.get("NotBefore")
         at = email.utils.parsedate_to_datetime(moment).timestamp() if moment else 0.0
         return Ends(text, answer.ends_at(at))

@@ -1,8 +1,7 @@
-"""A command of the user's own, for whatever else may announce the end of a machine.
+"""User-defined command, for all other sources of preemption notices.
 
-It is run by ``sh -c``, again and again. Exit code 0: the machine goes, and what it has printed is the number of seconds
-until then, if it is known, and a text. Exit code 1: it stays. Anything else is trouble. ELASTIC_HOST is the name of the
-host that is asked about.
+It is run by ``sh -c`` periodically. Exit code 0: the machine will end, and the output is the number of seconds until
+then, if known, and a text. Exit code 1: no notice. Other exit codes are errors. ELASTIC_HOST is the name of the host.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from elastic.driver.preemption.source import Ends, Trouble
 from elastic.driver.processes import orphan_reaper
 
 ANSWER_S = 10.0
-MOST_S = 1e6  # until the end; whoever says more, or infinity, means some day
+MOST_S = 1e6  # upper limit of the seconds, which may also be infinite
 
 
 class Command:
@@ -48,7 +47,7 @@ class Command:
         return ""
 
     def _run(self) -> tuple[int, str, str]:
-        """Its exit code, and what it has written to stdout and stderr. Nothing of it is left after ANSWER_S."""
+        """Return exit code, stdout and stderr. All of its processes are killed after ANSWER_S."""
         try:
             process = subprocess.Popen(
                 ["sh", "-c", self._command],
@@ -66,7 +65,7 @@ class Command:
             try:
                 printed, wrote = process.communicate(timeout=ANSWER_S)
             except subprocess.TimeoutExpired as error:
-                orphan_reaper.kill_group(process.pid)  # with what it waits for
+                orphan_reaper.kill_group(process.pid)  # including its child processes
                 raise Trouble(f"no answer within {ANSWER_S:g} s") from error
         return process.returncode, printed, wrote
 
@@ -83,5 +82,5 @@ class Command:
             return Ends(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
-            at = known.at  # the same time, counted again
+            at = known.at  # the same time as before
         return Ends(text, at)

@@ -1,7 +1,7 @@
-"""Google Compute Engine: preemption, 30 seconds ahead, and maintenance that ends the machine.
+"""Google Compute Engine: preemption, 30 seconds in advance, and maintenance that ends the machine.
 
-cloud.google.com/compute/docs: "Query metadata server for maintenance event notices", "Spot VMs". A request waits on the
-server until something has changed. Live migration ends nothing, and is passed over.
+cloud.google.com/compute/docs: "Query metadata server for maintenance event notices", "Spot VMs". The server holds a
+request until something has changed. Live migration is ignored, since it does not end the machine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from urllib.parse import quote
 from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import Ends, Trouble
 
-HOST = "169.254.169.254"  # metadata.google.internal, without a name to look up
+HOST = "169.254.169.254"  # metadata.google.internal, without name resolution
 HOST_VARIABLE = "GCE_METADATA_HOST"  # as in Google's own libraries
 HEADERS = {"Metadata-Flavor": "Google"}
-WAIT_S = 20  # for a change, on the server
+WAIT_S = 20  # how long the server waits for a change
 PREEMPTED_S = 30.0  # from the notice to the end
-MAINTENANCE_S = 60.0  # the same; with a GPU it is an hour, which is not said here
+MAINTENANCE_S = 60.0  # the same; an hour with a GPU, but the server does not say so
 
 
 class GoogleCloud:
@@ -38,7 +38,7 @@ class GoogleCloud:
         return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
 
     def look(self) -> Ends | None:
-        """At the first call at once, then when something has changed, or after WAIT_S."""
+        """Return the notice: immediately in the first call, then after a change or WAIT_S."""
         query = "recursive=true"
         if self._etag:
             query += f"&wait_for_change=true&timeout_sec={WAIT_S}&last_etag={quote(self._etag)}"
@@ -54,7 +54,7 @@ class GoogleCloud:
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
-            time.sleep(1.0)  # it can't wait for a change
+            time.sleep(1.0)  # no entity tag, so the server cannot wait for a change
         return self._known
 
     def released(self) -> None:
@@ -64,19 +64,19 @@ class GoogleCloud:
         return ""
 
     def _read(self, answer: Answer) -> Ends | None:
-        said = answer.json()
-        if not isinstance(said, dict):
+        content = answer.json()
+        if not isinstance(content, dict):
             raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}")
-        if said.get("preempted") == "TRUE":
+        if content.get("preempted") == "TRUE":
             return self._since("Google Cloud will preempt this machine", PREEMPTED_S)
-        if str(said.get("maintenanceEvent", "")).startswith("TERMINATE"):
+        if str(content.get("maintenanceEvent", "")).startswith("TERMINATE"):
             return self._since(
                 "Google Cloud will terminate this machine for maintenance", MAINTENANCE_S
             )
         return None
 
     def _since(self, text: str, within_s: float) -> Ends:
-        """Said again it ends no later."""
+        """Return a notice. If it was known before, its end stays the same."""
         if self._known is not None and self._known.text == text:
             return self._known
         return Ends(text, time.time() + within_s)

@@ -1,4 +1,4 @@
-"""Asks a cloud's metadata server, which every machine has under an address of its own. Never through a proxy."""
+"""Client of a cloud's metadata server, which every machine reaches at a link-local address. Never uses a proxy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """``skew_s``: by how much the server's clock is ahead of this machine's."""
+    """Answer of the server. ``skew_s`` is how far the server's clock is ahead of this machine's."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case
@@ -32,19 +32,23 @@ class Answer:
         return self.body.decode(errors="replace").strip()
 
     def json(self) -> Any:
-        """Raises Trouble."""
+        """Return the decoded body.
+
+        Raises:
+            Trouble: the body is not JSON.
+        """
         try:
             return json.loads(self.body)
         except ValueError as error:
             raise Trouble(f"its answer is not JSON: {self.text[:80]!r}") from error
 
     def ends_at(self, moment: float) -> float:
-        """A time by the server's clock, by this machine's."""
+        """Convert a time of the server's clock to this machine's clock."""
         return moment - self.skew_s
 
 
 class MetadataServer:
-    """At ``endpoint``, as in http://169.254.169.254."""
+    """Metadata server at ``endpoint``, for example http://169.254.169.254."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -68,7 +72,11 @@ class MetadataServer:
         body: bytes | None = None,
         within_s: float = ANSWER_S,
     ) -> Answer:
-        """One request on a connection of its own. Raises Trouble where there is no answer in time."""
+        """Send one request on its own connection.
+
+        Raises:
+            Trouble: there was no complete answer within the time limit.
+        """
         deadline = time.monotonic() + within_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
         try:
@@ -82,14 +90,14 @@ class MetadataServer:
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # A ValueError where what an earlier answer has said can't be part of a request.
+            # ValueError: part of an earlier answer is invalid in a request.
             raise Trouble(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
 
 def _skew_s(headers: Mapping[str, str]) -> float:
-    """Of its Date; whole seconds, so that less than two says nothing."""
+    """Return the skew from the Date header, which has whole seconds; less than two of them are ignored."""
     try:
         skew = email.utils.parsedate_to_datetime(headers["date"]).timestamp() - time.time()
     except (KeyError, ValueError):

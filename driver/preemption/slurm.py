@@ -1,8 +1,8 @@
-"""Slurm: the end of the allocation, and the signal that `sbatch --signal` asks for.
+"""Slurm: the end of the allocation, and the signal of `sbatch --signal`.
 
-slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME, seconds since 1970, which Slurm 22.05 does not set yet;
---signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` for it to arrive. Whether the time
-limit was raised meanwhile only `squeue` knows.
+slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME is in seconds since 1970; Slurm 22.05 does not set it yet.
+--signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` to pass it on. Only `squeue` knows
+whether the time limit was extended meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from elastic.driver.preemption.source import Ends
 
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
-LEAD_S = 120.0  # before the end
-SIGNALLED_S = 60.0  # from the signal to the end where nothing else says when that is
-# Between two questions to the controller, which serves a whole cluster: doubled where it knows of no end.
+LEAD_S = 120.0  # time of the notice before the end
+SIGNALLED_S = 60.0  # from the signal to the end, if the end is not known otherwise
+# Interval of queries to the controller, which serves a whole cluster. Doubled while it knows of no end.
 ASK_S, ASK_AT_MOST_S = 30.0, 900.0
 ANSWER_S = 10.0
 
@@ -38,20 +38,23 @@ class Slurm:
         return bool(self._job)
 
     def look(self) -> Ends | None:
-        """The controller is asked while the end is not known, and once it is near, as it may have been put off."""
+        """Return the notice.
+
+        The controller is queried while the end is unknown, and again once it is near, since it may have been extended.
+        """
         now = time.time()
         if now >= self._ask_at and self._near(now):
-            self._end_at = self._asked() or self._end_at
+            self._end_at = self._query() or self._end_at
             self._pause_s = ASK_S if self._end_at else min(2 * self._pause_s, ASK_AT_MOST_S)
             self._ask_at = now + self._pause_s
             if self._end_at is not None and not self._near(now):
-                self._signalled = None  # it was put off
+                self._signalled = None  # the end was extended
         if self._end_at is not None and self._near(now):
             return Ends(f"Slurm will end job {self._job}", self._end_at)
         return self._signalled
 
     def signalled(self) -> None:
-        """SIGUSR1 has come. Safe from another thread: one assignment."""
+        """Record SIGUSR1. Callable from another thread, since it is one assignment."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
         self._signalled = Ends(f"Slurm announced the end of job {self._job} with a signal", at)
 
@@ -64,8 +67,8 @@ class Slurm:
     def _near(self, now: float) -> bool:
         return self._end_at is None or now >= self._end_at - LEAD_S
 
-    def _asked(self) -> float | None:
-        """None where there is no limit, or nobody to ask."""
+    def _query(self) -> float | None:
+        """Return the end of the job; None if it has no time limit, or if the controller does not answer."""
         command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%A %e"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(
@@ -78,7 +81,7 @@ class Slurm:
                 timeout=ANSWER_S,
                 check=False,
             )
-            # An array's first task has the number of the array, and all of them are listed.
+            # The first task of an array has the array's ID, and all tasks are listed.
             lines = done.stdout.splitlines() if done.returncode == 0 else []
             ends = [
                 end for line in lines for job, _, end in [line.partition(" ")] if job == self._job

@@ -1,4 +1,4 @@
-"""The seam between whoever announces the end of a machine and the watcher. Pure."""
+"""Interface of the sources of preemption notices. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,39 @@ from typing import Protocol
 
 
 class Trouble(Exception):
-    """A source did not answer, or not as it is documented. It is asked again."""
+    """A source did not answer, or not as documented. It is queried again."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The machine will be gone. ``at``: seconds since 1970 by this machine's clock, None if it is not said."""
+    """Notice that the machine will end. ``at``: seconds since 1970 on this machine's clock; None if unknown."""
 
-    text: str  # who says so, and what
+    text: str  # the source and its notice
     at: float | None
 
 
 class Source(Protocol):
-    """One that may announce it. Called from one thread; each call returns within its own bound."""
+    """Source of preemption notices. It is called from one thread; each call has its own time limit."""
 
     name: str
-    pause_s: float  # between two looks
+    pause_s: float  # interval between queries
 
     def here(self) -> bool:
-        """Whether this machine is one of these. Answers within about a second, and never raises."""
+        """Return whether this machine has this source. Takes at most about a second, and never raises."""
 
     def look(self) -> Ends | None:
-        """What is announced now. Raises Trouble."""
+        """Return the current notice, or None.
+
+        Raises:
+            Trouble: the source did not answer as documented.
+        """
 
     def released(self) -> None:
-        """Nobody needs the machine any more: whoever waits for that may be told. Raises Trouble."""
+        """Called when the machine is no longer needed, to acknowledge the notice.
+
+        Raises:
+            Trouble: the source rejects the acknowledgement.
+        """
 
     def hint(self) -> str:
-        """Something an operator may want to know, once; empty: nothing."""
+        """Return information for the operator, once; empty if there is none."""

@@ -1,6 +1,6 @@
-"""Watches for the machine's own announcement of its end, each source in a thread of its own. Decides nothing.
+"""Watches the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
 
-`auto` asks once which sources are here, and is quiet where none is.
+`auto` detects once which sources exist, and logs nothing if there are none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ NAMED: dict[str, Callable[[Mapping[str, str]], Source]] = {
     "azure": Azure,
     "slurm": Slurm,
 }
-FAILS = 5  # looks in a row that fail before it is said
-LONGEST_PAUSE_S = 30.0  # between two looks that fail
-SAME_S = 2.0  # a time that is said again may differ by so much
+FAILS = 5  # number of consecutive failures before one is logged
+LONGEST_PAUSE_S = 30.0  # upper limit of the pause after a failure
+SAME_S = 2.0  # two times this close are the same
 
 
 def check(wanted: str) -> None:
-    """Raises Invalid."""
+    """Check the value of ``--preemption``.
+
+    Raises:
+        Invalid: it is neither a known source nor a command.
+    """
     if not wanted.strip():
         raise Invalid("--preemption is empty: pass auto, aws, gcp, azure, slurm, a command, or off")
     if wanted in (AUTO, OFF, *NAMED) or " " in wanted or os.sep in wanted:
@@ -50,7 +54,7 @@ def check(wanted: str) -> None:
 
 
 class Watch:
-    """Of one machine. ``changed`` is called in the event loop's thread, with the notice that stands, or None."""
+    """Watches one machine. ``changed`` is called in the event loop's thread, with the current notice or None."""
 
     def __init__(
         self,
@@ -84,7 +88,7 @@ class Watch:
 
     @property
     def notice(self) -> Notice | None:
-        """What stands, with the time that is left: of several the one that ends first."""
+        """The current notice, with the remaining time. Of several, the one that ends first."""
         if not self._standing:
             return None
         now = time.time()
@@ -92,23 +96,23 @@ class Watch:
         return Notice(first.text, None if first.at is None else max(0.0, first.at - now))
 
     def released(self) -> None:
-        """Nobody works here any more."""
+        """Report that no workers run here any more."""
         if self._standing:
             self._released.set()
 
-    # ---- one thread for each source --------------------------------------------------------------------------------
+    # ---- source threads --------------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[Source]:
         if self._wanted in NAMED:
-            made: list[Callable[[Mapping[str, str]], Source]] = [NAMED[self._wanted]]
+            factories: list[Callable[[Mapping[str, str]], Source]] = [NAMED[self._wanted]]
         elif self._wanted == AUTO:
-            made = [*NAMED.values()]
+            factories = [*NAMED.values()]
         else:
             return [Command(self._wanted, self._environ)]
         sources = []
-        for make in made:
+        for factory in factories:
             try:
-                source = make(self._environ)
+                source = factory(self._environ)
             except Trouble as error:
                 self._log("warning", f"preemption notices are not watched: {error}")
                 continue
@@ -118,7 +122,8 @@ class Watch:
         return sources
 
     def _catch_signals(self, slurm: Slurm) -> None:
-        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # no main thread
+        # not in the main thread
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
             self._loop.add_signal_handler(signal.SIGUSR1, slurm.signalled)
             self._catches_signals = True
 
@@ -126,10 +131,12 @@ class Watch:
         if not source.here():
             if self._wanted != AUTO:
                 text = "does not respond when asked for preemption notices; retrying"
-                self._tell(self._log, "warning", f"{source.name} {text}")
+                self._call_in_loop(self._log, "warning", f"{source.name} {text}")
             else:
                 return
-        self._tell(self._log, "debug", f"watching for preemption notices from {source.name}")
+        self._call_in_loop(
+            self._log, "debug", f"watching for preemption notices from {source.name}"
+        )
         failed = 0
         while not self._over.is_set():
             try:
@@ -138,26 +145,26 @@ class Watch:
                     source.released()
                     self._released.clear()
                 if failed >= FAILS:
-                    self._tell(self._log, "info", f"{source.name} answers again")
+                    self._call_in_loop(self._log, "info", f"{source.name} answers again")
                 failed = 0
-                self._tell(self._seen, source.name, ends)
+                self._call_in_loop(self._update, source.name, ends)
             except Trouble as error:
                 failed += 1
                 if failed == FAILS:
                     text = f"preemption notices from {source.name} can't be read: {error}; retrying"
-                    self._tell(self._log, "warning", text)
+                    self._call_in_loop(self._log, "warning", text)
             hint = source.hint()
             if hint:
-                self._tell(self._log, "warning", hint)
+                self._call_in_loop(self._log, "warning", hint)
             self._over.wait(min(LONGEST_PAUSE_S, source.pause_s * 2 ** min(failed, 10)))
 
-    def _tell(self, what: Callable[..., object], *args: object) -> None:
+    def _call_in_loop(self, what: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(what, *args)
 
-    # ---- in the loop's thread --------------------------------------------------------------------------------------
+    # ---- event loop's thread ---------------------------------------------------------------------------------------
 
-    def _seen(self, name: str, ends: Ends | None) -> None:
+    def _update(self, name: str, ends: Ends | None) -> None:
         before = self._standing.get(name)
         if self._over.is_set() or ends == before:
             return
@@ -166,7 +173,8 @@ class Watch:
         if ends is None:
             del self._standing[name]
             if not self._standing:
-                self._released.clear()  # of another notice nobody knows yet who still works here
+                # the acknowledgement was of the notice that has been withdrawn
+                self._released.clear()
         else:
             self._standing[name] = ends
         self._changed(self.notice)

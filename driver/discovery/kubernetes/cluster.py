@@ -1,6 +1,7 @@
-"""The calls of the Kubernetes API behind a discovery: thin, and all of them may block. Needs the package `kubernetes`.
+"""Calls of the Kubernetes API for discovery; all of them may block. Requires the package `kubernetes`.
 
-Objects come as the API's JSON: models of 1,000 pods would take seconds and much memory, and little of them is read.
+Objects are the API's JSON: the client's models of 1,000 pods would take seconds and much memory, and little of them is
+used.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from elastic.driver.discovery.kubernetes.objects import Json
 from elastic.errors import Invalid
 
 CONNECT_S = 5.0
-ANSWER_S = 10.0  # for a list, or for a watch to begin
-WATCH_S = 60  # then the API server ends a watch, so that one whose connection is dead is noticed
-PAGE = 500  # objects of one answer
+ANSWER_S = 10.0  # for a list, or for the start of a watch
+WATCH_S = 60  # the API server then ends a watch, so that dead connections are noticed
+PAGE = 500  # objects per answer
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class Refusal(enum.Enum):
-    """Why the API server gave no answer to take."""
+    """Reasons why the API server gave no valid answer."""
 
     UNREACHABLE = "it is unreachable"
     UNAUTHORIZED = "it rejects this token"
@@ -33,7 +34,7 @@ class Refusal(enum.Enum):
 
 
 class ApiTrouble(Exception):
-    """``detail``: what the server or the network said, for people."""
+    """A call of the API failed. ``detail`` is the message of the server or the network."""
 
     def __init__(self, why: Refusal, detail: str = "") -> None:
         super().__init__(f"{why.value}{f' ({detail})' if detail else ''}")
@@ -41,30 +42,37 @@ class ApiTrouble(Exception):
 
 
 class Resource(enum.Enum):
-    """What is watched; the value is its name in the API."""
+    """Watched resource; the value is its name in the API."""
 
     PODS = "pods"
     NODES = "nodes"
 
 
 class KubernetesApi(Protocol):
-    """One namespace's pods with one label selector, and the nodes. Calls raise ApiTrouble, and take bounded time."""
+    """Pods with a label selector in one namespace, and all nodes. Methods raise ApiTrouble, and take bounded time."""
 
     namespace: str
     selector: str
 
     def all(self, kind: Resource) -> tuple[list[Json], str]:
-        """All of them now, and the version to watch from."""
+        """Return all objects, and the resource version to watch from."""
 
     def events(self, kind: Resource, version: str) -> Iterator[Json]:
-        """What changes from there on, as ``{"type": ..., "object": ...}``, until the server ends it. Asks at once."""
+        """Yield the changes since ``version`` as ``{"type": ..., "object": ...}``, until the server ends the watch.
+
+        The request is sent at once.
+        """
 
     def delete_by_force(self, name: str, uid: str) -> None:
-        """Forgets a pod of which nobody will say that it is gone. Nothing, if another has its name by now."""
+        """Delete a pod whose end nothing will report. Does nothing if another pod has its name by now."""
 
 
 def connection() -> tuple[Any, str]:
-    """An ``ApiClient`` of the package `kubernetes`, and the namespace that goes without saying. Raises Invalid."""
+    """Return an ``ApiClient`` of the package `kubernetes`, and the default namespace.
+
+    Raises:
+        Invalid: there is no client package, or no cluster.
+    """
     try:
         from kubernetes import client
         from kubernetes import config as untyped
@@ -83,7 +91,7 @@ def connection() -> tuple[Any, str]:
 
     try:
         of_pod(settings)
-        # The client would keep a token for a minute, even one that is refused.
+        # The client would use a token for a minute, even one that is rejected.
         settings.refresh_api_key_hook = of_pod
         with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
             found = file.read().strip()
@@ -92,7 +100,7 @@ def connection() -> tuple[Any, str]:
             config.load_kube_config(client_configuration=settings)
             _, active = config.list_kube_config_contexts()
             found = active["context"].get("namespace", "")
-        except Exception as error:  # of a file that may hold anything
+        except Exception as error:  # the file may contain anything
             why = " ".join(str(error).split())[:300]
             raise Invalid(
                 "no cluster found: this is not a pod with a service account, and no kubeconfig selects one"
@@ -104,7 +112,11 @@ def connection() -> tuple[Any, str]:
 
 
 class ApiServer:
-    """The cluster in which this process is a pod, else that of the kubeconfig. Raises Invalid where neither is."""
+    """API of the cluster in which this process is a pod, else that of the kubeconfig.
+
+    Raises:
+        Invalid: there is neither.
+    """
 
     def __init__(self, selector: str, namespace: str | None = None) -> None:
         api, found = connection()
@@ -170,7 +182,7 @@ class ApiServer:
                     _preload_content=False,
                 )
         except ApiTrouble as error:
-            if error.why is not Refusal.GONE:  # 404 and 409: it is gone already
+            if error.why is not Refusal.GONE:  # 404 and 409: it no longer exists
                 raise
 
     def _call(self, kind: Resource, **options: Any) -> Any:
@@ -192,7 +204,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _answering(refused: type[Exception]) -> Iterator[None]:
-    """Whatever goes wrong in the client or on the way is ApiTrouble."""
+    """Convert all errors of the client and the network to ApiTrouble."""
     import urllib3
     from kubernetes.config import ConfigException
 
@@ -200,7 +212,7 @@ def _answering(refused: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         raise _refusal(int(getattr(error, "status", 0) or 0), error) from None
-    except ConfigException as error:  # while the token's file is missing or empty
+    except ConfigException as error:  # while the token file is missing or empty
         raise ApiTrouble(Refusal.UNAUTHORIZED, _short(error)) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ApiTrouble(Refusal.UNREACHABLE, _short(error)) from None
@@ -218,14 +230,14 @@ REFUSALS = {
 
 
 def _refusal(code: int, error: Exception) -> ApiTrouble:
-    said = f"HTTP {code}"
-    # No Status of the API.
+    detail = f"HTTP {code}"
+    # The body may not be a Status object.
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-        said = str(msgspec.json.decode(getattr(error, "body", "") or "")["message"])[:300]
-    return ApiTrouble(REFUSALS.get(code, Refusal.OTHER), said)
+        detail = str(msgspec.json.decode(getattr(error, "body", "") or "")["message"])[:300]
+    return ApiTrouble(REFUSALS.get(code, Refusal.OTHER), detail)
 
 
 def _short(error: Exception) -> str:
-    """Without the address, which may hold a selector, and without a pool's name."""
+    """Return a short text without the address, which may contain a selector, and without the pool's name."""
     inner = getattr(error, "reason", None) or error
     return f"{type(inner).__name__}: {inner}".split("\n")[0][:200]

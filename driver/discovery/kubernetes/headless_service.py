@@ -1,11 +1,10 @@
-"""Asks the name server which pods stand behind a headless service: each of their addresses is a host.
+"""Finds the pods behind a headless service by name resolution: each of their addresses is a host.
 
-A name server that fails, or knows no address, changes nothing: the last good list stays, and the trouble is reported
-once, and once more when it is over. Kubernetes names pods that are ready, or, if the service says
-``publishNotReadyAddresses: true``, all that run.
+If the name server fails or returns no address, the last valid list is kept, and the failure is logged once, as is its
+end. Kubernetes returns ready pods, or all running ones if the service has ``publishNotReadyAddresses: true``.
 
-Of a service with both families each pod has an address of each, and would count twice. So the family of the first
-answer is kept: IPv4, if it has any.
+In a dual-stack service each pod has two addresses and would count twice. So only the family of the first answer is
+used: IPv4, if it contains any.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.hosts import show
 from elastic.driver.network.resolver import Found, resolved
 
-INTERVAL_S = 5.0  # name servers of clusters keep an answer for 5 s by default
+INTERVAL_S = 5.0  # cluster name servers cache an answer for 5 s by default
 TIMEOUT_S = 5.0
 
 
 class HeadlessServiceDiscovery:
-    """Looks ``name`` up every ``interval_s`` seconds. Every address behind it is a host with ``slots`` slots.
+    """Looks ``name`` up every ``interval_s`` seconds. Each of its addresses is a host with ``slots`` slots.
 
-    Hosts that stay keep their order, and those that come stand behind them.
+    Existing hosts keep their order, and new ones are appended.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class HeadlessServiceDiscovery:
             try:
                 addresses = await self._ask()
             except OSError as error:
-                # One line for each kind of trouble, not one each time.
+                # Only one line for each kind of failure.
                 if str(error) != trouble:
                     trouble = str(error)
                     kept = f"keeping {show(hosts)}" if hosts else "waiting for hosts"
@@ -66,14 +65,18 @@ class HeadlessServiceDiscovery:
                     trouble = ""
                     self._log("info", f"service {self._name} was found again")
                 if set(addresses) != set(hosts):
-                    stay = [host for host in hosts if host in addresses]
-                    come = [host for host in addresses if host not in hosts]
-                    hosts = dict.fromkeys([*stay, *come], self._slots)
+                    existing = [host for host in hosts if host in addresses]
+                    new = [host for host in addresses if host not in hosts]
+                    hosts = dict.fromkeys([*existing, *new], self._slots)
                     yield dict(hosts)
             await self._sleep(self._interval_s)
 
     async def _ask(self) -> list[str]:
-        """In numerical order, as name servers shuffle them. Raises OSError where there is none."""
+        """Return the addresses in numerical order, since name servers shuffle them.
+
+        Raises:
+            OSError: there is none.
+        """
         found = await self._resolve(self._name, 0, self._timeout_s)
         families = {family for family, _ in found}
         if self._family is None and families:

@@ -1,7 +1,6 @@
-"""What this driver reads of the pods and nodes of Kubernetes: values, made from the API's JSON. Pure.
+"""Pods and nodes of Kubernetes as this driver uses them, made from the API's JSON. Pure.
 
-Whatever is missing or of another kind than the API says counts as not there: no object of somebody else's can bring the
-driver down.
+Fields that are missing or have an unexpected type are ignored, so that no foreign object can crash the driver.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-# Taints that announce a node's end, what they mean, and the seconds until then where the cloud names them.
+# Taints that announce the end of a node, their meaning, and the seconds until then if the cloud specifies them.
 ENDING: dict[str, tuple[str, float | None]] = {
     "aws-node-termination-handler/spot-itn": ("its spot instance is being reclaimed", 120.0),
     "aws-node-termination-handler/scheduled-maintenance": ("AWS maintenance", None),
@@ -31,7 +30,7 @@ ENDING: dict[str, tuple[str, float | None]] = {
 
 @dataclass(frozen=True)
 class Pod:
-    """``ends_at``: seconds since the epoch at which Kubernetes kills what is left of it; None: it is to stay."""
+    """One pod. ``ends_at``: time since the epoch at which Kubernetes kills it; None: it is not being deleted."""
 
     uid: str
     name: str
@@ -49,7 +48,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class KubernetesNode:
-    """``ending``: the taints that announce its end. ``reachable``: its kubelet is heard of."""
+    """One node. ``ending``: taints that announce its end. ``reachable``: its kubelet reports to the API server."""
 
     name: str
     reachable: bool = True
@@ -58,7 +57,7 @@ class KubernetesNode:
 
 
 def pod_of(object: Json) -> Pod | None:
-    """None of what has no name."""
+    """Return the pod, or None if it has no name."""
     about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
     uid, name = _text(about, "uid"), _text(about, "name")
     if not uid or not name:
@@ -76,7 +75,7 @@ def pod_of(object: Json) -> Pod | None:
 
 
 def node_of(object: Json) -> KubernetesNode | None:
-    """None of what has no name."""
+    """Return the node, or None if it has no name."""
     about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
     name = _text(about, "name")
     if not name:
@@ -92,7 +91,7 @@ def node_of(object: Json) -> KubernetesNode | None:
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """A key by which worker-10 comes after worker-9."""
+    """Return a sort key that puts worker-10 after worker-9."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts)
 

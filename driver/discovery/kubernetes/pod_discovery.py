@@ -1,7 +1,9 @@
-"""Hosts are the pods with one label selector in one namespace, as a watch of the Kubernetes API tells them. No policy.
+"""Hosts are the pods with a label selector in one namespace, from a watch of the Kubernetes API.
 
-Each pod that runs is a host, named by its address. A pod that is being deleted, or whose node announces its end, stays
-one until it is gone, and the job hears of that end. While the API server does not answer, everything stays as it is.
+Makes no decisions.
+
+Each running pod is a host, named by its address. A pod that is being deleted, or whose node is about to end, remains a
+host until it is gone, and the job is notified of its end. While the API server does not respond, nothing changes.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ NEEDED = {
     Refusal.FORBIDDEN: f"; grant {ROLE}",
     Refusal.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
 }
-SAID = 8  # hosts of one line
-DELETE_AGAIN_S = 30.0  # between two tries to delete one pod by force
+SAID = 8  # maximum number of hosts per log line
+DELETE_AGAIN_S = 30.0  # interval of attempts to delete one pod by force
 
 
 class PodDiscovery:
-    """Yields ``{address: slots}``, and tells ``noticed`` of the end of hosts. ``fallback`` is used where the API server
-    says that this service account may not list pods.
+    """Yields ``{address: slots}``, and reports the end of hosts to ``noticed``.
+
+    Args:
+        fallback: used if the API server does not authorize this service account to list pods.
     """
 
     def __init__(
@@ -56,11 +60,11 @@ class PodDiscovery:
         self._pods = Pods(slots)
         self._fallback = fallback
         self._now = now
-        self._told: asyncio.Queue[Told] = asyncio.Queue()
+        self._updates: asyncio.Queue[Told] = asyncio.Queue()
         self._hosts: dict[str, int] | None = None
         self._endings: dict[str, PodEnding] = {}
-        self._tried: dict[str, float] = {}  # uid -> when its deletion was asked for
-        self._deletes = True  # as far as is known
+        self._tried: dict[str, float] = {}  # uid -> time of the last attempt to delete it
+        self._deletes = True  # False once the API server has refused to delete pods
         self._listed = False
         self._refused = False
         self._asked: set[asyncio.Task[None]] = set()
@@ -68,10 +72,10 @@ class PodDiscovery:
     async def watch(self) -> AsyncIterator[dict[str, int]]:
         loop = asyncio.get_running_loop()
 
-        def tell(told: Told) -> None:
-            loop.call_soon_threadsafe(self._told.put_nowait, told)
+        def enqueue(update: Told) -> None:
+            loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
-        watches = [Watching(self._cluster, kind, tell) for kind in Resource]
+        watches = [Watching(self._cluster, kind, enqueue) for kind in Resource]
         for each in watches:
             each.begin()
         try:
@@ -84,7 +88,7 @@ class PodDiscovery:
                         yield dict(hosts)
                     self._announce(hosts)
                     self._clean()
-                await self._hear()
+                await self._receive()
         finally:
             for each in watches:
                 each.close()
@@ -92,21 +96,21 @@ class PodDiscovery:
         async for hosts in self._fallback.watch():
             yield hosts
 
-    # ---- what is heard ---------------------------------------------------------------------------------------------
+    # ---- input -----------------------------------------------------------------------------------------------------
 
-    async def _hear(self) -> None:
-        """At least one word, or the time at which something is due."""
+    async def _receive(self) -> None:
+        """Wait for at least one update, or until the next deadline."""
         due_s = self._pods.next_look(self._now())
         try:
-            self._take(await within(self._told.get(), due_s))
+            self._take(await within(self._updates.get(), due_s))
         except asyncio.TimeoutError:
             return
-        while not self._told.empty():  # many changes at once are one list
-            self._take(self._told.get_nowait())
+        while not self._updates.empty():  # many simultaneous changes result in one list
+            self._take(self._updates.get_nowait())
 
-    def _take(self, told: Told) -> None:
+    def _take(self, update: Told) -> None:
         now = self._now()
-        match told:
+        match update:
             case Listed(Resource.PODS, objects):
                 self._pods.listed(objects)
                 self._listed = True
@@ -135,10 +139,10 @@ class PodDiscovery:
             text = f"pods {where} can't be watched: {error}{NEEDED.get(error.why, '')}; {then}"
             self._log("warning", text)
 
-    # ---- what follows ----------------------------------------------------------------------------------------------
+    # ---- output ----------------------------------------------------------------------------------------------------
 
     def _introduce(self, hosts: dict[str, int]) -> None:
-        """Logs call hosts by their addresses; people know their pods."""
+        """Log which pods the hosts are: logs refer to hosts by address, users know their pods."""
         new = [host for host in hosts if host not in (self._hosts or {})]
         if new:
             places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
@@ -152,12 +156,12 @@ class PodDiscovery:
             if ending is not None:
                 left_s = None if ending.at is None else max(0.0, ending.at - now)
                 self._noticed(HostLeaving(host, Notice(ending.text, left_s)))
-            elif host in hosts:  # else it is gone, which the list says
+            elif host in hosts:  # otherwise it is missing from the list
                 self._noticed(HostStaying(host))
         self._endings = endings
 
     def _clean(self) -> None:
-        """Deletes by force what keeps a StatefulSet from making another: see `Pods.overdue`."""
+        """Delete pods by force that keep a StatefulSet from creating another. See `Pods.overdue`."""
         now = self._now()
         for pod in self._pods.overdue(now):
             if self._deletes and now - self._tried.get(pod.uid, 0.0) >= DELETE_AGAIN_S:

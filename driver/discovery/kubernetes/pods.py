@@ -1,12 +1,12 @@
-"""Decides which pods are hosts, which of them end, and which are to be deleted for good. Pure.
+"""Decides which pods are hosts, which of them are about to end, and which to delete by force. Pure.
 
-    pod is made --> runs and has an address: a host --> ended, or gone: no host any more
-                      deletion begun, or its node ends: a notice, with the time that is left
-                      deletion is overdue: no host; and where its node is not heard of, it may be deleted by force
+    pod created --> running, with an address: a host --> ended or deleted: not a host
+                    deletion requested, or its node is about to end: a notice with the remaining time
+                    deletion is overdue: not a host; if its node is unreachable, the pod may be deleted by force
 
-Kubernetes keeps a pod of a lost node in deletion until somebody says that it is gone, and a StatefulSet makes no other
-before. Its process may live on there. It harms nobody: its host was given up with its lease, and it belongs to a world
-that is over.
+Kubernetes keeps a pod of a lost node in deletion until it is reported gone, and a StatefulSet creates no other pod
+before. Its process may continue there. This is harmless: its host was removed when its lease expired, and it belongs
+to a generation that has ended.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from elastic.driver.discovery.kubernetes.objects import (
     pod_of,
 )
 
-OVERDUE_S = 2.0  # after the end of its grace period a pod should be gone
+OVERDUE_S = 2.0  # delay after the grace period, within which a pod should be gone
 
 
 @dataclass(frozen=True)
 class PodEnding:
-    """``at``: seconds since the epoch, None if not known."""
+    """Announced end of a pod. ``at``: seconds since the epoch; None if unknown."""
 
     text: str
     at: float | None
 
 
 class Pods:
-    """``slots``: of each pod; None: as many as it has GPUs, or one."""
+    """Pods and nodes as last reported. ``slots``: slots of each pod; None: its number of GPUs, or one."""
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots
         self._pods: dict[str, Pod] = {}  # by uid
         self._nodes: dict[str, KubernetesNode] = {}  # by name
-        self._tainted: dict[tuple[str, str], float] = {}  # node and taint -> when it was first seen
-        self._order: list[str] = []  # of the hosts, as they were last
+        # (node, taint) -> time when it was first seen
+        self._tainted: dict[tuple[str, str], float] = {}
+        self._order: list[str] = []  # last order of the hosts
 
-    # ---- what is told ----------------------------------------------------------------------------------------------
+    # ---- input -----------------------------------------------------------------------------------------------------
 
     def listed(self, objects: Iterable[Json]) -> None:
-        """All pods there are."""
+        """Replace all pods."""
         found = [pod for object in objects if (pod := pod_of(object)) is not None]
         self._pods = {pod.uid: pod for pod in found}
 
     def changed(self, object: Json, *, deleted: bool) -> None:
-        """One pod has come, changed or gone."""
+        """Update one pod that was added, changed or deleted."""
         pod = pod_of(object)
         if pod is None:
             return
@@ -63,32 +64,35 @@ class Pods:
             self._pods[pod.uid] = pod
 
     def nodes_listed(self, objects: Iterable[Json], now: float) -> None:
-        """All nodes there are."""
+        """Replace all nodes."""
         found = [node for object in objects if (node := node_of(object)) is not None]
         self._nodes = {node.name: node for node in found}
-        self._date(now)
+        self._date_taints(now)
 
     def node_changed(self, object: Json, now: float, *, deleted: bool) -> None:
-        """One node has come, changed or gone."""
+        """Update one node that was added, changed or deleted."""
         node = node_of(object)
         if node is None:
             return
-        # What was deleted is not heard of any more; its pods may still be listed for a while.
+        # A deleted node is unreachable; its pods may be listed for a while.
         self._nodes[node.name] = KubernetesNode(node.name, reachable=False) if deleted else node
-        self._date(now)
+        self._date_taints(now)
 
-    # ---- what follows ----------------------------------------------------------------------------------------------
+    # ---- output ----------------------------------------------------------------------------------------------------
 
     def hosts(self, now: float) -> dict[str, int]:
-        """Address and slots of each pod that runs: those that stay keep their order, others follow by their names."""
+        """Return address and slots of each running pod.
+
+        Existing hosts keep their order, new ones are appended by name.
+        """
         running = {pod.address: pod for pod in self._newest() if not _late(pod, now)}
-        stay = [address for address in self._order if address in running]
-        come = sorted(running.keys() - set(stay), key=lambda each: natural(running[each].name))
-        self._order = [*stay, *come]
+        existing = [address for address in self._order if address in running]
+        new = sorted(running.keys() - set(existing), key=lambda each: natural(running[each].name))
+        self._order = [*existing, *new]
         return {address: self._slots or max(1, running[address].gpus) for address in self._order}
 
     def endings(self, now: float) -> dict[str, PodEnding]:
-        """Of the hosts that announce their end: the earlier one of the pod's and its node's."""
+        """Return the announced ends of hosts: the earlier one of the pod's and its node's."""
         hosts = self.hosts(now)
         found = {}
         for pod in self._newest():
@@ -100,7 +104,7 @@ class Pods:
         return found
 
     def overdue(self, now: float) -> list[Pod]:
-        """Pods that only a deletion by force removes."""
+        """Return the pods that only a forced deletion removes."""
         return [
             pod
             for pod in self._pods.values()
@@ -108,20 +112,20 @@ class Pods:
         ]
 
     def next_look(self, now: float) -> float | None:
-        """Seconds until a pod becomes overdue, if nothing is told before."""
+        """Return the seconds until a pod becomes overdue, if there is no update before."""
         ends = [pod.ends_at + OVERDUE_S for pod in self._pods.values() if pod.ends_at is not None]
         later = [at - now for at in ends if at > now]
         return min(later) if later else None
 
     def place_of(self, address: str) -> str:
-        """Pod and node of a host, for people."""
+        """Return pod and node of a host, for log lines."""
         for pod in self._newest():
             if pod.address == address:
                 return f"pod {pod.name}" + (f" on node {pod.node}" if pod.node else "")
         return address
 
     def _newest(self) -> list[Pod]:
-        """Those that run; of two with one address the later one, as an address may be given again."""
+        """Return the running pods. If two have the same address, the later one, since addresses are reused."""
         running = sorted((pod for pod in self._pods.values() if pod.runs), key=lambda p: p.created)
         return [*{pod.address: pod for pod in running}.values()]
 
@@ -134,7 +138,7 @@ class Pods:
             at = None if within_s is None else self._tainted[pod.node, key] + within_s
             yield PodEnding(f"node {pod.node}: {text}", at)
 
-    def _date(self, now: float) -> None:
+    def _date_taints(self, now: float) -> None:
         self._tainted = {
             (node.name, key): self._tainted.get((node.name, key), now)
             for node in self._nodes.values()
@@ -143,14 +147,14 @@ class Pods:
 
 
 def _late(pod: Pod, now: float) -> bool:
-    """Its node has ended it by now, or can't."""
+    """Return whether its node should have ended the pod by now."""
     return pod.ends_at is not None and now >= pod.ends_at + OVERDUE_S
 
 
 def differences(
     before: Mapping[str, PodEnding], after: Mapping[str, PodEnding]
 ) -> Iterable[tuple[str, PodEnding | None]]:
-    """What is news: an end that is announced, or of which another time is said; None: it is off."""
+    """Yield new and changed announcements; None for a host whose announcement was withdrawn."""
     for host in before.keys() - after.keys():
         yield host, None
     for host, ending in after.items():

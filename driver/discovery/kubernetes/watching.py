@@ -1,7 +1,8 @@
-"""Follows one kind of objects in a thread of its own: lists them once, then hears what changes. Decides nothing.
+"""Follows objects of one kind in a thread: lists them once, then watches for changes. Makes no decisions.
 
-A watch that ends goes on where it was. A version that the API server has forgotten, as after its restart, is followed
-by a new list. What fails is told once for each reason, and tried again after a growing pause.
+After a watch has ended, the next one continues from its version. If the API server no longer has that version, for
+example after a restart, the objects are listed again. Each kind of failure is reported once, and retried with
+increasing pauses.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from elastic.driver.discovery.kubernetes.objects import Json
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-REFUSED_PAUSE_S = 30.0  # rights and tokens change seldom
-SHORT_S = 1.0  # a watch that ends within it is not begun again at once
+REFUSED_PAUSE_S = 30.0  # permissions and tokens rarely change
+SHORT_S = 1.0  # a watch that ends sooner is not restarted immediately
 
 
 @dataclass(frozen=True)
 class Listed:
-    """All there are."""
+    """All objects."""
 
     kind: Resource
     objects: list[Json]
@@ -31,7 +32,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Changed:
-    """One of them."""
+    """One object was added, changed or deleted."""
 
     kind: Resource
     object: Json
@@ -40,7 +41,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class WatchFailed:
-    """The API server did not answer as it should; None: it does again."""
+    """The API server failed to answer. ``error`` None: it answers again."""
 
     kind: Resource
     error: ApiTrouble | None
@@ -50,7 +51,7 @@ Told = Listed | Changed | WatchFailed
 
 
 class Watching:
-    """``tell`` is called in this thread."""
+    """Follows one kind of objects in a thread, in which ``tell`` is called with each update."""
 
     def __init__(
         self,
@@ -77,18 +78,18 @@ class Watching:
         ).start()
 
     def close(self) -> None:
-        """Its thread ends with the answer that it waits for; nothing is told any more."""
+        """Stop. The thread ends with its pending answer; nothing more is reported."""
         self._over.set()
 
     def run(self) -> None:
-        """Until `close`."""
+        """Run until `close`."""
         while not self._over.is_set():
             begun = self._clock()
             try:
                 self._follow()
             except ApiTrouble as error:
                 self._pause(self._trouble(error))
-            # Of the client, which runs programs and reads files for its tokens.
+            # From the client, which runs programs and reads files to get its tokens.
             except Exception as error:
                 self._pause(self._trouble(ApiTrouble(Refusal.OTHER, repr(error)[:200])))
             else:
@@ -96,18 +97,22 @@ class Watching:
                     self._pause(SHORT_S)
 
     def _follow(self) -> None:
-        """One watch, after a list where there is none to go on from. Raises ApiTrouble."""
+        """Run one watch, after a list if there is no version to continue from.
+
+        Raises:
+            ApiTrouble: the API server did not answer.
+        """
         if not self._version:
             objects, self._version = self._cluster.all(self._kind)
-            self._say(Listed(self._kind, objects))
+            self._report(Listed(self._kind, objects))
         events = self._cluster.events(self._kind, self._version)
-        self._well()
+        self._recovered()
         for event in events:
             if self._over.is_set():
                 return
-            self._heard(event)
+            self._process(event)
 
-    def _heard(self, event: Json) -> None:
+    def _process(self, event: Json) -> None:
         kind, object = event.get("type"), event.get("object")
         if not isinstance(object, dict):
             raise ApiTrouble(Refusal.OTHER, "an event without an object")
@@ -117,32 +122,32 @@ class Watching:
             raise ApiTrouble(why, str(object.get("reason", "")))
         version = (object.get("metadata") or {}).get("resourceVersion")
         if kind in ("ADDED", "MODIFIED", "DELETED"):
-            self._say(Changed(self._kind, object, kind == "DELETED"))
+            self._report(Changed(self._kind, object, kind == "DELETED"))
         if version:
             self._version = str(version)
 
-    def _well(self) -> None:
+    def _recovered(self) -> None:
         self._pause_s = FIRST_PAUSE_S
         if self._failed is not None:
             self._failed = None
-            self._say(WatchFailed(self._kind, None))
+            self._report(WatchFailed(self._kind, None))
 
     def _trouble(self, error: ApiTrouble) -> float:
-        """Seconds to wait."""
+        """Record a failure and return the seconds to wait."""
         if error.why is Refusal.GONE:
             self._version = ""
             return FIRST_PAUSE_S
         if error.why is Refusal.FORBIDDEN:
-            self._version = ""  # who may list and not watch lists again and again
+            self._version = ""  # an account that may list but not watch lists repeatedly
         if error.why is not self._failed:
             self._failed = error.why
-            self._say(WatchFailed(self._kind, error))
+            self._report(WatchFailed(self._kind, error))
         pause_s = self._pause_s
         if error.why in (Refusal.FORBIDDEN, Refusal.UNAUTHORIZED):
             pause_s = min(pause_s * 10, REFUSED_PAUSE_S)
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         return pause_s * random.uniform(0.5, 1.0)
 
-    def _say(self, told: Told) -> None:
+    def _report(self, update: Told) -> None:
         if not self._over.is_set():
-            self._tell(told)
+            self._tell(update)
