@@ -1,4 +1,4 @@
-"""Report on one job as an HTML page: findings, timeline and reported values. Pure; loads nothing.
+"""Report on one job as an HTML page: findings, timeline and reported values. It loads no other files.
 
 The page is one file without dependencies. Text from a job is escaped in HTML and in the JSON that the script reads. A
 policy in its head forbids other scripts and all loading, whatever a worker is called.
