@@ -1,4 +1,4 @@
-"""Who serves a host, what waits for it, when it is lost, and when an agent is started: as conversations."""
+"""Agent pool: agents of hosts, pending orders, lost hosts, and starts of agents. As conversations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def told(agent: HostAgent, *messages: Any) -> TellAgents:
 
 
 class Talk:
-    """A pool, and the time. Lines for the log are kept apart."""
+    """A pool and the time. Log lines are kept separately."""
 
     def __init__(self, **given: Any) -> None:
         self.pool = AgentPool(ATTACH, **given)
@@ -92,12 +92,12 @@ class Talk:
         return [each for each in actions if not isinstance(each, Report)]
 
     def here(self, agent: HostAgent, *running: Worker, exits=(), ends=False) -> list[Any]:
-        """It calls, is attached, and says who runs."""
+        """Connect an agent, attach it, and report its running workers."""
         assert self.hear(AgentCalled(agent)) == [told(agent, ATTACH)]
         return self.hear(AgentSaid(agent, registered(*running, exits=exits, ends=ends)))
 
     def deadline(self) -> list[Any]:
-        """What follows when the next one is reached."""
+        """Return the actions at the next deadline."""
         at = self.pool.next_deadline()
         assert at is not None and at > self.now
         return self.hear(TimePassed(), at=at)
@@ -107,7 +107,7 @@ def test_orders_wait_for_the_agent():
     talk = Talk()
     assert talk.hear(StartOrdered(order(A)), StartOrdered(order(A2))) == []
     assert talk.here(FIRST) == [
-        TellDriver(HostReported("here", [], [])),  # they were not ordered on a connection before
+        TellDriver(HostReported("here", [], [])),  # not ordered on any connection before
         told(FIRST, order(A)),
         told(FIRST, order(A2)),
     ]
@@ -122,14 +122,14 @@ def test_orders_wait_for_the_agent():
     assert talk.pool.alive() == {A2}
 
 
-def test_an_order_that_still_waits_is_withdrawn():
+def test_pending_order_is_withdrawn():
     talk = Talk()
     talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
     assert talk.hear(KillOrdered(A)) == [TellDriver(WorkerExited(A, -9))]
     assert talk.here(FIRST)[1:] == [told(FIRST, order(A2))]
 
 
-def test_who_is_to_be_killed_while_its_agent_is_away_is_killed_when_that_is_back():
+def test_kill_is_repeated_when_the_agent_returns():
     talk = Talk(adopted=[A, A2])
     talk.hear(DriverReady(), KillOrdered(A), KillOrdered(A2))
     assert talk.here(FIRST, A, exits=[WorkerExited(A2, 0)]) == [
@@ -141,7 +141,7 @@ def test_who_is_to_be_killed_while_its_agent_is_away_is_killed_when_that_is_back
     assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
 
 
-def test_who_does_not_come_ends_the_workers_that_wait_for_it():
+def test_workers_pending_for_a_missing_agent_end():
     talk = Talk()
     talk.hear(StartOrdered(order(A)))
     assert talk.pool.next_deadline() == 100.0 + CALL_S
@@ -151,7 +151,7 @@ def test_who_does_not_come_ends_the_workers_that_wait_for_it():
     assert talk.pool.alive() == set() and talk.pool.next_deadline() is None
 
 
-def test_an_agent_that_comes_back_tells_what_became_of_its_workers():
+def test_returning_agent_reports_the_fate_of_its_workers():
     talk = Talk()
     talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
     talk.here(FIRST)
@@ -159,13 +159,13 @@ def test_an_agent_that_comes_back_tells_what_became_of_its_workers():
     assert talk.pool.agent_of("here") is None
     exits = [WorkerExited(A2, 0), WorkerExited(Worker("here", 7), 3)]
     assert talk.here(FIRST, A, exits=exits) == [
-        TellDriver(WorkerExited(A2, 0)),  # and nothing of a worker that it never had
+        TellDriver(WorkerExited(A2, 0)),  # and no report of a worker that it never had
         TellDriver(HostReported("here", [A], [A])),
     ]
     assert talk.pool.next_deadline() is None
 
 
-def test_one_that_stays_away_is_a_lost_host_and_a_new_one_reports_what_was_ordered():
+def test_agent_that_stays_away_is_a_lost_host_and_a_new_one_reports_its_orders():
     talk = Talk()
     talk.here(FIRST)
     talk.hear(StartOrdered(order(A)), AgentGone(FIRST, False))
@@ -179,7 +179,7 @@ def test_one_that_stays_away_is_a_lost_host_and_a_new_one_reports_what_was_order
     assert talk.pool.alive() == set()
 
 
-def test_a_host_that_acknowledges_nothing_is_lost_at_once():
+def test_host_that_acknowledges_nothing_is_lost_at_once():
     talk = Talk()
     talk.here(FIRST, A)
     talk.hear(AgentGone(FIRST, True))
@@ -187,7 +187,7 @@ def test_a_host_that_acknowledges_nothing_is_lost_at_once():
     assert isinstance(talk.deadline()[0].event, HostLost)
 
 
-def test_a_host_has_one_agent_at_a_time():
+def test_host_has_one_agent_at_a_time():
     talk = Talk()
     talk.here(FIRST)
     earlier, later = HostAgent("here", 4), HostAgent("here", 6)
@@ -201,7 +201,7 @@ def test_a_host_has_one_agent_at_a_time():
     assert talk.hear(AgentGone(FIRST, False)) == [] and talk.pool.agent_of("here") == later
 
 
-def test_a_host_whose_clock_went_back_is_let_in_again():
+def test_host_whose_clock_went_back_is_accepted_again():
     talk = Talk()
     talk.here(FIRST)
     talk.hear(AgentGone(FIRST, False))
@@ -209,7 +209,7 @@ def test_a_host_whose_clock_went_back_is_let_in_again():
     assert talk.here(earlier) == [TellDriver(HostReported("here", [], []))]
 
 
-def test_an_agent_speaks_for_its_own_workers_only():
+def test_agent_reports_only_its_own_workers():
     talk = Talk()
     talk.here(FIRST)
     for lie in (Heard(B, protocol.Returned(1)), Seen(WorkerExited(B, 0)), registered(B)):
@@ -217,7 +217,7 @@ def test_an_agent_speaks_for_its_own_workers_only():
     assert talk.log == ["agent here#5 reported a worker that is not its own"] * 3
 
 
-def test_one_that_is_connected_but_says_nothing_is_given_up():
+def test_connected_agent_that_sends_nothing_is_lost():
     talk = Talk()
     talk.hear(DriverReady())
     talk.here(FIRST, A)
@@ -233,7 +233,7 @@ def test_one_that_is_connected_but_says_nothing_is_given_up():
     recorded("log", talk.log[-1])
 
 
-def test_one_that_the_driver_gives_up_is_lost_at_once_and_comes_back_as_any_other():
+def test_agent_given_up_by_the_driver_is_lost_at_once_and_may_return():
     talk = Talk()
     talk.hear(DriverReady())
     talk.here(FIRST, A)
@@ -254,7 +254,7 @@ def test_one_that_the_driver_gives_up_is_lost_at_once_and_comes_back_as_any_othe
     assert told[0].event.host == "here"
 
 
-def test_where_nobody_is_reached_the_driver_is_cut_off_and_nobody_is_lost():
+def test_driver_is_cut_off_and_no_host_lost_if_none_is_reachable():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE, B)
@@ -269,7 +269,7 @@ def test_where_nobody_is_reached_the_driver_is_cut_off_and_nobody_is_lost():
     assert talk.now == pytest.approx(100.0 + TOGETHER_S + 30.0 + ATTACH.lease_s + RETURN_S)
 
 
-def test_a_driver_that_stays_cut_off_takes_all_for_lost():
+def test_driver_that_stays_cut_off_loses_all_hosts():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE, B)
@@ -280,7 +280,7 @@ def test_a_driver_that_stays_cut_off_takes_all_for_lost():
     assert [each.event.host for each in lost] == ["here", "there"]
 
 
-def test_workers_of_the_driver_before_are_found_again_or_given_up():
+def test_workers_of_the_previous_driver_are_found_again_or_given_up():
     talk = Talk(adopted=[A, B])
     assert talk.pool.alive() == {A, B}
     assert talk.hear(DriverReady()) == []
@@ -292,7 +292,7 @@ def test_workers_of_the_driver_before_are_found_again_or_given_up():
     assert talk.now == 100.0 + CALL_S
 
 
-def test_at_the_end_every_agent_is_dismissed_and_awaited():
+def test_every_agent_is_dismissed_and_awaited_at_the_end():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE)
@@ -305,8 +305,8 @@ def test_at_the_end_every_agent_is_dismissed_and_awaited():
     assert talk.here(HostAgent("late", 1)) == [told(HostAgent("late", 1), goodbye)]
 
 
-def test_one_that_ends_with_the_job_is_awaited_until_it_has_hung_up():
-    """Its last words may be under way while we hang up, and then it never reads that it is dismissed."""
+def test_agent_that_ends_with_the_job_is_awaited_until_it_disconnects():
+    """Its last messages may be in flight when the driver disconnects, and then it would never read its dismissal."""
     talk = Talk()
     talk.here(FIRST, A, ends=True)
     talk.hear(JobEnded(), AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
@@ -316,14 +316,14 @@ def test_one_that_ends_with_the_job_is_awaited_until_it_has_hung_up():
 
 
 def ended_as_it_started(*, outlives: bool) -> Talk:
-    """An agent was started, and the job has ended before it called."""
+    """Start an agent, and end the job before the agent connects."""
     talk = Talk(starts_agents=True)
     started = AgentStarted("here", outlives=outlives)
     talk.hear(StartOrdered(order(A)), started, KillOrdered(A), JobEnded())
     return talk
 
 
-def test_one_that_was_started_and_outlives_its_starter_is_awaited_to_be_dismissed():
+def test_started_agent_that_outlives_its_starter_is_awaited_to_be_dismissed():
     talk = ended_as_it_started(outlives=True)
     assert talk.pool.awaits_agents()
     assert talk.here(FIRST, ends=True) == [told(FIRST, Detach("the job has ended"))]
@@ -331,14 +331,14 @@ def test_one_that_was_started_and_outlives_its_starter_is_awaited_to_be_dismisse
     assert not talk.pool.awaits_agents()
 
 
-def test_one_that_does_not_call_is_awaited_for_a_moment_and_one_that_ends_with_us_not_at_all():
+def test_agent_that_does_not_connect_is_awaited_briefly_if_it_outlives_the_driver():
     talk = ended_as_it_started(outlives=True)
     assert talk.deadline() == [] and talk.now == 100.0 + CALL_S
     assert not talk.pool.awaits_agents() and talk.pool.next_deadline() is None
     assert not ended_as_it_started(outlives=False).pool.awaits_agents()
 
 
-# ---- where the driver starts agents --------------------------------------------------------------------------------
+# ---- agents started by the driver ----------------------------------------------------------------------------------
 
 
 def test_one_agent_is_started_for_all_workers_of_a_host():
@@ -354,7 +354,7 @@ def test_one_agent_is_started_for_all_workers_of_a_host():
     recorded("messages", ended[0].event.reason)
 
 
-def test_workers_whose_agent_can_not_be_started_end_with_the_reason():
+def test_workers_whose_agent_cannot_be_started_end_with_the_reason():
     talk = Talk(starts_agents=True)
     talk.hear(StartOrdered(order(A)))
     [ended] = talk.hear(AgentNotStarted("here", "no way to it"))
@@ -362,7 +362,7 @@ def test_workers_whose_agent_can_not_be_started_end_with_the_reason():
     assert not talk.pool.alive()
 
 
-def test_where_a_host_was_lost_an_agent_is_tried_again_less_and_less_often():
+def test_agent_of_a_lost_host_is_retried_with_increasing_pauses():
     talk = Talk(starts_agents=True)
     talk.hear(HostsChanged({"here": 2}))
     talk.here(FIRST, A)
@@ -381,7 +381,7 @@ def test_where_a_host_was_lost_an_agent_is_tried_again_less_and_less_often():
     assert talk.pool.next_deadline() is None
 
 
-def test_none_is_tried_while_the_host_is_off_the_list():
+def test_no_agent_is_retried_while_its_host_is_unlisted():
     talk = Talk(starts_agents=True)
     talk.here(FIRST, A)
     talk.hear(AgentGone(FIRST, True))
@@ -391,8 +391,8 @@ def test_none_is_tried_while_the_host_is_off_the_list():
     assert talk.deadline() == [StartAgent("here")]
 
 
-def test_an_agent_is_not_kept_on_a_host_that_has_left_the_list():
-    """Its machine is to go, and may be waited for. It is another matter while a worker is still on its way out."""
+def test_agent_is_dismissed_from_an_unlisted_host():
+    """Its machine will be removed and may wait for it, unless a worker there is still about to exit."""
     talk = Talk(starts_agents=True)
     talk.hear(HostsChanged({"here": 2, "there": 1}))
     talk.here(FIRST, A)
@@ -405,17 +405,17 @@ def test_an_agent_is_not_kept_on_a_host_that_has_left_the_list():
     assert talk.hear(StartOrdered(order(A2))) == [StartAgent("here")]
 
 
-def test_agents_that_come_by_themselves_stay_though_their_host_is_not_listed():
+def test_agents_that_connect_by_themselves_stay_on_unlisted_hosts():
     talk = Talk()
     talk.hear(HostsChanged({"here": 1}))
     talk.here(FIRST)
     assert talk.hear(HostsChanged({})) == [] and talk.pool.agent_of("here") == FIRST
 
 
-# ---- its deadlines -------------------------------------------------------------------------------------------------
+# ---- deadlines -----------------------------------------------------------------------------------------------------
 
 
-def test_the_earliest_deadline_comes_first_and_once():
+def test_earliest_deadline_comes_first_and_once():
     table = Timetable()
     assert table.first() is None and table.pop(1e9) is None
     table.put("b", Due.ARRIVAL, 5.0)

@@ -1,4 +1,4 @@
-"""An agent as a process: what it does with its starter."""
+"""Agent process and its starter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic.driver.launch.starter import READY, Bootstrap
 
 
 def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -> list[str]:
-    """Of an agent that may outlive its starter: it waits for the end of its input, by ``wait`` given the other end."""
+    """Run an agent that may outlive its starter: it waits for the end of its input. ``wait`` gets the other end."""
     story: list[str] = []
     read, write = os.pipe()
     starter = os.fdopen(write, "wb", buffering=0)
@@ -34,7 +34,9 @@ def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -
     with starter, os.fdopen(read) as told:
         patch.setattr(sys, "stdin", told)
         patch.setattr(select, "select", waits)
-        leave = create_autospec(agent_process._daemonize, side_effect=lambda: story.append("leaves"))
+        leave = create_autospec(
+            agent_process._daemonize, side_effect=lambda: story.append("leaves")
+        )
         patch.setattr(agent_process, "_daemonize", leave)
         serve = create_autospec(agent_process.serve, return_value=0)
         patch.setattr(agent_process, "serve", serve)
@@ -48,10 +50,10 @@ def hangs_up(starter: BinaryIO) -> list[int]:
     return [sys.stdin.fileno()]
 
 
-def test_one_that_outlives_its_starter_leaves_only_when_that_has_heard_that_it_is_ready(
+def test_agent_that_outlives_its_starter_detaches_after_the_starter_has_received_its_readiness(
     monkeypatch, capsys
 ):
-    """Until then it is in the starter's hands, who kills it if the job ends meanwhile."""
+    """Until then it belongs to the starter, which kills it if the job ends meanwhile."""
 
     def hears(starter: BinaryIO) -> list[int]:
         assert capsys.readouterr().out.startswith(READY)
@@ -60,14 +62,14 @@ def test_one_that_outlives_its_starter_leaves_only_when_that_has_heard_that_it_i
     assert story_of(monkeypatch, hears) == ["waits", "leaves"]
 
 
-def test_one_whose_starters_host_is_gone_leaves_when_its_time_is_over(monkeypatch):
+def test_agent_whose_starters_host_is_gone_detaches_after_a_time_limit(monkeypatch):
     monkeypatch.setattr(agent_process, "FIND_S", 0.0)
     assert story_of(monkeypatch, lambda starter: []) == ["leaves"]
 
 
 @pytest.mark.parametrize("pair", [os.pipe, lambda: [s.detach() for s in socket.socketpair()]])
-def test_one_that_nobody_hears_any_more_does_not_leave(monkeypatch, pair):
-    """Its starter was ended: the ssh by which it was started, say, where the job ends as it becomes ready."""
+def test_agent_with_a_closed_output_does_not_detach(monkeypatch, pair):
+    """Its starter was ended, for example the ssh connection of a job that ends when the agent becomes ready."""
     reader, writer = pair()
     monkeypatch.setattr(agent_process, "STDOUT", writer)
 

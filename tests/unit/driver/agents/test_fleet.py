@@ -1,4 +1,4 @@
-"""What an `AgentPool` decides is done: over real sockets on loopback, and starters that are doubles."""
+"""Execution of the decisions of an `AgentPool`, over real sockets on loopback with fake starters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE_S = 60.0
 
 
 class Screen:
-    """Where output goes."""
+    """Destination of output."""
 
     def __init__(self, told: Callable[..., None]) -> None:
         self.told = told
@@ -60,7 +60,7 @@ class Screen:
 
 
 class Agent:
-    """The agent of one host, as the fleet sees it. ``heard`` has what it was told."""
+    """The agent of one host, as seen by the pool. ``heard`` contains the messages it received."""
 
     alive: ClassVar[list[Agent]] = []
 
@@ -85,7 +85,7 @@ class Agent:
         self.alive.append(self)
 
     async def next(self) -> Any:
-        """What it hears, but for beats."""
+        """Return the next message except heartbeats."""
         while True:
             heard = await asyncio.wait_for(self.heard.get(), DEADLINE_S)
             if heard != Beat():
@@ -107,7 +107,7 @@ class Agent:
 
 
 class Driver:
-    """What the loop would see of the fleet."""
+    """What the event loop sees of the agents."""
 
     def __init__(
         self, starter=None, adopted=(), deposed=lambda: False, outlives: bool = False
@@ -151,7 +151,7 @@ class Driver:
 
 
 def conversation(**given):
-    """Runs the test in an event loop with a driver that listens."""
+    """Run the test in an event loop with a driver that listens."""
 
     def decorate(test):
         async def run(monkeypatch) -> None:
@@ -174,7 +174,7 @@ def conversation(**given):
 
 
 @conversation()
-async def test_orders_wait_for_the_agent_and_its_workers_words_come_in(driver, patch):
+async def test_orders_wait_for_the_agent_and_messages_of_its_workers_arrive(driver, patch):
     driver.start(A)
     agent = await Agent(driver, "here").register()
     assert await driver.next() == HostReported("here", [], []), "it has not been told yet"
@@ -194,7 +194,7 @@ async def test_orders_wait_for_the_agent_and_its_workers_words_come_in(driver, p
 
 
 @conversation()
-async def test_an_agent_that_comes_back_tells_what_became_of_its_workers(driver, patch):
+async def test_returning_agent_reports_the_fate_of_its_workers(driver, patch):
     driver.start(A)
     driver.start(A2 := Worker("here", 1))
     agent = await Agent(driver, "here").register()
@@ -211,7 +211,7 @@ async def test_an_agent_that_comes_back_tells_what_became_of_its_workers(driver,
 
 
 @conversation()
-async def test_one_that_stays_away_is_a_lost_host(driver, patch):
+async def test_agent_that_stays_away_is_a_lost_host(driver, patch):
     patch.setattr(agent_pool, "RETURN_S", 0.02)
     driver.start(A)
     agent = await Agent(driver, "here").register()
@@ -226,7 +226,7 @@ async def test_one_that_stays_away_is_a_lost_host(driver, patch):
 
 
 @conversation()
-async def test_a_host_has_one_agent_at_a_time(driver, patch):
+async def test_host_has_one_agent_at_a_time(driver, patch):
     patch.setattr(agent_pool, "RETURN_S", 0.02)
     first = await Agent(driver, "here", incarnation=5).register()
     await driver.next()
@@ -243,7 +243,7 @@ async def test_a_host_has_one_agent_at_a_time(driver, patch):
 
 
 @conversation()
-async def test_one_that_is_given_up_is_hung_up_on(driver, patch):
+async def test_agent_given_up_is_disconnected(driver, patch):
     driver.start(A)
     agent = await Agent(driver, "here").register()
     await driver.next()
@@ -255,7 +255,7 @@ async def test_one_that_is_given_up_is_hung_up_on(driver, patch):
 
 
 @conversation()
-async def test_who_does_not_know_the_secret_is_not_let_in(driver, patch):
+async def test_peer_without_the_secret_is_rejected(driver, patch):
     stranger = Agent(driver, "here", secret=b"?" * 32)
     kind, reason = await stranger.next()
     assert kind == "missing"
@@ -265,7 +265,7 @@ async def test_who_does_not_know_the_secret_is_not_let_in(driver, patch):
 
 
 @conversation()
-async def test_an_agent_speaks_for_its_own_workers_only(driver, patch):
+async def test_agent_reports_only_its_own_workers(driver, patch):
     agent = await Agent(driver, "here").register()
     await driver.next()
     for lie in (
@@ -291,7 +291,7 @@ class Broken:
 
 
 @conversation(starter=Broken())
-async def test_workers_whose_agent_can_not_be_started_end_with_the_reason(driver, patch):
+async def test_workers_whose_agent_cannot_be_started_end_with_the_reason(driver, patch):
     driver.start(A)
     exited = await driver.next()
     assert (exited.worker, exited.code) == (A, 126)
@@ -300,7 +300,7 @@ async def test_workers_whose_agent_can_not_be_started_end_with_the_reason(driver
 
 
 @conversation(adopted=[A, B])
-async def test_workers_of_the_driver_before_are_found_again_or_given_up(driver, patch):
+async def test_workers_of_the_previous_driver_are_found_again_or_given_up(driver, patch):
     patch.setattr(agent_pool, "CALL_S", 0.05)
     await driver.fleet.open(driver.events.put_nowait, driver.events.put_nowait)
     await Agent(driver, "here").register(A)
@@ -310,7 +310,7 @@ async def test_workers_of_the_driver_before_are_found_again_or_given_up(driver, 
 
 
 @conversation()
-async def test_at_the_end_every_agent_is_dismissed(driver, patch):
+async def test_every_agent_is_dismissed_at_the_end(driver, patch):
     agent = await Agent(driver, "here").register()
     await driver.next()
     await driver.fleet.close()
@@ -318,7 +318,7 @@ async def test_at_the_end_every_agent_is_dismissed(driver, patch):
 
 
 @conversation()
-async def test_one_that_ends_with_the_job_hangs_up_before_the_driver_does(driver, patch):
+async def test_agent_that_ends_with_the_job_disconnects_before_the_driver(driver, patch):
     patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
     agent = await Agent(driver, "here").register(ends=True)
     await driver.next()
@@ -335,7 +335,7 @@ starter = create_autospec(ChildStarter, instance=True)
 
 
 @conversation(starter=starter, outlives=True)
-async def test_one_that_was_just_started_is_awaited_and_dismissed(driver, patch):
+async def test_just_started_agent_is_awaited_and_dismissed(driver, patch):
     patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
     patch.setattr(agent_pool, "CALL_S", DEADLINE_S)
     driver.start(A)
@@ -352,7 +352,7 @@ async def test_one_that_was_just_started_is_awaited_and_dismissed(driver, patch)
 
 
 @conversation()
-async def test_an_agent_that_a_driver_has_started_says_that_it_ends_with_the_job(driver, patch):
+async def test_agent_started_by_a_driver_reports_that_it_ends_with_the_job(driver, patch):
     patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
 
     async def find():
@@ -371,8 +371,8 @@ replaced: list[bool] = []
 
 
 @conversation(deposed=lambda: bool(replaced))
-async def test_a_driver_that_was_replaced_tells_nobody_anything(driver, patch):
-    patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)  # it does not wait for anybody either
+async def test_replaced_driver_sends_nothing(driver, patch):
+    patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)  # it waits for no agent either
     driver.start(A)
     agent = await Agent(driver, "here").register()
     await agent.next()
@@ -384,7 +384,7 @@ async def test_a_driver_that_was_replaced_tells_nobody_anything(driver, patch):
 
 
 class Slow:
-    """Takes its time to start an agent, as a login may."""
+    """Takes long to start an agent, as a login may."""
 
     def __init__(self) -> None:
         self.starts: list[str] = []
@@ -397,7 +397,7 @@ class Slow:
     async def close(self) -> None: ...
 
 
-async def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_else(monkeypatch):
+async def test_slow_start_is_only_given_up_by_the_starter(monkeypatch):
     monkeypatch.setattr(agent_pool, "ARRIVE_S", 0.01)
     slow = Slow()
     driver = await Driver(starter=slow).open()
@@ -413,8 +413,8 @@ async def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_els
 
 
 @conversation()
-async def test_values_of_functions_may_be_large_on_all_workers_at_once(driver, patch):
-    """More than may otherwise wait for a driver that does not read, before that has had its turn."""
+async def test_return_values_may_be_large_on_all_workers_at_once(driver, patch):
+    """More than may otherwise be queued for a driver that does not read, before its turn."""
     patch.setattr(uplink_module, "BACKLOG_LIMIT", 1 << 20)
     workers = [Worker("here", slot) for slot in range(3)]
     for worker in workers:

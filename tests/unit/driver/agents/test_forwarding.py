@@ -1,4 +1,4 @@
-"""What workers write on its way to the driver, and while there is none."""
+"""Forwarding of the workers' output to the driver, with and without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A, B = Worker("h", 0), Worker("h", 1)
 
 
 class Driver:
-    """Hears, unless it is away or congested."""
+    """Receives output, unless it is away or congested."""
 
     def __init__(self) -> None:
         self.here, self.backlog = True, 0
@@ -28,14 +28,14 @@ class Driver:
         return b"".join(p.data for p in self.heard if (p.worker, p.stream) == (worker, stream))
 
 
-def test_it_passes_on_what_is_written_and_that_it_has_ended():
+def test_output_and_its_end_are_forwarded():
     driver = Driver()
     driver.sink.feed(A, "stdout", b"one")
     driver.sink.finish(A, "stdout")
     assert driver.heard == [Printed(A, "stdout", b"one"), Printed(A, "stdout", b"")]
 
 
-def test_what_is_written_without_a_driver_comes_later_in_its_order():
+def test_output_without_a_driver_is_forwarded_later_in_order():
     driver = Driver()
     driver.here = False
     driver.sink.feed(A, "stdout", b"one ")
@@ -45,7 +45,7 @@ def test_what_is_written_without_a_driver_comes_later_in_its_order():
     assert [p.data for p in driver.heard] == [b"one ", b"other", b"two"]
 
 
-def test_what_finds_no_room_is_left_out_and_counted(monkeypatch):
+def test_output_beyond_the_buffer_is_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(forwarding, "KEPT_LIMIT", 10)
     driver = Driver()
     driver.here = False
@@ -62,7 +62,7 @@ def test_what_finds_no_room_is_left_out_and_counted(monkeypatch):
     assert Printed(A, "stdout", b"") in driver.heard
 
 
-def test_a_congested_connection_is_given_nothing_more(monkeypatch):
+def test_congested_connection_receives_no_more(monkeypatch):
     driver = Driver()
     driver.backlog = forwarding.CONGESTED
     driver.sink.feed(A, "stdout", b"one")
@@ -72,7 +72,7 @@ def test_a_congested_connection_is_given_nothing_more(monkeypatch):
     assert driver.text() == b"one"
 
 
-def test_the_end_of_what_it_complained_of_is_kept_for_its_exit():
+def test_end_of_stderr_is_kept_for_the_exit():
     driver = Driver()
     driver.here = False
     driver.sink.feed(A, "stderr", b"Traceback: so it is\n")
@@ -81,7 +81,7 @@ def test_the_end_of_what_it_complained_of_is_kept_for_its_exit():
     assert driver.sink.tail(A) == ""
 
 
-def test_what_a_worker_uses_is_not_kept_for_a_driver_that_is_away():
+def test_usage_is_not_kept_for_an_absent_driver():
     driver = Driver()
     driver.here = False
     driver.sink.feed(A, "usage", b"{}")

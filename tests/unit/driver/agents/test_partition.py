@@ -1,4 +1,4 @@
-"""Whether a host is lost, or we are cut off ourselves."""
+"""Decision whether a host is lost or the driver is cut off."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def reached(*hosts: str) -> Reach:
     return found
 
 
-def test_a_host_is_lost_while_others_are_here():
+def test_host_is_lost_while_others_are_reachable():
     reach = reached("a", "b", "c")
     reach.away("a")
     assert reach.overdue("a")
     assert not reach.cut_off
 
 
-def test_nobody_is_lost_while_nobody_is_here():
+def test_no_host_is_lost_while_none_is_reachable():
     reach = reached("a", "b")
     for host in "ab":
         reach.away(host)
@@ -27,7 +27,7 @@ def test_nobody_is_lost_while_nobody_is_here():
     assert reach.cut_off
 
 
-def test_once_one_is_heard_of_again_each_of_the_others_gets_its_time():
+def test_all_hosts_get_their_time_once_one_is_reachable_again():
     reach = reached("a", "b", "c")
     for host in "abc":
         reach.away(host)
@@ -37,17 +37,17 @@ def test_once_one_is_heard_of_again_each_of_the_others_gets_its_time():
     assert reach.overdue("a") and reach.overdue("c")
 
 
-def test_the_only_host_is_lost_like_any():
+def test_only_host_is_lost_as_usual():
     reach = reached("a")
     assert reach.overdue("a")
 
 
-def test_one_that_never_came_holds_nobody_up():
+def test_host_that_never_connected_does_not_matter():
     reach = reached("a")
     assert reach.overdue("never") and reach.overdue("a")
 
 
-def test_after_too_long_all_are_lost():
+def test_all_hosts_are_lost_after_the_time_limit():
     reach = reached("a", "b")
     for host in "ab":
         reach.away(host)
@@ -59,7 +59,7 @@ def test_after_too_long_all_are_lost():
     assert reach.overdue("a"), "it is the only one now"
 
 
-def test_a_host_that_was_let_go_counts_neither_as_reached_nor_as_missing():
+def test_dismissed_host_counts_neither_as_reachable_nor_as_missing():
     reach = reached("a", "b")
     reach.drop("b")
     reach.away("a")

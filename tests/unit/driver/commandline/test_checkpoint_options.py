@@ -1,4 +1,4 @@
-"""What is wrong with a folder of checkpoints is said in one sentence before anything starts; no file is touched."""
+"""Validation of checkpoint folders: one error before anything starts; no file is modified."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def planned(folder: object, *more: str) -> CheckpointPlan:
 
 
 def refused(folder: object, *more: str) -> str:
-    """What is said."""
+    """Return the error."""
     said = refusal_of(planned, folder, *more)
     assert "\n" not in said and str(folder) in said
     return said
 
 
 def written(folder: Path, name: Name) -> Path:
-    """A commit of one file."""
+    """Write a commit of one file."""
     storage = Storage(str(folder))
     files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
     told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
@@ -57,7 +57,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def living(storage: Storage, number: int) -> Iterator[int]:
-    """Another process of this machine whose run that is."""
+    """Simulate another process of this machine that owns the run."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         began_at = psutil.Process(other.pid).create_time()
         whose = catalog.Claimant(os.uname().nodename, other.pid, began_at)
@@ -65,7 +65,7 @@ def living(storage: Storage, number: int) -> Iterator[int]:
         yield other.pid
 
 
-def test_places_where_nothing_can_be_kept(tmp_path):
+def test_unusable_folders_are_rejected(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/checkpoints"):
         recorded("messages", refused(folder))
@@ -74,8 +74,8 @@ def test_places_where_nothing_can_be_kept(tmp_path):
     recorded("messages", refused("memory://bert"))
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
-    """An empty file can be made there; its first byte finds no room when it is brought to the disk."""
+def test_full_disk_is_reported(tmp_path, monkeypatch):
+    """An empty file can be created, but its first byte cannot be synced to disk."""
     real = os.fsync
 
     def fsync(number: int) -> None:
@@ -92,7 +92,7 @@ def _no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
+def test_checkpoint_of_a_newer_version_is_not_skipped_for_an_older_one(tmp_path):
     written(tmp_path, OLDER)
     path = written(tmp_path, NEWER) / manifest.MANIFEST
     now = b'"format":%d' % manifest.FORMAT
@@ -103,7 +103,7 @@ def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
     assert planned(tmp_path, "--fresh").env["ELASTIC_CHECKPOINT_FLOOR"] == "2"
 
 
-def test_one_with_a_missing_share_is_passed_over_with_a_line_and_alone_it_is_refused(tmp_path):
+def test_checkpoint_with_a_missing_share_is_skipped_or_rejected_if_it_is_the_only_one(tmp_path):
     written(tmp_path, OLDER)
     (written(tmp_path, NEWER) / "__0_0.distcp").unlink()
     level, line = planned(tmp_path).notes[0]
@@ -113,7 +113,7 @@ def test_one_with_a_missing_share_is_passed_over_with_a_line_and_alone_it_is_ref
     recorded("messages", refused(tmp_path))
 
 
-def test_a_second_job_on_the_folder(tmp_path):
+def test_second_job_on_a_folder_is_rejected(tmp_path):
     storage = Storage(str(tmp_path))
     with living(storage, 1) as pid:
         storage.claim("run-0002", msgspec.json.encode(catalog.Claimant("elsewhere", 1, 0.0)))
@@ -122,7 +122,7 @@ def test_a_second_job_on_the_folder(tmp_path):
         assert content(tmp_path) == before
 
 
-def test_of_two_jobs_that_begin_in_one_moment_the_later_number_gives_way(tmp_path, monkeypatch):
+def test_later_of_two_simultaneous_jobs_gives_way(tmp_path, monkeypatch):
     storage, claim_run = Storage(str(tmp_path)), catalog.claim_run
     with contextlib.ExitStack() as stack:
 
@@ -136,11 +136,11 @@ def test_of_two_jobs_that_begin_in_one_moment_the_later_number_gives_way(tmp_pat
 
 
 @pytest.mark.parametrize("empty", ["", " "])
-def test_an_empty_name_is_not_the_working_directory(empty: str) -> None:
+def test_empty_path_is_not_the_working_directory(empty: str) -> None:
     recorded("messages", refused(empty))
 
 
-def test_two_runs_with_a_commit_of_one_name(tmp_path: Path) -> None:
+def test_two_runs_with_a_commit_of_the_same_name(tmp_path: Path) -> None:
     for run in (1, 2):
         written(tmp_path, Name(run, 2, 20))
     with raises(Invalid):
@@ -151,16 +151,14 @@ def test_two_runs_with_a_commit_of_one_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["g2c20", "2.20", "r0001-g0002-c00000020"])
-def test_a_commit_is_named_by_its_id_as_it_is_shown_now_or_was_before(tmp_path: Path, which: str):
+def test_commit_is_selected_by_its_id_in_any_format(tmp_path: Path, which: str):
     for name in (Name(1, 2, 20), Name(1, 2, 2)):
         written(tmp_path, name)
     plan = planned(tmp_path / "new", "--from", f"{tmp_path}@{which}")
     assert plan.env[told.FROM] == f"{tmp_path}@{Name(1, 2, 20)}"
 
 
-def test_a_folder_that_is_not_there_is_not_verified(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_folder_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with raises(Invalid):
         checkpoints_cli.main(["--verify", str(tmp_path / "mistyped")])
     assert checkpoints_cli.main([str(tmp_path)]) == 0
@@ -168,7 +166,7 @@ def test_a_folder_that_is_not_there_is_not_verified(
     recorded("output", capsys.readouterr().out)
 
 
-def test_a_job_that_writes_there_may_remove_what_is_being_verified(
+def test_checkpoint_removed_during_verification_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, reading = written(tmp_path, OLDER), Storage.reading
@@ -183,7 +181,7 @@ def test_a_job_that_writes_there_may_remove_what_is_being_verified(
     assert capsys.readouterr().out.count("verified") == 1
 
 
-def test_a_folder_that_a_job_writes_to_is_not_pruned(tmp_path: Path) -> None:
+def test_folder_in_use_by_a_job_is_not_pruned(tmp_path: Path) -> None:
     for name in (OLDER, NEWER):
         written(tmp_path, name)
     with living(Storage(str(tmp_path)), 1) as pid:

@@ -1,4 +1,4 @@
-"""From a command line to a Job: every flag, every default, and a sentence for every mistake, before anything starts."""
+"""From a command line to a Job: every flag and default, and an error for every mistake before anything starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENVIRON = {"PATH": "/usr/bin:/bin"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test has a current folder of its own, with a script in it."""
+    """Give each test a current directory of its own, with a script in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hello')\n")
     return tmp_path
@@ -65,7 +65,7 @@ def warnings(of: Job) -> list[str]:
     return [text for level, text in of.notes if level == "warning"]
 
 
-# ---- where the program starts
+# ---- start of the program
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def warnings(of: Job) -> list[str]:
         ("-np 4", ""),
     ],
 )
-def test_the_program_starts_at_the_first_word_that_is_no_flag(line, command):
+def test_program_starts_at_the_first_word_that_is_not_a_flag(line, command):
     options = parse(line.split())
     assert options.command == command.split()
     assert options.num_proc == 4
 
 
-def test_scripts_are_judged_and_strictly_where_the_flag_or_its_variable_says_so():
+def test_scripts_are_judged_strictly_with_the_flag_or_its_variable():
     assert job("-np 2").settings.judge_scripts and not job("-np 2").settings.strict
     assert job("-np 2 --strict").settings.strict
     assert job("-np 2", ELASTIC_STRICT="1").settings.strict
 
 
-def test_horovods_spellings():
+def test_spellings_of_horovod_are_accepted():
     line = (
         "-np 2 --min-num-proc 1 --max-num-proc 3 -hostfile h -prefix-timestamp -p 22 -i key"
         " --network-interface eth0,eth1 --network-interfaces lo --gloo --disable-cache"
@@ -128,7 +128,7 @@ def test_arguments_of_functions_become_flags():
         assert flags_of({name: "1"})[0].partition("=")[0] in known
 
 
-# ---- how many workers
+# ---- number of workers
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_arguments_of_functions_become_flags():
         ("--min-np 2 --max-np 4 --host-discovery-script /bin/true", (2, 2, 4, True)),
     ],
 )
-def test_how_many_workers(line, expected):
+def test_number_of_workers_is_derived_from_the_flags(line, expected):
     assert workers(line) == expected
 
 
@@ -183,7 +183,7 @@ def test_how_many_workers(line, expected):
         "--log-level LOUD -np 2",
     ],
 )
-def test_numbers_that_make_no_job_are_told(line):
+def test_invalid_numbers_of_workers_are_rejected(line):
     recorded("messages", refusal(line))
 
 
@@ -199,18 +199,18 @@ def test_numbers_that_make_no_job_are_told(line):
         ("-np 2 --preload torch", None, "torch,1"),
     ],
 )
-def test_preload_is_auto_where_the_job_is_elastic_and_nothing_is_given(line, variable, expected):
+def test_preload_defaults_to_auto_for_elastic_jobs(line, variable, expected):
     given = {} if variable is None else {"ELASTIC_PRELOAD": variable}
     assert job(line, **given).preload == expected
 
 
 @pytest.mark.parametrize("words", [["stauts"], ["frobnicate", "x"], ["sleep", "1"]])
-def test_a_command_that_is_misspelt_is_no_program(words, capsys):
+def test_misspelt_command_is_not_run_as_a_program(words, capsys):
     assert cli.main(words) == 2
     recorded("output", capsys.readouterr().err)
 
 
-def test_a_flag_after_the_program_is_noticed():
+def test_flag_after_the_program_is_reported():
     recorded("messages", refusal("", "sleep -np 4"))
 
 
@@ -226,11 +226,11 @@ def test_a_flag_after_the_program_is_noticed():
         ["--network-interface", ","],
     ],
 )
-def test_flags_that_do_not_exist_or_lack_a_value_are_told(words):
+def test_unknown_flags_and_missing_values_are_rejected(words):
     recorded("messages", refusal_of(parse, words))
 
 
-# ---- where
+# ---- hosts
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_flags_that_do_not_exist_or_lack_a_value_are_told(words):
         ("docs --hlp", "--help"),
     ],
 )
-def test_the_flag_most_like_an_unknown_one_is_named_by_every_command(capsys, line, near):
+def test_every_command_suggests_the_flag_closest_to_an_unknown_one(capsys, line, near):
     assert cli.main(line.split()) == 2
     assert f" {near}?" in capsys.readouterr().err
 
 
-def test_without_hosts_this_machine_has_the_slots():
+def test_slots_are_on_this_machine_without_hosts():
     assert job("-np 3").hosts == {"localhost": 3}
     assert job("-np 3 --min-np 1 --max-np 6").hosts == {"localhost": 6}
     assert job("-np 3 --max-np 6 --standbys 2").hosts == {"localhost": 8}
@@ -263,7 +263,7 @@ def test_several_names_of_this_machine_are_several_hosts(folder):
     assert job("-np 5 --hostfile hosts --slots-per-host 3").hosts == {"localhost": 2, "127.1": 3}
 
 
-def test_a_script_is_found_and_not_yet_run(folder):
+def test_discovery_script_is_found_but_not_run_yet(folder):
     (folder / "hosts.sh").write_text(f"#!/bin/sh\ntouch {folder}/was-run\n")
     (folder / "hosts.sh").chmod(0o755)
     made = job("-np 2 --host-discovery-script ./hosts.sh --slots-per-host 4")
@@ -284,21 +284,21 @@ def test_a_script_is_found_and_not_yet_run(folder):
         "-np 2 --jsrun",
     ],
 )
-def test_places_that_cannot_be_had_are_told(line):
+def test_invalid_hosts_are_rejected(line):
     recorded("messages", refusal(line))
 
 
-def test_the_network_interface_gives_the_address():
+def test_network_interface_determines_the_address():
     assert job("-np 2").bind == "127.0.0.1"
     made = job("-np 2 --network-interfaces eth77,lo")
     assert (made.bind, made.environ["NCCL_SOCKET_IFNAME"]) == ("127.0.0.1", "=lo")
     assert job("-np 2 --network-interface ::1").bind == "::1"
 
 
-# ---- what is run
+# ---- program
 
 
-def test_the_program_must_be_one_that_can_run(folder):
+def test_program_must_be_executable(folder):
     (folder / "run.sh").write_text("echo\n")
     (folder / "self.py").write_text("#!/usr/bin/env python3\n")
     (folder / "self.py").chmod(0o755)
@@ -314,7 +314,7 @@ def test_the_program_must_be_one_that_can_run(folder):
 # ---- output
 
 
-def test_places_for_output_are_made_and_tried(folder):
+def test_output_folders_are_created_and_tested(folder):
     made = job("-np 2 --output-filename out/logs --journal j.jsonl --prefix-output-with-timestamp")
     assert made.output_dir == f"{folder}/out/logs"
     assert (folder / "out/logs").is_dir()
@@ -323,13 +323,13 @@ def test_places_for_output_are_made_and_tried(folder):
     assert made.prefix_timestamps
 
 
-def test_an_old_journal_is_not_touched_before_the_job_starts(folder):
+def test_existing_journal_is_unchanged_before_the_job_starts(folder):
     (folder / "j.jsonl").write_text("old\n")
     job("-np 2 --journal j.jsonl")
     assert (folder / "j.jsonl").read_text() == "old\n"
 
 
-def test_a_journal_is_not_put_where_another_keeps_those_before(folder):
+def test_journal_path_of_a_kept_journal_is_rejected(folder):
     (folder / "run").write_text('{"journal":')
     recorded("messages", refusal("-np 2 --journal run.1"))
     assert not (folder / "run.1").exists()
@@ -345,21 +345,21 @@ def test_a_journal_is_not_put_where_another_keeps_those_before(folder):
         "--journal .",
     ],
 )
-def test_output_that_cannot_be_written_is_told(line):
+def test_unwritable_output_is_rejected(line):
     recorded("messages", refusal(f"-np 2 {line}"))
 
 
-def test_log_levels():
+def test_log_levels_are_parsed():
     assert job("-np 2").log_level == "INFO"
     assert job("-np 2 --verbose").log_level == "DEBUG"
     made = job("-np 2 --log-level error --verbose")
     assert (made.log_level, made.settings.env["HOROVOD_LOG_LEVEL"]) == ("ERROR", "ERROR")
 
 
-# ---- settings, and where they come from
+# ---- settings and their sources
 
 
-def test_every_setting_has_its_flag():
+def test_every_setting_has_a_flag():
     settings = job(
         "-np 2 --min-np 1 --start-timeout 7 --elastic-timeout 8.5 --reset-limit 3 --blacklist-cooldown-range 2 20"
         " --slot-attempts 4 --host-attempts 2 --gloo-timeout-seconds 12.5 --tcp --digests --allow-inexact"
@@ -374,7 +374,7 @@ def test_every_setting_has_its_flag():
     assert settings.env["ELASTIC_ALLOW_INEXACT"] == "1"
 
 
-def test_command_line_beats_file_beats_environment(folder):
+def test_command_line_overrides_file_overrides_environment(folder):
     (folder / "job.yaml").write_text("library_options:\n  gloo_timeout_seconds: 50\n")
 
     def timeout(line: str) -> str:
@@ -387,35 +387,35 @@ def test_command_line_beats_file_beats_environment(folder):
     assert timeout("--gloo-timeout-seconds 60 --config-file job.yaml") == "60"
 
 
-def test_the_environment_is_checked_too():
+def test_environment_is_validated():
     assert job("-np 2", HOROVOD_START_TIMEOUT="5").settings.start_timeout_s == 5.0
     assert job("-np 2 --min-np 1", HOROVOD_ELASTIC_TIMEOUT="6").settings.elastic_timeout_s == 6.0
     assert job("-np 2", HOROVOD_LOG_LEVEL="").log_level == "INFO"
     recorded("messages", refusal("-np 2", HOROVOD_START_TIMEOUT="x"))
 
 
-def test_the_drivers_environment_is_handed_on_but_not_shown():
+def test_drivers_environment_is_inherited_but_not_shown():
     made = job("-np 2", TOKEN="hush")
     assert made.environ["TOKEN"] == "hush"
     assert "hush" not in repr(made)
 
 
-def test_schedulers_give_the_port_of_ssh_for_this_machine_too():
+def test_schedulers_set_the_ssh_port_for_this_machine_too():
     made = job("-p 12350 -H localhost:2 -np 2")
     assert made.hosts == {"localhost": 2}
     assert made.fleet is not None and not made.fleet.needed
 
 
-def test_threads_are_shared_unless_the_user_has_chosen():
+def test_cores_are_shared_unless_the_user_sets_threads():
     made = job("-np 3", cores=8)
     assert made.settings.env["OMP_NUM_THREADS"] == "2"
     assert made.notes == [
         ("info", "OMP_NUM_THREADS=2 (8 cores, up to 3 workers) for each worker, since it is unset")
     ]
     assert job("-np 16", cores=2).settings.env["OMP_NUM_THREADS"] == "1"
-    # Grown to its largest, the job still has no more threads than cores.
+    # At its maximum size the job still has no more threads than cores.
     assert job("-np 2 --max-np 8 -H localhost:4").settings.env["OMP_NUM_THREADS"] == "2"
-    # A script may list any number of slots: what is shared is known when a worker is started.
+    # A script may list any number of slots, so the share is determined when a worker starts.
     listed = job("--min-np 1 --host-discovery-script /bin/true")
     assert "OMP_NUM_THREADS" not in listed.settings.env
     assert listed.notes == []
@@ -425,11 +425,11 @@ def test_threads_are_shared_unless_the_user_has_chosen():
     assert chosen.notes == []
 
 
-# ---- what workers are told under Horovod's names
+# ---- Horovod variables of workers
 
 
 def workers_environment(made: Job) -> dict[str, str]:
-    """What the job adds, without HOROVOD_ in front."""
+    """Return the variables that the job adds, without the HOROVOD_ prefix."""
     return {
         name.removeprefix("HOROVOD_"): value
         for name, value in made.settings.env.items()
@@ -437,7 +437,7 @@ def workers_environment(made: Job) -> dict[str, str]:
     }
 
 
-def test_flags_reach_the_workers(folder):
+def test_flags_are_passed_to_the_workers(folder):
     made = job(
         "-np 2 --fusion-threshold-mb 0.5 --cycle-time-ms 2.5 --cache-capacity 0 --thread-affinity 1,3"
         " --timeline-filename t.json --timeline-mark-cycles --log-without-timestamp --no-stall-check"
@@ -463,7 +463,7 @@ def test_flags_reach_the_workers(folder):
     assert not made.log_timestamps
 
 
-def test_switches_can_be_turned_off_again():
+def test_switches_can_be_turned_off():
     line = "--timeline-mark-cycles --no-timeline-mark-cycles --log-hide-timestamp"
     made = job(f"-np 2 {line} --no-log-hide-timestamp --no-stall-check --stall-check")
     assert workers_environment(made) == {
@@ -474,7 +474,7 @@ def test_switches_can_be_turned_off_again():
     }
 
 
-def test_a_flag_wins_over_the_inherited_variable(folder):
+def test_flag_overrides_the_inherited_variable(folder):
     inherited: dict[str, Any] = {
         "HOROVOD_FUSION_THRESHOLD": "1000001",
         "HOROVOD_CYCLE_TIME": "7",
@@ -490,7 +490,7 @@ def test_a_flag_wins_over_the_inherited_variable(folder):
     assert (made["TIMELINE"], made["TIMELINE_MARK_CYCLES"]) == (f"{folder}/here.json", "0")
 
 
-def test_a_timeline_that_the_script_starts_is_left_to_it():
+def test_timeline_started_by_the_script_is_left_to_it():
     made = job("-np 2", HOROVOD_TIMELINE="DYNAMIC")
     assert made.settings.timeline is None
     assert "HOROVOD_TIMELINE" not in made.settings.env
@@ -509,11 +509,11 @@ def test_a_timeline_that_the_script_starts_is_left_to_it():
         ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}),
     ],
 )
-def test_what_workers_could_not_read_is_told_before_any_starts(line, environ):
+def test_values_that_workers_cannot_parse_are_rejected_before_the_start(line, environ):
     recorded("messages", refusal(f"-np 2 {line}", **environ))
 
 
-# ---- detection
+# ---- failure detection
 
 
 def detection(made: Job) -> tuple[float, float, float, float]:
@@ -521,16 +521,16 @@ def detection(made: Job) -> tuple[float, float, float, float]:
     return s.lease_s, s.idle_s, s.busy_warning_s, s.busy_s
 
 
-def test_how_long_to_wait_for_others():
+def test_time_limits_of_failure_detection_have_defaults():
     assert detection(job("-np 2 --min-np 1")) == (2, 30, 60, 600)
-    assert detection(job("-np 2")) == (2, 600, 60, 600)  # nobody would replace an idle worker
+    assert detection(job("-np 2")) == (2, 600, 60, 600)  # an idle worker would not be replaced
     line = "-np 2 --lease 5 --idle-timeout 7 --busy-warning 8 --busy-timeout 9"
     assert detection(job(line)) == (5, 7, 8, 9)
     assert detection(job("-np 2 --idle-timeout 0 --busy-timeout 0")) == (2, 0, 60, 0)
     recorded("messages", refusal("-np 2 --lease 0"))
 
 
-def test_horovods_words_for_the_same():
+def test_horovods_flags_set_the_same_limits():
     named = "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 40"
     assert detection(job(f"-np 2 {named}")) == (2, 40, 20, 40)
     made = job(
@@ -542,7 +542,7 @@ def test_horovods_words_for_the_same():
     assert detection(config(stall_check)) == (2, 40, 20, 40)
 
 
-def test_the_stall_check_can_be_turned_off():
+def test_stall_check_can_be_disabled():
     assert detection(job("-np 2 --no-stall-check --busy-timeout 9")) == (2, 0, 0, 0)
     assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="1")) == (2, 0, 0, 0)
     assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="0")) == (2, 600, 60, 600)
@@ -551,7 +551,7 @@ def test_the_stall_check_can_be_turned_off():
     recorded("log", said)
 
 
-def test_a_collective_is_ended_by_gloo_only_when_the_driver_has_long_judged():
+def test_gloo_times_out_long_after_the_driver_would_act():
     assert job("-np 2 --min-np 1").collective_timeout_s == 660
     assert job("-np 2 --min-np 1 --busy-timeout 90").collective_timeout_s == 150
     assert job("-np 2 --min-np 1 --no-stall-check").collective_timeout_s == 86400
@@ -559,7 +559,7 @@ def test_a_collective_is_ended_by_gloo_only_when_the_driver_has_long_judged():
     assert job("-np 2 --min-np 1", HOROVOD_GLOO_TIMEOUT_SECONDS="6").collective_timeout_s == 6
 
 
-def test_how_long_gpus_may_hang():
+def test_limit_of_gpu_hangs_is_derived_from_the_flags():
     def limits(made: Job) -> tuple[float, float]:
         return made.settings.gpu_hang_s, made.settings.gpu_limit_s
 
@@ -570,7 +570,7 @@ def test_how_long_gpus_may_hang():
     assert limits(job("-np 2 --gloo-timeout-seconds 300")) == (10, 300)
 
 
-def test_ones_own_time_for_a_collective_wins():
+def test_users_collective_timeout_takes_precedence():
     made = job("-np 2 --min-np 1", ELASTIC_COLLECTIVE_TIMEOUT="900")
     assert (made.collective_timeout_s, made.settings.gpu_limit_s) == (900, 900)
     for wrong in ("soon", "0", "nan"):
@@ -579,8 +579,8 @@ def test_ones_own_time_for_a_collective_wins():
         assert said.startswith(wanted)
 
 
-def test_a_static_job_is_as_patient_as_an_elastic_one():
-    """Rank 0 may validate or save for longer than it takes to connect: in Horovod nothing times out there."""
+def test_static_job_has_the_same_limits_as_an_elastic_one():
+    """Rank 0 may validate or save for longer than connecting takes: Horovod has no timeout there."""
     assert job("-np 2").collective_timeout_s == 660
     assert job("-np 2").settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"  # to connect
     assert job("-np 2").gloo_timeout_s == 30
@@ -588,7 +588,7 @@ def test_a_static_job_is_as_patient_as_an_elastic_one():
     assert (made.collective_timeout_s, made.gloo_timeout_s) == (5, 5)
 
 
-def test_where_metrics_are_served():
+def test_metrics_address_is_parsed():
     assert job("-np 2").metrics is None
     assert job("-np 2 --metrics-port 9100").metrics == ("127.0.0.1", 9100)
     assert job("-np 2 --metrics-port 9100 --metrics-host ::").metrics == ("::", 9100)
@@ -596,10 +596,10 @@ def test_where_metrics_are_served():
     assert "pass 1 to 65535" in refusal("-np 2 --metrics-port 70000")
 
 
-# ---- what has no effect is said
+# ---- flags without effect
 
 
-def test_flags_without_meaning_are_named_with_the_reason():
+def test_flags_without_effect_are_reported_with_the_reason():
     made = job("-np 2 --autotune --torus-allreduce --mpi-args=-x --binding-args y --no-autotune")
     recorded("messages", warnings(made))
     assert warnings(job("-np 2 --no-stall-check --no-hierarchical-allreduce --gloo")) == []
@@ -618,16 +618,16 @@ def test_flags_without_meaning_are_named_with_the_reason():
         ("HOROVOD_BOGUS", ["HOROVOD_BOGUS has no effect: it is not a variable of this program"]),
         ("ELASTIC_STANDBY", ["ELASTIC_STANDBY has no effect; is ELASTIC_STANDBYS meant?"]),
         ("ELASTIC_APM_LOG_LEVEL", []),  # of another product
-        ("HOROVOD_WITH_PYTORCH", []),  # of images that were made for Horovod
+        ("HOROVOD_WITH_PYTORCH", []),  # of images made for Horovod
         ("HOROVOD_LOCAL_RANK", []),  # of the job that starts this one
     ],
 )
-def test_a_mistyped_variable_is_told(name, told):
+def test_mistyped_variable_is_reported(name, told):
     environ: dict[str, Any] = {name: "1"}
     assert warnings(job("-np 2", **environ)) == told
 
 
-def test_what_kubernetes_tells_of_services_is_nobodys_mistake():
+def test_service_variables_of_kubernetes_are_not_reported():
     port = "tcp://10.0.0.7:4711"
     links: dict[str, Any] = {
         "HOROVOD_DRIVER_SERVICE_HOST": "10.0.0.7",
@@ -641,7 +641,7 @@ def test_what_kubernetes_tells_of_services_is_nobodys_mistake():
     assert len(warnings(job("-np 2", HOROVOD_DRIVER_PORT=port))) == 1
 
 
-def test_every_variable_that_the_code_names_is_known():
+def test_every_variable_named_in_the_code_is_known():
     sources = [
         path.read_text()
         for folder in ("driver", "elastic", "horovod")
@@ -654,19 +654,19 @@ def test_every_variable_that_the_code_names_is_known():
     assert len(named) > 60 and named <= of_flags | variables.OF_USERS | variables.OURS
 
 
-def test_flags_of_elastic_mode_are_named_in_a_static_job():
+def test_elastic_flags_are_reported_in_a_static_job():
     recorded(
         "messages", warnings(job("-np 2 --reset-limit 3 --elastic-timeout 9 --slot-attempts 2"))
     )
     assert warnings(job("-np 2 --min-np 1 --reset-limit 3")) == []
 
 
-def test_another_horovod_is_told(monkeypatch):
+def test_another_horovod_is_reported(monkeypatch):
     monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
     recorded("messages", warnings(job("-np 2")))
 
 
-# ---- the config file
+# ---- configuration file
 
 
 def config(text: str, line: str = "-np 2") -> Job:
@@ -674,7 +674,7 @@ def config(text: str, line: str = "-np 2") -> Job:
     return job(f"{line} --config-file job.yaml")
 
 
-def test_a_config_file_of_horovods_form():
+def test_config_file_in_horovods_format():
     made = config(
         """\
         controller: gloo
@@ -702,7 +702,7 @@ def test_a_config_file_of_horovods_form():
     assert made.settings.idle_s == made.settings.busy_s == made.settings.busy_warning_s == 0
 
 
-def test_flags_win_over_the_config_file():
+def test_flags_override_the_config_file():
     assert config("controller: mpi", "-np 2 --gloo").command == ["sleep", "1"]
     assert warnings(config("autotune: {enabled: true}", "-np 2 --no-autotune")) == []
     assert config("logging: {level: DEBUG}", "-np 2 --log-level ERROR").log_level == "ERROR"
@@ -732,11 +732,11 @@ def test_flags_win_over_the_config_file():
         "[" * 1000,
     ],
 )
-def test_a_wrong_config_file_is_told(text):
+def test_invalid_config_file_is_rejected(text):
     recorded("messages", refusal_of(config, text))
 
 
-def test_a_config_file_that_cannot_be_read_is_told(folder):
+def test_unreadable_config_file_is_rejected(folder):
     recorded("messages", refusal("-np 2 --config-file none"))
     (folder / "bytes").write_bytes(b"\xff\xff")
     recorded("messages", refusal("-np 2 --config-file bytes"))
@@ -753,7 +753,7 @@ def test_a_config_file_that_cannot_be_read_is_told(folder):
         ("/opt/elastic/driver/commandline/cli.py", "elasticrun"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name):
+def test_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name):
     monkeypatch.setattr("sys.argv", [called])
     assert cli.main(["-np", "four", "python", "train.py"]) == 2
     said = capsys.readouterr()
@@ -761,7 +761,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name
     recorded("output", said.err, name)
 
 
-def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder, capfd):
+def test_failing_discovery_script_ends_the_start(folder, capfd):
     (folder / "hosts.sh").write_text("#!/bin/sh\necho no cluster >&2\nexit 1\n")
     (folder / "hosts.sh").chmod(0o755)
     flags = ["--min-np", "1", "--host-discovery-script", "./hosts.sh"]
@@ -772,7 +772,7 @@ def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder,
 
 
 @pytest.mark.parametrize("more", [[], ["--host-discovery-script", "./hosts.sh"]])
-def test_a_driver_port_that_is_taken_is_told_before_anything_is_started(folder, capfd, more):
+def test_driver_port_in_use_ends_the_start(folder, capfd, more):
     (folder / "hosts.sh").write_text("#!/bin/sh\necho localhost:1\n")
     (folder / "hosts.sh").chmod(0o755)
     with socket.create_server(("", 0)) as taken:
@@ -784,12 +784,12 @@ def test_a_driver_port_that_is_taken_is_told_before_anything_is_started(folder, 
     assert not (folder / "was-started").exists()
 
 
-def test_a_driver_port_without_effect_is_told():
+def test_driver_port_without_effect_is_reported():
     assert any("--driver-port" in told for told in warnings(job("-np 1 --driver-port 4000")))
     assert not warnings(job("-np 1 --driver-port 4000 --journal j --resume"))
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == check_build.version()
 
@@ -798,7 +798,7 @@ def test_version(capsys):
     ("line", "lines", "columns"),
     [("--help", 50, 100), ("-np 4 -h", 50, 100), ("--help-all", 999, 120)],
 )
-def test_help_is_one_screen_and_help_all_has_every_flag(capsys, line, lines, columns):
+def test_help_fits_on_one_screen_and_help_all_has_every_flag(capsys, line, lines, columns):
     with pytest.raises(SystemExit) as ended:
         cli.main(line.split())
     assert ended.value.code == 0
@@ -822,7 +822,7 @@ def test_help_names_every_command(capsys):
 
 
 @pytest.mark.parametrize("word", ["many-host", "many-hosts#no-such-section"])
-def test_a_page_that_does_not_exist_is_an_error(word):
+def test_unknown_page_is_an_error(word):
     with pytest.raises(Invalid):
         docs_cli.main([word])
 
@@ -836,13 +836,13 @@ def test_pages_are_listed_with_their_titles(capsys):
 # ---- --check-build
 
 
-def test_the_report_has_horovodruns_form(monkeypatch):
+def test_report_has_the_format_of_horovodrun(monkeypatch):
     monkeypatch.setattr(check_build, "version", lambda: "1.2")
     build = check_build.Build(torch="2.13.0", gloo=True, nccl=True, gpus=1, keras="3.15")
     recorded("log", check_build.describe(build).splitlines())
 
 
-def test_what_is_missing_is_told(monkeypatch):
+def test_missing_component_is_reported(monkeypatch):
     monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
     lines = check_build.describe(check_build.Build(trouble="torch can't be imported")).splitlines()
     assert "    [ ] PyTorch" in lines
@@ -850,21 +850,21 @@ def test_what_is_missing_is_told(monkeypatch):
     recorded("log", lines[-4:])
 
 
-def test_why_memory_cannot_be_shared_is_told():
+def test_reason_for_missing_shared_memory_is_reported():
     build = check_build.Build(torch="2.13.0", gloo=True, shared="the C++ library was not built")
     last = check_build.describe(build).splitlines()[-1]
     recorded("messages", last)
 
 
 def python(folder: Path, body: str) -> str:
-    """A stand-in for the interpreter."""
+    """Create a stand-in for the interpreter."""
     file = folder / "python"
     file.write_text(f"#!/bin/sh\n{body}\n")
     file.chmod(0o755)
     return str(file)
 
 
-def test_torch_is_asked_in_a_process_of_its_own(folder):
+def test_torch_is_queried_in_a_separate_process(folder):
     answer = '{"torch": "2.13.0", "gloo": true, "nccl": false, "gpus": 0}'
     found = check_build.probe(python(folder, f"echo noise; echo '{answer}'"))
     assert dataclasses.replace(found, tensorflow="", keras="") == check_build.Build(
@@ -872,7 +872,7 @@ def test_torch_is_asked_in_a_process_of_its_own(folder):
     )
 
 
-def test_a_torch_that_cannot_be_asked_is_told(folder):
+def test_torch_that_cannot_be_queried_is_reported(folder):
     failing = python(folder, "echo 'ModuleNotFoundError: no torch' >&2; exit 1")
     recorded("messages", check_build.probe(failing).trouble)
     recorded("messages", check_build.probe(python(folder, "echo hello")).trouble)
@@ -881,7 +881,7 @@ def test_a_torch_that_cannot_be_asked_is_told(folder):
     recorded("messages", check_build.probe(hanging, timeout_s=0.1).trouble)
 
 
-def test_another_horovod_is_looked_for(monkeypatch):
+def test_another_horovod_is_searched_for(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(check_build, "_version_of", lambda name: {"horovod": "0.28.1"}.get(name))
     recorded("messages", str(check_build.other_horovod()))
@@ -890,7 +890,7 @@ def test_another_horovod_is_looked_for(monkeypatch):
     assert check_build.other_horovod() is None
 
 
-def test_reading_flags_needs_neither_torch_nor_numpy():
+def test_parsing_flags_needs_neither_torch_nor_numpy():
     program = (
         "import sys\nfrom elastic.driver.commandline import cli\n"
         "assert cli.main(['--version']) == 0\nassert not {'torch', 'numpy'} & set(sys.modules)"

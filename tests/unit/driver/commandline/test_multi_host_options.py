@@ -1,4 +1,4 @@
-"""What a job on several hosts is given, from its flags; and every mistake that is found before anything starts."""
+"""Multi-host configuration of a job from its flags; every mistake is found before anything starts."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, 
         "--resume --journal no/such/folder/j",
     ],
 )
-def test_what_does_not_fit_together_is_told(flags):
+def test_inconsistent_flags_are_rejected(flags):
     recorded("messages", refusal_of(plan, flags))
 
 
-def test_one_machine_with_nothing_of_all_this_needs_no_fleet():
+def test_single_machine_needs_no_agents():
     assert not plan("").needed
     assert plan("", elsewhere=True).needed
 
 
-def test_a_job_without_a_journal_begins_anew_beside_any_file(tmp_path, monkeypatch):
+def test_job_without_a_journal_starts_anew_beside_any_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "None.secret").touch()
     assert not plan("--fresh").given_secret
 
 
-def test_where_others_have_it_too_the_secret_is_given(tmp_path):
+def test_secret_is_required_if_other_processes_have_it_too(tmp_path):
     make_secret_file(str(tmp_path / "s"))
     by_file = plan(f"--etcd a --job x --secret-file {tmp_path / 's'}")
     by_variable = plan("--etcd a --job x", ELASTIC_JOB_SECRET=HEX)
@@ -69,33 +69,33 @@ def test_where_others_have_it_too_the_secret_is_given(tmp_path):
         assert found.secret.hex() not in repr(found) and found.given_secret
 
 
-def test_beside_a_journal_the_secret_is_kept_for_the_next_driver(tmp_path):
+def test_secret_is_kept_beside_a_journal_for_the_next_driver(tmp_path):
     flags = f"--resume --journal {tmp_path / 'j'}"
     first, second = plan(flags), plan(flags)
     assert first.secret == second.secret
     assert (tmp_path / "j.secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_workers_wait_for_a_driver_where_one_may_come():
+def test_workers_wait_for_a_driver_if_one_may_follow():
     assert plan("", elsewhere=True).away_s == BOUND_AWAY_S
     assert plan("--etcd a --job x --standby", ELASTIC_JOB_SECRET=HEX).away_s == AWAY_S
     told = plan("--etcd a --job x --standby --driver-timeout 7", ELASTIC_JOB_SECRET=HEX)
     assert told.away_s == 7.0
 
 
-def test_hosts_of_etcd_are_those_that_register_unless_a_list_is_given():
+def test_hosts_of_etcd_are_the_registered_ones_unless_a_list_is_given():
     assert plan("--etcd a --job x", ELASTIC_JOB_SECRET=HEX).by_etcd
     assert not plan("--etcd a --job x -H b:1", ELASTIC_JOB_SECRET=HEX).by_etcd
 
 
-def test_etcd_is_named_with_or_without_port_and_scheme():
+def test_etcd_endpoint_may_have_a_port_and_scheme():
     options = parse(["--etcd", "a,b:1,https://c:2379/,[::1]:5,d", "x"])
     access = etcd_access(options, {})
     assert access is not None
     assert access.endpoints == ["a:2379", "b:1", "c:2379", "[::1]:5", "d:2379"]
 
 
-def test_a_password_for_etcd_is_in_no_repr():
+def test_etcd_password_is_in_no_repr():
     options = Options(etcd="a", etcd_user="me", etcd_ca="/ca.pem")
     access = etcd_access(options, {"ELASTIC_ETCD_PASSWORD": "hush"})
     assert access is not None and access.password == "hush"
@@ -103,7 +103,7 @@ def test_a_password_for_etcd_is_in_no_repr():
     assert "hush" not in repr(access)
 
 
-def test_of_the_environment_workers_elsewhere_get_what_is_about_training():
+def test_remote_workers_inherit_only_training_variables():
     environ = {
         "NCCL_DEBUG": "INFO",
         "HOROVOD_CYCLE_TIME": "1",
@@ -117,7 +117,7 @@ def test_of_the_environment_workers_elsewhere_get_what_is_about_training():
     assert asked["WANDB_MODE"] == "offline" and asked["HOME"] == "/root"
 
 
-def test_pods_are_those_of_the_release_or_of_labels_of_ones_own():
+def test_pods_are_those_of_the_release_or_of_a_label_selector():
     secret = {"ELASTIC_JOB_SECRET": HEX}
     found = plan("--kubernetes --job bert", secret)
     assert found.needed and found.agents_come and found.pods is not None
@@ -129,7 +129,7 @@ def test_pods_are_those_of_the_release_or_of_labels_of_ones_own():
     assert (found.pods.selector, found.pods.namespace, found.pods.slots) == ("app=w", "lab", 8)
 
 
-def test_a_driver_in_a_pod_listens_on_the_pods_address_unless_told_otherwise():
+def test_driver_in_a_pod_listens_on_the_pods_address_by_default():
     secret = {"ELASTIC_JOB_SECRET": HEX, "POD_IP": "10.0.0.7"}
     in_pod, told = (
         plan(f"--kubernetes --job bert {more}", secret) for more in ("", "--network-interface lo")
@@ -138,7 +138,7 @@ def test_a_driver_in_a_pod_listens_on_the_pods_address_unless_told_otherwise():
     assert (in_pod.pods.address, told.pods.address) == ("10.0.0.7", "")
 
 
-def test_sigterm_ends_the_driver_alone_where_another_pod_goes_on(tmp_path):
+def test_sigterm_ends_only_the_driver_if_another_pod_follows(tmp_path):
     secret = {"ELASTIC_JOB_SECRET": HEX}
     journal = f"--journal {tmp_path / 'j'} --resume"
     assert plan(f"--kubernetes --job bert {journal}", secret).left_by_sigterm
@@ -152,7 +152,7 @@ def agent(flags: str = "", **environ: str):
     return agent_bootstrap(options, {"ELASTIC_JOB_SECRET": HEX, **environ})
 
 
-def test_an_agent_knows_its_grace_and_its_ready_file(tmp_path):
+def test_agent_receives_its_grace_period_and_ready_file(tmp_path):
     assert (agent().grace_s, agent().ready_file) == (30.0, "")
     file = str(tmp_path / "ready")
     told = agent(ELASTIC_GRACE_SECONDS="60", ELASTIC_READY_FILE=file)

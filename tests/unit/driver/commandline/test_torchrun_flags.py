@@ -1,4 +1,4 @@
-"""torchrun's command lines: what they are in elasticrun's flags, and what is said where they are nothing."""
+"""torchrun's command lines: the equivalent flags of elasticrun, and errors for those without an equivalent."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def command(line: str) -> list[str]:
         ("-np 3 --nproc-per-node 4", "-np 3 --slots-per-host 4"),
     ],
 )
-def test_what_they_are_in_our_flags(line: str, same: str):
+def test_torchrun_flags_have_equivalents(line: str, same: str):
     found, wanted = ours(line), parse([*same.split(), "train.py"])
     theirs = ["nproc_per_node", "nnodes", "standalone", "max_restarts"]
     theirs += ["rdzv_id", "rdzv_backend", "rdzv_endpoint"]
     assert found == replace(wanted, **{name: getattr(found, name) for name in theirs})
 
 
-def test_as_many_workers_as_gpus():
+def test_one_worker_per_gpu():
     assert ours("--nproc-per-node gpu", gpus=3).num_proc == 3
     assert ours("--nproc-per-node auto", gpus=3).num_proc == 3
     assert ours("--nproc-per-node cpu", gpus=3).num_proc == 8
@@ -90,19 +90,19 @@ def test_as_many_workers_as_gpus():
         "--torch-backend gloo",
     ],
 )
-def test_what_is_said_where_they_are_nothing(line: str):
+def test_flag_without_an_equivalent_is_rejected(line: str):
     recorded("messages", refusal(line))
 
 
 @pytest.mark.parametrize("names", REFUSED)
-def test_a_flag_that_is_not_there_names_what_is(names: str):
+def test_unsupported_flag_names_an_alternative(names: str):
     valued, instead = REFUSED[names]
     for name in names.split():
         said = refusal_of(parse, [name, *(["1"] if valued else []), "-np", "1", "train.py"])
         recorded("log", said, name, instead)
 
 
-def test_the_program_is_a_script_a_module_or_itself():
+def test_program_is_a_script_a_module_or_an_executable():
     assert command("-np 1 train.py --lr 1") == [sys.executable, "train.py", "--lr", "1"]
     assert command("--nproc-per-node 1 -m this --lr 1") == [
         sys.executable,
@@ -121,7 +121,7 @@ def test_the_program_is_a_script_a_module_or_itself():
         command("-np 1 missing.py")
 
 
-def test_workers_find_what_torchrun_tells_them():
+def test_workers_receive_torchruns_variables():
     environ = {"PATH": "/usr/bin:/bin"}
     options = cli.read_options(["-np", "2", "--rdzv-id", "bert", "train.py"], environ)
     job = cli.make_job(options, environ, this_host=ThisHost(hostname="a"))
@@ -137,7 +137,7 @@ def test_workers_find_what_torchrun_tells_them():
     assert env["ELASTIC_TORCH_BACKEND"] == "elastic"
 
 
-def test_an_address_that_was_given_is_kept():
+def test_given_address_is_kept():
     environ = {"PATH": "/usr/bin:/bin", "MASTER_PORT": "1234"}
     options = cli.read_options(["-np", "2", "--master-addr", "h", "train.py"], environ)
     env = cli.make_job(options, environ, this_host=ThisHost(hostname="a")).settings.env

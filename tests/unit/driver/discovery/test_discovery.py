@@ -1,4 +1,4 @@
-"""Discoveries: one contract for all, and what the script's adapter makes of scripts that fail, hang or say nothing."""
+"""Discoveries: one contract for all, and the script adapter for scripts that fail, hang or print nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from harness.refusals import refusal_of
 A = {"a": 2}
 AB = {"a": 2, "b": 1}
 NODES = {"10.0.0.1-aaaa": 2, "10.0.0.2-bbbb": 1}
-SERVICE = {"10.0.0.6": 2, "10.0.0.7": 2}  # its hosts are addresses, and all alike
+# its hosts are addresses, all with the same number of slots
+SERVICE = {"10.0.0.6": 2, "10.0.0.7": 2}
 
 
 class Log(list[tuple[str, str]]):
@@ -43,7 +44,7 @@ class Log(list[tuple[str, str]]):
 
 
 class Source:
-    """A script that gives these answers, one a run, the last for ever. An Invalid is raised."""
+    """A script that gives these answers, one per run, and repeats the last forever. An Invalid is raised."""
 
     def __init__(self, *answers: dict[str, int] | Invalid) -> None:
         self.answers = list(answers)
@@ -56,11 +57,11 @@ class Source:
 
 
 class OutOfTime(Exception):
-    """The conversation has lasted for as many pauses as the test wants."""
+    """The conversation has lasted the requested number of pauses."""
 
 
 def pauses(number: int):
-    """A sleep that takes no time, and ends the watching after ``number`` calls."""
+    """Return a sleep that takes no time, and ends the watch after ``number`` calls."""
     left = [number]
 
     async def sleep(seconds: float) -> None:
@@ -76,7 +77,7 @@ def pauses(number: int):
 def watched(
     *answers: dict[str, int] | Invalid, known: dict[str, int] | None = None
 ) -> tuple[list[dict[str, int]], Log]:
-    """What is yielded and logged while a script gives these answers."""
+    """Return the yielded lists and the log while a script gives these answers."""
     log = Log()
     discovery = ScriptDiscovery(
         ["/hosts.sh"],
@@ -113,13 +114,13 @@ def refusal(command: list[str], **rest) -> str:
     return refusal_of(ask, command, **rest)
 
 
-# ---- hosts that are registered in etcd
+# ---- hosts registered in etcd
 
 HOSTS = "/hvd-elastic/job/hosts/"
 
 
 def registered(*hosts: str) -> dict[str, Item]:
-    """What is under ``hosts/``, the first that was there first."""
+    """Return the items under ``hosts/``, in the order of their registration."""
     items = {}
     for revision, host in enumerate(hosts, 1):
         name, _, slots = host.rpartition(":")
@@ -129,7 +130,7 @@ def registered(*hosts: str) -> dict[str, Item]:
 
 
 class Registered:
-    """An etcd that shows these tables, then waits; ``settling`` are its answers to how long it is not settled."""
+    """An etcd with these tables, which then waits; ``settling`` are its answers of `unsettled_s`."""
 
     def __init__(self, *tables: dict[str, Item], settling: Iterable[float] = ()) -> None:
         self.tables = tables
@@ -146,7 +147,7 @@ class Registered:
 
 
 class NobodyWaits(selectors.DefaultSelector):
-    """The time for which a loop would wait has passed at once."""
+    """A selector that returns at once, as if the timeout had passed."""
 
     passed_s = 0.0
 
@@ -165,7 +166,7 @@ class Hurried(asyncio.SelectorEventLoop):
 
 
 def listed(etcd: Registered) -> tuple[list[dict[str, int]], Log]:
-    """What is yielded until nothing comes any more."""
+    """Return the lists until no more are yielded."""
     log = Log()
 
     async def conversation() -> list[dict[str, int]]:
@@ -181,39 +182,39 @@ def listed(etcd: Registered) -> tuple[list[dict[str, int]], Log]:
         return loop.run_until_complete(conversation()), log
 
 
-def test_who_was_registered_first_is_preferred():
+def test_first_registered_host_is_preferred():
     [hosts], _ = listed(Registered(registered("z:1", "b:2", "a:4")))
     assert list(hosts.items()) == [("z", 1), ("b", 2), ("a", 4)]
 
 
-def test_hosts_that_are_as_they_were_are_not_told_again():
+def test_unchanged_hosts_are_not_yielded_again():
     lists, _ = listed(Registered(registered("a:2"), registered("a:2"), registered("a:2", "b:1")))
     assert lists == [A, AB]
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b"{}", b'{"slots": 0, "incarnation": 1}', b"7"])
-def test_what_is_no_host_is_told_once_and_left_out(value):
+def test_invalid_host_is_logged_once_and_omitted(value):
     table = registered("a:2") | {HOSTS + "c": Item(value, 9, 9, 0)}
     lists, log = listed(Registered(table, table | registered("a:2", "b:1")))
     assert lists == [A, AB]
     assert log == [("warning", f"skipped etcd key {HOSTS}c, which does not describe a host")]
 
 
-def test_a_name_that_is_no_name_is_left_out():
+def test_invalid_name_is_omitted():
     strange = {HOSTS + name: registered("a:1")[HOSTS + "a"] for name in ("", "a/b", "a b", "a:2")}
     lists, log = listed(Registered(strange | registered("a:2")))
     assert lists == [A]
     assert len(log) == 4
 
 
-def test_once_etcd_is_back_hosts_have_a_moment_to_come_again():
-    # b's lease ran out while nobody could renew it; it is registered anew before the time is over.
+def test_hosts_have_time_to_register_again_after_an_etcd_outage():
+    # b's lease expired because it could not be renewed; b registers again in time.
     away = [0.0, 0.0, 5.0, 5.0, 5.0, 5.0]
     tables = registered("a:2", "b:1"), registered("a:2"), registered("a:2", "b:1")
     assert listed(Registered(*tables, settling=away))[0] == [AB]
 
 
-def test_a_host_that_does_not_come_again_is_gone_then():
+def test_host_that_does_not_register_again_is_removed():
     away = [0.0, 0.0, 0.0, 0.01, 0.005]
     lists, _ = listed(Registered(registered("a:2", "b:1"), registered("a:2"), settling=away))
     assert lists == [AB, A]
@@ -223,7 +224,7 @@ def test_a_host_that_does_not_come_again_is_gone_then():
 
 
 def on_ray(log: Log) -> RayDiscovery:
-    """The claims of an earlier driver are placed, and one waits."""
+    """Claims of an earlier driver are placed, and one waits."""
     ray = FakeRay(aaaa=2, bbbb=1)
     for number in range(4):
         ray.make(f"hvd-elastic:job:{number}", {"CPU": 1}, detached=True)
@@ -254,22 +255,22 @@ def discovery(request, tmp_path) -> Discovery:
     return ScriptDiscovery(script(tmp_path, "echo a:2; echo b"), log)
 
 
-async def test_the_present_list_comes_first_and_is_the_callers_own(discovery):
+async def test_current_list_comes_first_and_belongs_to_the_caller(discovery):
     lists: AsyncIterator[dict[str, int]] = discovery.watch()
     first = await asyncio.wait_for(anext(lists), 10)
     expected = {HeadlessServiceDiscovery: SERVICE, RayDiscovery: NODES}.get(type(discovery), AB)
     assert list(first.items()) == list(expected.items())
     first.clear()
-    # Nothing has changed: either it is over, or it waits.
+    # Nothing has changed: it has either ended or waits.
     with pytest.raises((StopAsyncIteration, asyncio.TimeoutError)):
         await asyncio.wait_for(anext(lists), 0.01)
 
 
-def test_a_static_list_ends_at_once():
+def test_static_list_ends_at_once():
     assert asyncio.run(everything(StaticDiscovery(AB))) == [AB]
 
 
-async def test_a_fake_yields_what_is_pushed_until_it_is_closed():
+async def test_fake_yields_pushed_lists_until_closed():
     fake = FakeDiscovery(A)
     for hosts in (A, AB, {}, A):
         fake.push(hosts)
@@ -284,16 +285,16 @@ def test_only_changes_are_yielded():
     assert watched(A, A, AB, AB, A) == ([A, AB, A], [])
 
 
-def test_another_order_is_another_preference():
+def test_different_order_is_a_change():
     lists, _ = watched(AB, {"b": 1, "a": 2})
     assert [list(hosts) for hosts in lists] == [["a", "b"], ["b", "a"]]
 
 
-def test_a_list_that_is_known_comes_first_and_without_a_run():
+def test_known_list_comes_first_without_a_run():
     assert watched(A, AB, known=A) == ([A, AB], [])
 
 
-def test_trouble_is_told_once_and_so_is_its_end():
+def test_failure_and_its_end_are_logged_once():
     down = Invalid("it is down")
     assert watched(A, down, down, A, A, AB) == (
         [A, AB],
@@ -304,24 +305,24 @@ def test_trouble_is_told_once_and_so_is_its_end():
     )
 
 
-def test_another_trouble_is_told_again_but_garbage_is_not_told_each_time():
+def test_different_failure_is_logged_but_not_each_invalid_output():
     _, log = watched(A, *(Invalid(f"garbage {n}") for n in range(2 * QUIET + 3)), A)
     recorded("log", [text for _, text in log])
 
 
-def test_no_host_for_less_than_three_runs_in_a_row_keeps_the_last_list():
+def test_fewer_than_three_empty_runs_keep_the_last_list():
     lists, log = watched(A, {}, {}, A, {}, {}, AB)
     assert lists == [A, AB]
     assert [level for level, _ in log] == ["warning"] * 4
 
 
-def test_no_host_in_three_runs_in_a_row_is_an_empty_list():
+def test_three_consecutive_empty_runs_are_an_empty_list():
     lists, log = watched(A, *([{}] * (EMPTY_RUNS + 5)), A)
     assert lists == [A, {}, A]
     assert [level for level, _ in log] == ["warning"] * EMPTY_RUNS, "it is said once"
 
 
-def test_failure_between_empty_runs_begins_the_count_anew_and_keeps_the_list():
+def test_failure_between_empty_runs_restarts_the_count():
     down = Invalid("it is down")
     assert watched(A, {}, {}, down, {}, {}, A)[0] == [A]
     assert watched(A, *([down] * 10), A)[0] == [A]
@@ -331,11 +332,11 @@ def test_failure_after_an_empty_list_keeps_it_empty():
     assert watched(A, {}, {}, {}, Invalid("it is down"), {}, AB)[0] == [A, {}, AB]
 
 
-def test_no_hosts_yet_is_no_trouble():
+def test_initially_empty_list_is_no_failure():
     assert watched({}, {}, A) == ([{}, A], [])
 
 
-def test_trouble_before_any_list():
+def test_failure_before_any_list():
     lists, log = watched(Invalid("it is down"), A)
     assert lists == [A]
     recorded("log", log[0])
@@ -344,49 +345,49 @@ def test_trouble_before_any_list():
 # ---- one run of a real script
 
 
-def test_what_a_script_may_print(tmp_path):
+def test_valid_output_is_parsed(tmp_path):
     command = script(tmp_path, "echo '# now'; echo; echo a:4; echo '[::1]:2'; echo b; echo gone:0")
     assert ask(command, default_slots=3) == {"a": 4, "::1": 2, "b": 3}
 
 
-def test_a_script_with_arguments(tmp_path):
+def test_script_may_have_arguments(tmp_path):
     [file] = script(tmp_path, 'echo "$1:$2"')
     assert ask(find_script(f"{file} a 2")) == A
 
 
-def test_a_script_without_a_first_line_is_run_by_the_shell(tmp_path):
+def test_script_without_a_shebang_is_run_by_the_shell(tmp_path):
     (tmp_path / "hosts").write_text("echo a:2\n")
     (tmp_path / "hosts").chmod(0o755)
     assert ask([str(tmp_path / "hosts")]) == A
 
 
-def test_a_script_that_fails_is_told_with_what_it_said(tmp_path):
+def test_failing_script_is_reported_with_its_output(tmp_path):
     command = script(tmp_path, "echo one >&2; echo no such cluster >&2; exit 3")
     recorded("messages", refusal(command), command[0])
     recorded("messages", refusal(script(tmp_path, "kill -9 $$")))
 
 
-def test_nonsense_is_told_with_its_line(tmp_path):
+def test_invalid_line_is_reported_with_its_number(tmp_path):
     command = script(tmp_path, "echo a:2; echo 'Error: not logged in'; echo hint >&2")
     recorded("messages", refusal(command), command[0])
 
 
-def test_a_script_that_prints_for_ever_is_ended(tmp_path):
+def test_script_that_prints_forever_is_killed(tmp_path):
     said = refusal(script(tmp_path, "yes"), timeout_s=0.3)
     recorded("log", said)
 
 
-def test_a_script_that_prints_too_much_is_told(tmp_path):
+def test_excessive_output_is_reported(tmp_path):
     recorded("messages", refusal(script(tmp_path, "yes | head -c 3000000")))
 
 
-def test_a_script_that_hangs_is_killed_with_its_children(tmp_path):
+def test_script_that_hangs_is_killed_with_its_children(tmp_path):
     command = script(tmp_path, f"sleep 100 & echo $! > {tmp_path}/pid; wait")
     recorded("messages", refusal(command, timeout_s=0.3))
     assert has_died(int((tmp_path / "pid").read_text()))
 
 
-def test_a_program_left_in_the_background_is_not_awaited(tmp_path):
+def test_program_left_in_the_background_is_not_awaited(tmp_path):
     command = script(tmp_path, f"sleep 100 & echo $! > {tmp_path}/pid; echo a:2")
     started = time.monotonic()
     assert ask(command) == A
@@ -394,7 +395,7 @@ def test_a_program_left_in_the_background_is_not_awaited(tmp_path):
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-async def test_the_event_loop_goes_on_beside_a_script_and_stopping_kills_it(tmp_path):
+async def test_event_loop_is_not_blocked_by_a_script_which_is_killed_at_the_end(tmp_path):
     command = script(
         tmp_path, f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 100"
     )
@@ -408,7 +409,7 @@ async def test_the_event_loop_goes_on_beside_a_script_and_stopping_kills_it(tmp_
 
 
 def has_died(pid: int) -> bool:
-    """Waits for a process that was killed a moment ago."""
+    """Wait for a process that was just killed."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -418,7 +419,7 @@ def has_died(pid: int) -> bool:
     return bool(ready)
 
 
-def test_finding_the_script(tmp_path, monkeypatch):
+def test_script_is_found(tmp_path, monkeypatch):
     [file] = script(tmp_path, "echo a")
     monkeypatch.chdir(tmp_path)
     assert find_script("hosts.sh") == [file]
@@ -439,7 +440,7 @@ def test_finding_the_script(tmp_path, monkeypatch):
 # ---- only this machine
 
 
-async def test_hosts_elsewhere_are_left_out_and_told_once():
+async def test_hosts_elsewhere_are_omitted_and_logged_once():
     log = Log()
     fake = FakeDiscovery(A, AB | {"c": 1}, {"a": 2, "b": 2}, {"b": 1, "d": 1})
     fake.close()
@@ -451,7 +452,7 @@ async def test_hosts_elsewhere_are_left_out_and_told_once():
     recorded("log", said)
 
 
-# ---- the first list of a job
+# ---- first list of a job
 
 
 def job(command: list[str] | None, hosts: dict[str, int] | None = None) -> Job:
@@ -469,18 +470,18 @@ def first_list(opened: Job) -> tuple[dict[str, int], Log]:
     return asyncio.run(conversation()), log
 
 
-def test_a_job_starts_with_the_scripts_first_list(tmp_path):
+def test_job_starts_with_the_first_list_of_the_script(tmp_path):
     command = script(tmp_path, f"echo run >> {tmp_path}/runs; echo localhost:2")
     assert first_list(job(command)) == ({"localhost": 2}, [])
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
-def test_a_job_may_start_without_hosts(tmp_path):
+def test_job_may_start_without_hosts(tmp_path):
     lists, log = first_list(job(script(tmp_path, "true")))
     assert lists == {}
     recorded("log", log[0][1])
 
 
 @pytest.mark.parametrize("body", ["exit 1", "echo '???'"])
-def test_a_first_run_must_be_good(tmp_path, body):
+def test_first_run_must_succeed(tmp_path, body):
     recorded("messages", refusal_of(first_list, job(script(tmp_path, body))))

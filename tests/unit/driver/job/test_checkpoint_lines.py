@@ -1,4 +1,4 @@
-"""What the log says of checkpoints: few lines while they are frequent, and the last one in any case."""
+"""Log lines about checkpoints: few while checkpoints are frequent, and always one for the last."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Spoken:
         return [text.partition(":")[0] for level, text in self.lines if level == "info"]
 
 
-def test_the_last_one_is_said_at_the_end() -> None:
+def test_last_checkpoint_is_logged_at_the_end() -> None:
     job = Spoken()
     job.made(20)
     job.made(40)
     job.made(60)
-    job.now += 12.4  # the storage takes no more
+    job.now += 12.4  # the storage accepts no more
     recorded("messages", job.info())
     job.about.ended()
     recorded("messages", job.info())
 
 
-def test_what_was_said_is_not_said_again() -> None:
+def test_logged_checkpoint_is_not_logged_again() -> None:
     job = Spoken()
     job.made(20)
     job.now += QUIET_S + 1
@@ -41,7 +41,7 @@ def test_what_was_said_is_not_said_again() -> None:
     recorded("messages", job.info())
 
 
-def test_one_that_comes_after_the_end_is_said() -> None:
+def test_checkpoint_after_the_end_is_logged() -> None:
     job = Spoken()
     job.made(20)
     job.about.ended()

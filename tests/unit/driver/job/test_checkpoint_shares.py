@@ -1,4 +1,4 @@
-"""All ranks write a part, rank 0 completes it; one that can't stops it for all."""
+"""Shares of a checkpoint: all ranks write one, rank 0 completes the checkpoint, and one failure cancels it for all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def two() -> CheckpointShares:
     return shares
 
 
-def test_it_is_sealed_when_all_have_written():
+def test_checkpoint_is_completed_when_all_ranks_have_written():
     shares = two()
     assert shares.handle(A, CheckpointDue(3, 40)) == [TellRanks([A, B], MakeDurable(3, 40))]
     assert shares.handle(B, wrote()) == []
@@ -62,7 +62,7 @@ def test_it_is_sealed_when_all_have_written():
     ]
 
 
-def test_one_that_can_not_write_ends_it_for_all_once():
+def test_failed_share_cancels_the_checkpoint_once_for_all():
     shares = two()
     shares.handle(A, wrote())
     off = [TellRanks([A, B], DropCheckpoint(3, 40)), Failed(40, B, "full", True)]
@@ -72,7 +72,7 @@ def test_one_that_can_not_write_ends_it_for_all_once():
     assert shares.handle(A, wrote()) == again
 
 
-def test_one_that_came_at_the_wrong_time_for_somebody_is_to_be_asked_for_again():
+def test_checkpoint_that_came_at_a_wrong_time_for_a_rank_is_requested_again():
     shares = two()
     off = DropCheckpoint(3, 40, again=True)
     failed = Failed(40, B, "busy", False)
@@ -80,7 +80,7 @@ def test_one_that_came_at_the_wrong_time_for_somebody_is_to_be_asked_for_again()
     assert shares.handle(A, wrote()) == [TellRanks([A], off)]
 
 
-def test_who_says_it_again_has_heard_no_answer_or_waits_for_somebody_who_has_heard_nothing():
+def test_repeated_report_is_answered_again_or_waits():
     shares = two()
     shares.handle(B, wrote())
     assert shares.handle(B, wrote()) == [TellRanks([A], MakeDurable(3, 40))]
@@ -89,7 +89,7 @@ def test_who_says_it_again_has_heard_no_answer_or_waits_for_somebody_who_has_hea
     assert shares.handle(B, wrote()) == [TellRanks([B], CheckpointDone(3, 40, Commit(3, 41)))]
 
 
-def test_of_an_older_world_only_what_is_whole_counts():
+def test_only_complete_checkpoints_of_an_older_world_count():
     shares = two()
     shares.handle(A, wrote())
     shares.world(4, [B, A])
@@ -101,7 +101,7 @@ def test_of_an_older_world_only_what_is_whole_counts():
     assert shares.handle(A, Leaving("SIGTERM")) is None
 
 
-def test_whose_replica_differs_from_the_others_is_named_and_nothing_is_made_durable():
+def test_differing_replica_is_named_and_the_checkpoint_is_not_made():
     shares = three()
     shares.handle(A, wrote())
     shares.handle(B, wrote(optimizer=8))
@@ -111,14 +111,14 @@ def test_whose_replica_differs_from_the_others_is_named_and_nothing_is_made_dura
     ]
 
 
-def test_rank_0_may_be_the_damaged_one():
+def test_rank_0_may_be_the_corrupted_one():
     shares = three()
     shares.handle(A, wrote(model=8))
     shares.handle(B, wrote())
     assert Damaged(A, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote()) or [])
 
 
-def test_two_that_differ_accuse_nobody():
+def test_two_differing_replicas_blame_no_rank():
     shares = three()
     shares.world(3, [A, B])
     shares.handle(A, wrote())
@@ -128,8 +128,8 @@ def test_two_that_differ_accuse_nobody():
     ]
 
 
-def test_what_never_was_equal_is_a_matter_of_the_script_and_not_of_damage():
-    """Parameters that nobody reduces differ on all ranks from the first step on: nobody is fenced for that."""
+def test_replicas_that_never_were_equal_are_not_corrupted():
+    """Parameters that are not reduced differ between ranks from the first step on, so no rank is killed for that."""
     shares = three(equal_before=False)
     shares.handle(A, wrote())
     shares.handle(B, wrote(model=8))
@@ -143,7 +143,7 @@ def saw(digest: int | None = 5, number: int = 41) -> NotFinite:
     return NotFinite(3, Commit(3, number), digest)
 
 
-def test_what_one_has_done_to_all_by_its_gradients_leaves_no_replica_to_go_on_from():
+def test_corruption_spread_by_gradients_leaves_no_replica_as_source():
     shares = three()
     shares.handle(A, saw())
     shares.handle(B, saw(9))
@@ -151,15 +151,15 @@ def test_what_one_has_done_to_all_by_its_gradients_leaves_no_replica_to_go_on_fr
     assert shares.handle(C, saw()) == [], "once is enough"
 
 
-def test_of_two_that_are_spoilt_nobody_is_accused_and_none_is_gone_on_from():
+def test_two_corrupted_replicas_blame_no_rank_and_are_no_source():
     shares = three()
     shares.world(3, [A, B])
     shares.handle(A, saw())
     assert shares.handle(B, saw(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
 
 
-def test_a_batch_that_made_all_gradients_nan_is_no_damage():
-    """Nor is it one where another part of a replica differs, and the gradients were of its making."""
+def test_batch_with_nan_gradients_everywhere_is_no_corruption():
+    """Nor if another part of a replica differs and the gradients resulted from it."""
     shares = three()
     assert [shares.handle(worker, saw()) for worker in (A, B, C)] == [[]] * 3
     for worker in (A, B):
@@ -167,7 +167,7 @@ def test_a_batch_that_made_all_gradients_nan_is_no_damage():
     assert Damaged(C, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote(model=8)) or [])
 
 
-def test_who_has_not_seen_when_it_began_is_not_blamed_and_accuses_nobody():
+def test_rank_that_missed_the_beginning_is_neither_blamed_nor_a_witness():
     shares = three()
     shares.handle(A, saw())
     shares.handle(B, saw(None, 42))
@@ -175,8 +175,8 @@ def test_who_has_not_seen_when_it_began_is_not_blamed_and_accuses_nobody():
     assert shares.handle(C, saw(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
 
 
-def test_what_ranks_have_seen_before_different_commits_is_not_compared():
-    """Gradients were finite meanwhile, and two ranks have said so already."""
+def test_observations_before_different_commits_are_not_compared():
+    """Gradients were finite in between, and two ranks have already reported that."""
     shares = three()
     for worker, digest in ((A, 5), (B, 5), (C, 5)):
         shares.handle(worker, saw(digest))
@@ -184,13 +184,13 @@ def test_what_ranks_have_seen_before_different_commits_is_not_compared():
     assert shares.handle(C, saw(7, 44)) == [Spoilt(3, Commit(3, 44), [C], 2)]
 
 
-def test_replicas_that_never_were_equal_are_not_spoilt_by_one():
+def test_replicas_that_never_were_equal_are_not_corrupted_by_one():
     shares = three(equal_before=False)
     assert [shares.handle(worker, saw(n)) for n, worker in enumerate((A, B, C))] == [[]] * 3
 
 
-def test_a_checkpoint_that_is_reported_again_after_a_newer_one_changes_nothing():
-    """Rank 0 of the world before had no answer."""
+def test_checkpoint_reported_again_after_a_newer_one_changes_nothing():
+    """Rank 0 of the previous world got no answer."""
     shares = CheckpointShares()
     shares.world(2, [A, B])
     before = CheckpointWritten(2, 9, Commit(2, 9), "/c/r1", 100, 0.5)

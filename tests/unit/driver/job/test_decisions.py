@@ -1,4 +1,4 @@
-"""What becomes of a job: membership's answers, and from its outcome on who is awaited and killed. As conversations."""
+"""Outcome of a job: membership's actions, and which workers are awaited or killed afterwards. As conversations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAILED = EndJob(7, WHY)
 
 
 class Talk:
-    """Decisions, what membership is to answer, and the time."""
+    """Decisions, the actions that membership will return, and the time."""
 
     def __init__(self, **past: Any) -> None:
         self.membership = create_autospec(Decider, instance=True)
@@ -73,7 +73,7 @@ def gone(worker: Worker, code: int = 0) -> WorkerExited:
     return WorkerExited(worker, code)
 
 
-def test_a_job_that_succeeds_awaits_its_members_and_ends_with_the_last():
+def test_successful_job_awaits_its_members_and_ends_with_the_last():
     talk = Talk().trains()
     assert talk.decisions.members == PLACES and not talk.decisions.over
     let_go = LetGo(SPARE, because(Why.JOB_ENDED))
@@ -87,7 +87,7 @@ def test_a_job_that_succeeds_awaits_its_members_and_ends_with_the_last():
     assert (talk.decisions.over, talk.code, talk.decisions.running) == (True, 0, set())
 
 
-def test_a_member_that_was_let_go_is_not_awaited_as_one():
+def test_released_member_is_not_awaited_as_a_member():
     talk = Talk().trains()
     talk.hear(TimePassed(), LetGo(B, because(Why.JOB_ENDED)))
     talk.hear(TimePassed(), TRAINED)
@@ -95,7 +95,7 @@ def test_a_member_that_was_let_go_is_not_awaited_as_one():
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE]
 
 
-def test_the_exit_that_brings_the_end_about_is_no_failure_after_it():
+def test_exit_that_ends_the_job_is_no_failure_afterwards():
     talk = Talk().trains()
     assert talk.hear(gone(A, 3), FAILED) == [FAILED]
     assert (talk.code, talk.decisions.running) == (7, {B, SPARE})
@@ -114,9 +114,7 @@ def test_the_exit_that_brings_the_end_about_is_no_failure_after_it():
         ),
     ],
 )
-def test_a_training_function_that_failed_once_the_others_had_returned_is_not_code_after_it(
-    event, cause
-):
+def test_training_that_failed_after_the_others_returned_is_not_code_after_it(event, cause):
     talk = Talk().trains()
     talk.hear(event, TRAINED)
     [told] = talk.hear(gone(B, 1))
@@ -125,7 +123,7 @@ def test_a_training_function_that_failed_once_the_others_had_returned_is_not_cod
     assert (talk.decisions.over, talk.code) == (True, 1)
 
 
-def test_a_strict_job_on_fewer_workers_ends_as_a_success_does_but_for_its_exit_code():
+def test_strict_job_on_fewer_workers_ends_like_a_success_except_for_its_exit_code():
     talk = Talk().trains()
     facts: dict[str, Any] = {"members": 1, "generation": 1, "began": 2, "failed": [WHY]}
     short = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=True))
@@ -141,7 +139,7 @@ def test_a_strict_job_on_fewer_workers_ends_as_a_success_does_but_for_its_exit_c
     assert talk.code == 0
 
 
-def test_an_exit_after_success_fails_the_job():
+def test_exit_after_success_fails_the_job():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
     [said] = talk.hear(gone(A, 3))
@@ -153,7 +151,7 @@ def test_an_exit_after_success_fails_the_job():
 @pytest.mark.parametrize(
     "event", [HostLost("h2", "silent"), HostReported("h2", [], [B, SPARE])], ids=["lost", "back"]
 )
-def test_whose_exit_nobody_sees_is_not_awaited(event):
+def test_worker_whose_exit_is_unobservable_is_not_awaited(event):
     talk = Talk().trains()
     talk.hear(event)
     assert talk.decisions.running == {A}
@@ -162,7 +160,7 @@ def test_whose_exit_nobody_sees_is_not_awaited(event):
     assert talk.decisions.over
 
 
-def test_a_host_that_is_lost_after_success_fails_the_job():
+def test_host_lost_after_success_fails_the_job():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
     [said] = talk.hear(HostLost("h2", "silent"))
@@ -171,7 +169,7 @@ def test_a_host_that_is_lost_after_success_fails_the_job():
     assert talk.decisions.over and talk.code == 1
 
 
-def test_a_stop_sets_the_exit_code_and_the_second_one_ends_the_grace():
+def test_stop_sets_the_exit_code_and_a_second_one_ends_the_grace_period():
     talk = Talk().trains()
     assert talk.hear(StopRequested("Ctrl-C", 130), EndJob(1, WHY)) == [EndJob(130, WHY)]
     assert talk.decisions.next_deadline() == 100.0 + GRACE_S
@@ -179,14 +177,14 @@ def test_a_stop_sets_the_exit_code_and_the_second_one_ends_the_grace():
     assert talk.code == 130, "the first counts"
 
 
-def test_a_second_stop_ends_the_grace_where_the_first_has_waited_for_a_checkpoint():
+def test_second_stop_ends_the_grace_period_while_the_first_waits_for_a_checkpoint():
     talk = Talk().trains()
     assert talk.hear(StopRequested("SIGTERM", 143, 6.0)) == []
     said = talk.hear(StopRequested("SIGTERM", 143), EndJob(1, WHY))
     assert said[0] == EndJob(143, WHY) and killed(said) == [A, B, SPARE]
 
 
-def test_a_stop_after_success_is_told_to_those_that_still_run():
+def test_stop_after_success_is_sent_to_running_workers():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
     stopped = talk.hear(StopRequested("Ctrl-C", 130))
@@ -195,14 +193,14 @@ def test_a_stop_after_success_is_told_to_those_that_still_run():
     assert talk.code == 130
 
 
-def test_an_end_without_an_operator_keeps_its_own_code():
-    """As where discovery ends before there was any host."""
+def test_end_without_an_operator_keeps_its_exit_code():
+    """As when discovery ends before it found any host."""
     talk = Talk().trains()
     assert talk.hear(StopRequested("no host"), EndJob(1, WHY)) == [EndJob(1, WHY)]
     assert talk.decisions.stop_code is None
 
 
-def test_membership_that_has_raised_is_asked_no_more_and_all_are_killed():
+def test_membership_that_raised_is_not_called_again_and_all_workers_are_killed():
     talk = Talk().trains()
     talk.membership.handle.side_effect = AssertionError("never thought of this")
     talk.membership.next_deadline.return_value = 100.5
@@ -217,7 +215,7 @@ def test_membership_that_has_raised_is_asked_no_more_and_all_are_killed():
     assert talk.decisions.over and talk.code == 7
 
 
-def test_a_driver_that_goes_on_with_an_ended_job_awaits_the_workers_of_the_one_before():
+def test_successor_driver_of_an_ended_job_awaits_its_workers():
     talk = Talk(running=[A, B], members=PLACES)
     talk.hear(TimePassed(), TRAINED)
     talk.hear(HostReported("h1", [A], [A]))

@@ -1,4 +1,4 @@
-"""How a job ends: who is waited for, who is killed, and with which exit code."""
+"""End of a job: which workers are awaited or killed, and the exit code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nothing_is_left_to_do_without_workers():
     assert ending(3, alive=()).code == 3
 
 
-def test_after_success_members_take_their_time_and_others_do_not():
+def test_members_have_time_after_success_and_other_workers_do_not():
     e = ending()
     assert e.next_deadline() == 110.0
     assert killed(e.overdue(110.0)) == [SPARE]
@@ -59,7 +59,7 @@ def test_after_success_members_take_their_time_and_others_do_not():
     assert (e.over, e.code) == (True, 0)
 
 
-def test_a_member_that_fails_after_success_fails_the_job():
+def test_member_that_fails_after_success_fails_the_job():
     e = ending(alive=(A, B))
     said = report(e.heard(WorkerExited(B, 3), 100.0))
     assert said.level == "error"
@@ -68,7 +68,7 @@ def test_a_member_that_fails_after_success_fails_the_job():
     assert e.over and e.code == 1
 
 
-def test_whoever_is_lost_with_its_host_is_not_waited_for():
+def test_worker_lost_with_its_host_is_not_awaited():
     e = ending()
     assert e.lost([SPARE], 100.0) == []
     said = report(e.lost([B], 100.0))
@@ -80,7 +80,7 @@ def test_whoever_is_lost_with_its_host_is_not_waited_for():
     assert failed.over and failed.code == 7
 
 
-def test_a_failure_leaves_a_moment_and_then_kills():
+def test_failure_grants_a_moment_and_then_kills():
     e = ending(7)
     assert e.next_deadline() == 100.0 + GRACE_S
     assert e.overdue(100.5) == []
@@ -90,7 +90,7 @@ def test_a_failure_leaves_a_moment_and_then_kills():
     assert e.over and e.code == 7
 
 
-def test_what_cannot_be_killed_is_left_after_a_while():
+def test_unkillable_worker_is_left_behind():
     e = ending(7, alive=(A,))
     e.overdue(101.0)
     assert e.next_deadline() == 101.0 + DEATH_S
@@ -99,7 +99,7 @@ def test_what_cannot_be_killed_is_left_after_a_while():
     assert e.over
 
 
-def test_a_stop_ends_the_patience_and_a_second_one_the_grace():
+def test_stop_ends_the_wait_and_a_second_one_the_grace_period():
     e = ending()
     e.stopped(130, now=105.0)
     assert e.code == 130 and e.next_deadline() == 105.0 + GRACE_S
@@ -107,7 +107,7 @@ def test_a_stop_ends_the_patience_and_a_second_one_the_grace():
     assert e.code == 130
 
 
-def test_a_stop_after_the_kill_does_not_put_the_end_off():
+def test_stop_after_the_kill_does_not_postpone_the_end():
     e = ending(7, alive=(A,))
     e.overdue(101.0)
     e.stopped(130, now=110.0)
@@ -131,7 +131,7 @@ def trains(e: Ending, worker: Worker = A) -> Ending:
     return e
 
 
-def test_once_one_that_trains_again_has_failed_the_others_do_not_wait_for_it_for_ever():
+def test_others_do_not_wait_forever_for_a_failed_worker_in_a_second_training():
     e = trains(ending(alive=(A, B)))
     assert killed(e.overdue(100_000.0)) == []
     assert "rank 1" in report(e.heard(WorkerExited(B, 1), 100_000.0)).text
@@ -139,36 +139,36 @@ def test_once_one_that_trains_again_has_failed_the_others_do_not_wait_for_it_for
     assert killed(e.overdue(100_010.0)) == [A]
 
 
-# While others get their time to leave, and after that.
+# Both during the grace period of others and after it.
 @pytest.mark.parametrize("fails_at", [101.0, 200.0])
-def test_whether_they_train_again_may_be_told_after_one_has_failed(fails_at):
+def test_second_training_may_be_reported_after_a_failure(fails_at):
     e = ending(alive=(A, B))
     if fails_at > 110.0:
         e.overdue(110.0)
     e.heard(WorkerExited(B, 1), fails_at)
     e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 1.0)
-    e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 5.0)  # which puts nothing off
+    e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 5.0)  # postpones nothing
     assert e.next_deadline() == fails_at + 11.0
     assert killed(e.overdue(fails_at + 11.0)) == [A]
 
 
-def test_a_word_that_they_train_again_puts_off_no_end():
+def test_report_of_a_second_training_postpones_no_end():
     e = ending()
     e.stopped(130, now=105.0)
     e.heard(WorkerSpent(A, 1, Times(), "training"), 105.5)
     assert e.code == 130 and e.next_deadline() == 105.0 + GRACE_S
 
 
-def test_a_host_that_is_lost_while_they_train_again_is_not_waited_for_either():
+def test_host_lost_during_a_second_training_is_not_awaited():
     e = trains(ending(alive=(A, B)))
     e.lost([B], 200.0)
     assert (e.code, killed(e.overdue(210.0))) == (1, [A])
 
 
-def test_one_that_is_frozen_while_they_train_again_is_killed_after_the_idle_timeout():
+def test_worker_frozen_during_a_second_training_is_killed_after_the_idle_timeout():
     e = trains(ending(alive=(A, B), idle_s=30.0))
     assert e.heard(WorkerFrozen(B, "stopped by a signal"), 200.0) == []
-    e.heard(WorkerFrozen(B, "stopped by a signal"), 202.0)  # its agent repeats it
+    e.heard(WorkerFrozen(B, "stopped by a signal"), 202.0)  # repeated by its agent
     assert killed(e.overdue(229.9)) == []
     assert e.overdue(230.0) == [KillWorker(B, because(Why.FROZEN, how="stopped by a signal"))]
     e.heard(WorkerExited(B, -9), 230.1)
@@ -176,7 +176,7 @@ def test_one_that_is_frozen_while_they_train_again_is_killed_after_the_idle_time
 
 
 @pytest.mark.parametrize("idle_s, again, thaws", [(0.0, 1, 0), (30.0, 0, 0), (30.0, 1, 1)])
-def test_and_is_not_where_nobody_waits_or_it_runs_again_or_the_user_said_never(
+def test_frozen_worker_is_not_killed_if_none_waits_it_continues_or_the_limit_is_0(
     idle_s, again, thaws
 ):
     e = ending(alive=(A, B), idle_s=idle_s)

@@ -1,4 +1,4 @@
-"""What stands around a job: its end, as far as a Ctrl-C is concerned."""
+"""Input and output of a job: Ctrl-C at its end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from elastic.protocol.messages import Worker
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio lets it through before 3.11")
-def test_a_ctrl_c_after_the_end_of_a_job_that_nobody_heard_is_heard_at_the_end(monkeypatch):
-    """Between the loop of the job and the wait for whoever reads its output, asyncio takes it."""
+def test_ctrl_c_between_the_job_and_its_end_is_handled_at_the_end(monkeypatch):
+    """Between the job's event loop and the wait for its output, asyncio handles the signal."""
 
     async def end() -> int:
         task: Any = asyncio.current_task()
@@ -39,7 +39,7 @@ def test_a_ctrl_c_after_the_end_of_a_job_that_nobody_heard_is_heard_at_the_end(m
     assert [call.args[1] for call in close.call_args_list] == [STOPPED_S]
 
 
-def test_a_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
+def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
     job = cli.make_job(cli.read_options(["-np", "1", "true"], {}), {})
 
     async def said() -> list[str]:

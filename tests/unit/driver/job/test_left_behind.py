@@ -1,4 +1,4 @@
-"""What is done about agents of a job before that a new one begins in the place of, and that do not call."""
+"""Agents left behind by an earlier job of the same name."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
             False,
             ["no agent of the previous job has called from g, h: "],
         ),
-        # They find the new driver, which ends what they have left.
+        # They connect to the new driver, which ends their workers.
         ([past(hosts={"g": 1, "h": 1})], True, []),
         ([past(hosts={}, ended=True)], False, []),
         ([None], False, []),
         (Invalid("on a full disk"), False, ["no agent of the previous job has called from k: "]),
     ],
 )
-async def test_who_does_not_call_is_named(found, come, said, monkeypatch):
+async def test_agent_that_does_not_connect_is_named(found, come, said, monkeypatch):
     archive = create_autospec(FileArchive, instance=True)
     archive.past.side_effect = found
     archive.header.return_value = HEADER

@@ -1,4 +1,4 @@
-"""The driver's loop with the real membership between fakes: what happens becomes an event, what is asked gets done."""
+"""Event loop of the driver with the real membership and fakes around it: from observations to events to actions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 
 
 class FakeServer:
-    """Notes what is sent. ``last_words`` are heard when the loop drains a dead worker's connection."""
+    """Records sent messages. ``last_words`` are received when the loop drains a dead worker's connection."""
 
     secret = b"\1" * 32
 
@@ -76,7 +76,7 @@ class FakeServer:
 
 
 class Story:
-    """One job under way, with everything around it a fake."""
+    """A running job, surrounded by fakes."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Story:
             await asyncio.gather(self.run, return_exceptions=True)
 
     async def settle(self) -> None:
-        """Until everything posted has been handled."""
+        """Wait until everything that was posted has been handled."""
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -136,7 +136,7 @@ class Story:
         await self.settle()
 
     async def train(self, *workers) -> None:
-        """The first world."""
+        """Form the first world."""
         for worker in workers:
             self.server.here.add(worker)
             await self.say(worker, protocol.Hello(worker, 100 + worker.slot))
@@ -154,7 +154,7 @@ class Story:
 
 
 def story(**options):
-    """Runs an async test with a Story."""
+    """Run an async test with a Story."""
 
     def decorate(test):
         async def run(tmp_path) -> None:
@@ -170,7 +170,7 @@ def story(**options):
 
 
 @story()
-async def test_a_job_from_start_to_success(s):
+async def test_job_runs_from_start_to_success(s):
     assert s.launcher.started == [A, B]
     env = s.launcher.environments[B]
     assert env["ELASTIC_DRIVER"] == "127.0.0.1:4711" and env["ELASTIC_SECRET"] == "01" * 32
@@ -199,7 +199,7 @@ async def test_a_job_from_start_to_success(s):
 
 
 @story(np=4, slots=2)
-async def test_a_first_world_with_fewer_workers_than_wanted_says_so(s):
+async def test_first_world_with_fewer_workers_than_wanted_is_logged(s):
     await s.train(A, B)
     wanted = because(Why.FIRST_WORLD, members=2, wanted=4, slots=2)
     recorded("log", s.log, wanted)
@@ -207,7 +207,7 @@ async def test_a_first_world_with_fewer_workers_than_wanted_says_so(s):
 
 
 @story()
-async def test_last_words_come_before_the_exit(s):
+async def test_last_messages_are_handled_before_the_exit(s):
     await s.train(A, B)
     s.server.last_words[B] = [protocol.Raised(1, None, "ValueError: x", "Traceback ...")]
     s.launcher.exit(B, 1)
@@ -218,7 +218,7 @@ async def test_last_words_come_before_the_exit(s):
 
 
 @story()
-async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
+async def test_clean_exit_waits_for_messages_in_flight(s):
     await s.train(A, B)
     await s.say(A, protocol.Returned(1))
     await s.say(B, protocol.Returned(1))
@@ -234,7 +234,7 @@ async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
 
 
 @story()
-async def test_results_without_a_world_are_ordered_by_the_places_at_the_start(s):
+async def test_results_without_a_world_are_ordered_by_the_initial_places(s):
     await s.say(B, protocol.SendResult(b"from 1"))
     await s.say(A, protocol.SendResult(b"from 0"))
     await s.exit(B)
@@ -244,7 +244,7 @@ async def test_results_without_a_world_are_ordered_by_the_places_at_the_start(s)
 
 
 @story()
-async def test_nothing_is_kept_of_workers_that_are_gone(s):
+async def test_exited_workers_leave_no_state(s):
     place = s.driver._promised[A]
 
     async def come_and_go(worker: Worker) -> None:
@@ -261,7 +261,7 @@ async def test_nothing_is_kept_of_workers_that_are_gone(s):
 
 
 @story()
-async def test_members_are_told_before_anything_is_started(s):
+async def test_members_are_notified_before_anything_is_started(s):
     await s.train(A, B)
     performed: list[str] = []
     start = s.launcher.start
@@ -284,7 +284,7 @@ async def test_members_are_told_before_anything_is_started(s):
 
 
 @story()
-async def test_what_is_seen_of_processes_becomes_events(s):
+async def test_observations_of_processes_become_events(s):
     await s.train(A, B)
     s.driver._perform(
         [
@@ -301,7 +301,7 @@ async def test_what_is_seen_of_processes_becomes_events(s):
 
 
 @story()
-async def test_a_worker_that_nobody_can_reach_is_fenced_at_once(s):
+async def test_unreachable_worker_is_killed_at_once(s):
     await s.train(A, B)
     s.server.here.discard(B)
     s.server.gone(B, True)
@@ -310,20 +310,20 @@ async def test_a_worker_that_nobody_can_reach_is_fenced_at_once(s):
 
 
 @story()
-async def test_a_worker_is_told_for_how_long_to_wait(s):
+async def test_worker_receives_its_time_limit_for_waits(s):
     env = s.launcher.environments[A]
     assert env["ELASTIC_COLLECTIVE_TIMEOUT"] == "30"
-    # Twice --elastic-timeout, --start-timeout, a minute.
+    # Twice --elastic-timeout, --start-timeout, one minute.
     assert env["ELASTIC_WAIT_TIMEOUT"] == "1380"
 
 
 @story()
-async def test_members_are_told_of_another_list_of_hosts(s):
+async def test_members_are_notified_of_a_new_list_of_hosts(s):
     def told() -> list[Worker]:
         return [who for who, message in s.server.sent if message == protocol.HostsListed()]
 
     await s.train(A, B)
-    assert told() == []  # of the first one there is nothing to say
+    assert told() == []  # the first list causes no notification
     s.discovery.push({"localhost": 2, "other": 1})
     await s.settle()
     assert sorted(told()) == [A, B]
@@ -332,7 +332,7 @@ async def test_members_are_told_of_another_list_of_hosts(s):
     assert len(told()) == 2
 
 
-async def test_what_goes_into_the_journal_is_noted_too(tmp_path):
+async def test_journal_entries_are_passed_to_observers(tmp_path):
     noted: list[str] = []
 
     @story(noted=lambda event, actions, now: noted.append(type(event).__name__))
@@ -344,7 +344,7 @@ async def test_what_goes_into_the_journal_is_noted_too(tmp_path):
 
 
 @story()
-async def test_an_exit_code_after_success_is_not_lost(s):
+async def test_exit_code_after_success_is_kept(s):
     await s.train(A, B)
     for worker in (A, B):
         await s.say(worker, protocol.Returned(1))
@@ -365,7 +365,7 @@ async def is_stopped(s) -> None:
 
 
 @story()
-async def test_a_signal_while_all_is_closed_is_not_lost(s):
+async def test_signal_during_close_is_kept(s):
     async def close() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while s.driver._stop_code is None:
@@ -377,10 +377,10 @@ async def test_a_signal_while_all_is_closed_is_not_lost(s):
 
 
 @story()
-async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
+async def test_signal_after_the_last_turn_of_the_loop_is_kept(s):
     close = s.driver._journal.close
 
-    # The last that the driver does: the loop comes to nothing else before its end.
+    # The last action of the driver, after which the loop runs no more.
     def closed() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         close()
@@ -391,7 +391,7 @@ async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
 
 
 @story()
-async def test_what_a_worker_wrote_does_not_come_last(s):
+async def test_output_of_a_worker_is_not_the_last_line(s):
     await s.train(A, B)
     wrote = "Traceback\nKeyError: 'x'\n"
     ended = because(Why.ENDED, who="rank 0", exit="exit code 1", killed_for=None, wrote=wrote)
@@ -405,7 +405,7 @@ async def test_what_a_worker_wrote_does_not_come_last(s):
 
 
 @story()
-async def test_a_worker_with_another_state_is_told_what_differs(s):
+async def test_worker_with_another_state_receives_the_differences(s):
     await s.train(A, B)
     await s.say(B, protocol.Layout("e", "w float32 [2]"))
     s.driver._perform([events.RejectWorker(B, "e", "d")])
@@ -414,7 +414,7 @@ async def test_a_worker_with_another_state_is_told_what_differs(s):
 
 
 @story()
-async def test_a_newcomer_is_told_of_what_the_others_batches_consist(s):
+async def test_newcomer_receives_the_structure_of_the_others_batches(s):
     await s.train(A, B)
     await s.say(A, protocol.StepInput(b"float32 [16, 4]"))
     for worker, newcomer in ((A, False), (B, True)):
@@ -424,7 +424,7 @@ async def test_a_newcomer_is_told_of_what_the_others_batches_consist(s):
 
 
 @story()
-async def test_a_stop_tells_everybody_then_kills(s):
+async def test_stop_notifies_all_workers_then_kills(s):
     await s.train(A, B)
     s.driver.stop("enough", 143)
     await s.settle()
@@ -436,9 +436,9 @@ async def test_a_stop_tells_everybody_then_kills(s):
     assert await s.code() == 143
 
 
-async def test_a_second_stop_does_not_wait_for_a_store_that_is_silent():
+async def test_second_stop_does_not_wait_for_an_unresponsive_store():
     class StoreJournal(Journal):
-        """One in a store that answers until it is told not to."""
+        """Journal in a store that answers until told not to."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -462,7 +462,7 @@ async def test_a_second_stop_does_not_wait_for_a_store_that_is_silent():
 
 
 @story()
-async def test_a_stop_while_workers_end_by_themselves(s):
+async def test_stop_while_workers_exit_by_themselves(s):
     await s.train(A, B)
     for worker in (A, B):
         await s.say(worker, protocol.Returned(1))
@@ -475,7 +475,7 @@ async def test_a_stop_while_workers_end_by_themselves(s):
     assert await s.code() == 130
 
 
-async def test_grace_has_an_end(monkeypatch, tmp_path):
+async def test_grace_period_is_limited(monkeypatch, tmp_path):
     monkeypatch.setattr(ending, "GRACE_S", 0.02)
 
     @story()
@@ -491,7 +491,7 @@ async def test_grace_has_an_end(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-async def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
+async def test_signals_stop_the_job_and_their_handlers_are_restored(number, code, tmp_path):
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
         pytest.skip("it is ignored here, as under nohup, and stays so")
@@ -507,7 +507,7 @@ async def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
     assert signal.getsignal(number) is before
 
 
-async def test_sigterm_twice_within_one_call_of_the_handler_is_one_request(tmp_path, monkeypatch):
+async def test_two_sigterms_within_one_call_of_the_handler_are_one_request(tmp_path, monkeypatch):
     told: list[events.Event] = []
 
     @story(noted=lambda event, actions, at: told.append(event))
@@ -535,7 +535,7 @@ async def test_sigterm_twice_within_one_call_of_the_handler_is_one_request(tmp_p
     await talk(tmp_path)
 
 
-async def test_sigterm_may_be_for_the_driver_alone(tmp_path):
+async def test_sigterm_may_end_only_the_driver(tmp_path):
     told: list[str] = []
 
     @story(leaves=lambda: told.append("leaves"))
@@ -559,7 +559,7 @@ async def until(true) -> None:
 
 
 @story()
-async def test_a_missing_program_ends_the_job_with_its_reason(s):
+async def test_missing_program_ends_the_job_with_a_reason(s):
     assert s.launcher.alive() == {A, B}
     for worker in (A, B):
         s.launcher.exit(worker, 127, reason="there is no program 'train'")
@@ -568,7 +568,7 @@ async def test_a_missing_program_ends_the_job_with_its_reason(s):
     recorded("messages", s.driver.outcome)
 
 
-async def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
+async def test_discovery_without_hosts_ends_the_job(tmp_path):
     told = Story(path=tmp_path / "j")
     told.driver._discovery = FakeDiscovery()
     told.driver._discovery.close()
@@ -577,7 +577,7 @@ async def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
     recorded("messages", told.driver.outcome)
 
 
-async def test_a_bug_ends_the_job_with_its_story(tmp_path):
+async def test_bug_ends_the_job_with_its_history(tmp_path):
     class Buggy(Membership):
         def handle(self, event, now):
             if isinstance(event, events.WorkerExited):
@@ -596,7 +596,7 @@ async def test_a_bug_ends_the_job_with_its_story(tmp_path):
     replay(tmp_path / "j", Buggy)
 
 
-async def test_a_stop_before_the_start_is_remembered(tmp_path):
+async def test_stop_before_the_start_is_remembered(tmp_path):
     told = Story(path=tmp_path / "j")
     told.driver.stop("changed my mind", 130)
     async with told:
@@ -611,7 +611,7 @@ def test_every_message_has_the_fields_of_its_event():
     assert event_of(A, protocol.Checked(1, 2, 3)) == events.WorkerChecked(A, 1, 2, 3)
 
 
-def test_a_new_world_does_not_repeat_the_cause_that_was_just_said():
+def test_new_world_does_not_repeat_the_cause_just_logged():
     lost = in_words("lost localhost:2#1 (signal 9 SIGKILL)")
     why = because(Why.NEXT_WORLD, cause=lost, ready=3, members=4, new=1)
     members = [events.Member(A, Place(0, 1, 0, 1, 0, 1))]
@@ -621,7 +621,7 @@ def test_a_new_world_does_not_repeat_the_cause_that_was_just_said():
     assert str(lost) in world_line(world, before="something else", wanted=4, slots=4)
 
 
-def test_a_recovery_is_one_line_without_its_phases():
+def test_recovery_is_one_line_without_its_phases():
     report = events.ReportRecovery(
         generation=5,
         kind="recovery",

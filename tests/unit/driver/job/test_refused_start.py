@@ -1,4 +1,4 @@
-"""A start that is refused leaves nothing: no mark of a run, no folder, no journal."""
+"""A rejected start leaves nothing behind: no record of a run, no folder, no journal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = [sys.executable, "-c", ""]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With the checkpoints of an earlier run."""
+    """Folder with the checkpoints of an earlier run."""
     monkeypatch.chdir(tmp_path)
     assert catalog.claim_run(Storage(str(tmp_path / "old"))) == 1
     (tmp_path / "file").touch()
@@ -55,7 +55,7 @@ def job_of(*flags: str):
     ],
     ids=" ".join,
 )
-def test_flags_that_are_refused_leave_nothing(folder, flags, checkpoints):
+def test_rejected_flags_leave_nothing(folder, flags, checkpoints):
     before = there(folder)
     with pytest.raises(Invalid):
         job_of("--checkpoint-dir", checkpoints, *flags)
@@ -63,7 +63,7 @@ def test_flags_that_are_refused_leave_nothing(folder, flags, checkpoints):
 
 
 @pytest.mark.parametrize("refusal", ["metrics", "dashboard", "discovery"])
-async def test_job_that_is_refused_at_its_start_leaves_nothing(folder, refusal):
+async def test_job_rejected_at_its_start_leaves_nothing(folder, refusal):
     before = there(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -88,7 +88,7 @@ async def test_job_on_a_host_that_does_not_exist_leaves_nothing(folder):
     assert there(folder) == before
 
 
-def test_run_with_a_checkpoint_and_journal_of_a_job_that_has_begun_stay(tmp_path):
+def test_run_and_journal_of_a_started_job_remain(tmp_path):
     storage, journal, traces = Storage(str(tmp_path)), tmp_path / "journal", Traces()
     traces.file(str(journal))
     number = catalog.claim_run(storage)
@@ -100,7 +100,7 @@ def test_run_with_a_checkpoint_and_journal_of_a_job_that_has_begun_stay(tmp_path
     assert there(tmp_path) == before
 
 
-def test_file_and_folder_that_were_there_stay(tmp_path):
+def test_existing_file_and_folder_remain(tmp_path):
     traces, journal = Traces(), tmp_path / "journal"
     journal.touch()
     traces.file(str(journal))

@@ -1,4 +1,4 @@
-"""A journal is read back as it was written, and replayed against the machine that wrote it."""
+"""Journals are read as they were written, and replayed with the machine that wrote them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settings(**changes) -> Settings:
 
 
 class Script:
-    """A machine that answers each type of event always the same."""
+    """A machine with constant answers to each type of event."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -101,7 +101,7 @@ def written(path, machine, conversation=CONVERSATION, **changes):
     return path
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_written_journal_is_read_unchanged(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
     found, entries = read(path)
     assert found == settings()
@@ -116,7 +116,7 @@ def test_replay_returns_events_and_actions(tmp_path):
     assert pairs[2][1] == [BreakWorld(4, [A], in_words("lost at 7.25"))]
 
 
-def test_replay_agrees_with_membership_itself(tmp_path):
+def test_replay_of_membership_agrees(tmp_path):
     machine = Membership(settings())
     hosts = (0.0, HostsChanged({"h1": 1, "h2": 1}))
     path = written(tmp_path / "j", machine, [hosts, (1.0, StopRequested("enough"))])
@@ -137,7 +137,7 @@ def test_replay_names_the_first_difference(tmp_path):
         replay(path, Changed)
 
 
-def test_a_missing_action_is_a_difference(tmp_path):
+def test_missing_action_is_a_difference(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
 
     class Lazy(Script):
@@ -148,7 +148,7 @@ def test_a_missing_action_is_a_difference(tmp_path):
         replay(path, Lazy)
 
 
-def test_an_event_that_raised_must_raise_again(tmp_path):
+def test_event_that_raised_must_raise_again(tmp_path):
     log = FileJournal.begin(tmp_path / "j", settings())
     log.record(1.0, TimePassed(), error="AssertionError: too late")
     log.close()
@@ -171,13 +171,13 @@ def test_each_event_is_in_the_file_at_once(tmp_path):
     log.close()
 
 
-def test_a_torn_last_line_is_left_out(tmp_path):
+def test_incomplete_last_line_is_ignored(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
     path.write_bytes(path.read_bytes()[:-20])
     assert len(replay(path, Script)) == len(CONVERSATION) - 1
 
 
-def test_only_the_user_may_read_it_and_it_keeps_no_secret(tmp_path):
+def test_journal_is_private_and_contains_no_secret(tmp_path):
     path = tmp_path / "j"
     path.touch(0o644)
     written(path, Script(settings()), env={"TOKEN": "hunter2"})
@@ -186,7 +186,7 @@ def test_only_the_user_may_read_it_and_it_keeps_no_secret(tmp_path):
     assert read(path)[0].env == {"TOKEN": ""}
 
 
-def test_the_story_has_the_latest_events(tmp_path):
+def test_history_has_the_latest_events(tmp_path):
     log = Journal()
     recorded("log", log.story())
     for n in range(300):
@@ -196,7 +196,7 @@ def test_the_story_has_the_latest_events(tmp_path):
     assert "-> EndJob code=1 reason='x'" in story
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_job():
+def test_full_disk_ends_the_journal_but_not_the_job():
     said: list[str] = []
     log = FileJournal.begin(Path("/dev/full"), settings(), SnapshotPolicy(failed=said.append))
     log.record(1.0, TimePassed())
@@ -204,7 +204,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_job():
     recorded("log", said)
 
 
-def test_bad_files_are_refused_in_a_sentence(tmp_path):
+def test_invalid_files_are_rejected(tmp_path):
     with raises(Invalid):
         FileJournal.begin(tmp_path / "missing" / "j", settings())
     with raises(Invalid):
@@ -221,7 +221,7 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path):
         read(path)
 
 
-def test_the_program_tells_the_story_and_whether_the_replay_agrees(tmp_path, capsys):
+def test_program_prints_the_history_and_the_result_of_the_replay(tmp_path, capsys):
     hosts = (5.0, HostsChanged({"h1": 1, "h2": 1}))
     path = written(tmp_path / "good", Membership(settings()), [hosts])
     assert journal.main([str(path)]) == 0
@@ -238,11 +238,11 @@ def test_the_program_tells_the_story_and_whether_the_replay_agrees(tmp_path, cap
     assert journal.main([]) == 2
 
 
-# ---- of several drivers ----------------------------------------------------------------------------------------------
+# ---- several drivers -------------------------------------------------------------------------------------------------
 
 
 def resumed_job(path, *, every: int = 10**6, seed: int = 2, torn: bool = False) -> int:
-    """A simulated job whose driver is replaced wherever it was restarted, and a few times more. How often."""
+    """Simulate a job whose driver is replaced at each restart and a few more times. Return the number of drivers."""
     sim = Simulation(seed, workers=6, steps=60, faults=14, mild=True)
     sim.run()
     membership = Membership(sim.settings)
@@ -279,7 +279,7 @@ def resumed_job(path, *, every: int = 10**6, seed: int = 2, torn: bool = False) 
 
 @pytest.fixture(scope="module")
 def crashing() -> int:
-    """A seed under which the driver crashes often."""
+    """Return a seed with which the driver crashes often."""
     for seed in range(1, 60):
         sim = Simulation(seed, workers=6, steps=60, faults=14, mild=True)
         sim.run()
@@ -289,9 +289,7 @@ def crashing() -> int:
 
 
 @pytest.mark.parametrize(("every", "torn"), [(10**6, False), (25, True)])
-def test_whoever_reads_journals_reads_those_of_several_drivers(
-    tmp_path, capsys, crashing, every, torn
-):
+def test_every_reader_supports_journals_of_several_drivers(tmp_path, capsys, crashing, every, torn):
     path = tmp_path / "j"
     drivers = resumed_job(path, every=every, seed=crashing, torn=torn)
     assert drivers > 2 and (b'{"snapshot":' in path.read_bytes()) is (every < 1000)
@@ -312,7 +310,7 @@ def test_whoever_reads_journals_reads_those_of_several_drivers(
     )
 
 
-def test_terms_grow_and_who_goes_on_says_so_first(tmp_path, crashing):
+def test_terms_increase_and_each_successor_writes_its_term_first(tmp_path, crashing):
     path = tmp_path / "j"
     resumed_job(path, seed=crashing)
     right = path.read_text()
@@ -326,7 +324,7 @@ def test_terms_grow_and_who_goes_on_says_so_first(tmp_path, crashing):
         check_journal(path)
 
 
-def test_a_copy_that_begins_in_the_middle_can_be_replayed(tmp_path, capsys):
+def test_copy_that_starts_in_the_middle_can_be_replayed(tmp_path, capsys):
     sim = Simulation(2, workers=6, steps=60, faults=14, mild=True)
     sim.run()
     membership = Membership(sim.settings)
@@ -356,7 +354,7 @@ def past_in(path):
         archive.close()
 
 
-def test_a_second_driver_is_told_who_writes_it(tmp_path):
+def test_second_driver_is_rejected_with_the_writer(tmp_path):
     log = FileJournal.begin(tmp_path / "j", settings())
     log.record(1.0, TimePassed())
     with raises(Invalid, os.getpid()):
@@ -366,7 +364,7 @@ def test_a_second_driver_is_told_who_writes_it(tmp_path):
     FileJournal.begin(tmp_path / "j", settings()).close()
 
 
-def test_the_journals_of_the_jobs_before_are_kept(tmp_path):
+def test_journals_of_previous_jobs_are_kept(tmp_path):
     path = tmp_path / "j"
     told = []
     for _ in range(journal_file.KEPT + 2):
@@ -378,7 +376,7 @@ def test_the_journals_of_the_jobs_before_are_kept(tmp_path):
     assert stat.S_IMODE((tmp_path / "j.1").stat().st_mode) == 0o600
 
 
-def test_a_journal_that_can_not_be_kept_is_not_replaced(tmp_path, monkeypatch):
+def test_journal_that_cannot_be_kept_is_not_replaced(tmp_path, monkeypatch):
     path = written(tmp_path / "j", Script(settings()))
     before = path.read_bytes()
     full = create_autospec(shutil.copyfileobj, side_effect=OSError(errno.ENOSPC, "No space left"))
@@ -390,7 +388,7 @@ def test_a_journal_that_can_not_be_kept_is_not_replaced(tmp_path, monkeypatch):
     FileJournal.begin(path, settings()).close()  # the file is free again
 
 
-def test_what_is_no_journal_is_not_overwritten(tmp_path):
+def test_other_file_is_not_overwritten(tmp_path):
     path = tmp_path / "thesis"
     for text in ("my thesis", "my thesis\n", '{"a": 1}\n'):
         path.write_text(text)
@@ -402,8 +400,8 @@ def test_what_is_no_journal_is_not_overwritten(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
-def test_a_pipe_takes_a_journal_and_has_none(tmp_path):
-    """As in --journal >(gzip >j.gz): whoever read it would wait for himself."""
+def test_pipe_accepts_a_journal_but_contains_none(tmp_path):
+    """As with --journal >(gzip >j.gz): reading it would wait for this process."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -415,8 +413,8 @@ def test_a_pipe_takes_a_journal_and_has_none(tmp_path):
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.write_text("notes")])
-def test_what_is_no_journal_makes_no_way_for_one(tmp_path, make):
-    """It stands where the journal of a job before would go, or be moved on from."""
+def test_other_file_is_not_renamed_to_make_room(tmp_path, make):
+    """It has the name to which the previous journal would be renamed, or would itself be renamed."""
     path = written(tmp_path / "j", Script(settings()))
     before = path.read_bytes()
     for number in (1, journal_file.KEPT):
@@ -431,9 +429,9 @@ def test_what_is_no_journal_makes_no_way_for_one(tmp_path, make):
 
 
 @pytest.mark.parametrize("number", [1, journal_file.KEPT])
-def test_the_place_of_a_kept_journal_is_not_that_of_another_job(tmp_path, number):
+def test_path_of_a_kept_journal_is_rejected_for_another_job(tmp_path, number):
     path, kept = tmp_path / "j", tmp_path / f"j.{number}"
-    theirs = written(kept, Membership(settings()), CONVERSATION[:1]).read_bytes()  # before j
+    theirs = written(kept, Membership(settings()), CONVERSATION[:1]).read_bytes()  # older than j
     check_own(kept)
     beside = FileJournal.begin(tmp_path / f"j.{journal_file.KEPT + 1}", settings())
     before = written(path, Script(settings())).read_bytes()
@@ -445,9 +443,9 @@ def test_the_place_of_a_kept_journal_is_not_that_of_another_job(tmp_path, number
     assert past_in(kept) is not None, "a job that began there goes on there"
 
 
-def test_a_journal_that_a_driver_writes_is_not_moved_on(tmp_path):
+def test_journal_in_use_is_not_renamed(tmp_path):
     theirs = FileJournal.begin(tmp_path / "j.2", settings())
-    for _ in range(2):  # also before there is anything to keep
+    for _ in range(2):  # also before there is a journal to keep
         with raises(Invalid, os.getpid()):
             FileJournal.begin(tmp_path / "j", settings())
         (tmp_path / "j").write_text('{"journal":')
@@ -456,8 +454,8 @@ def test_a_journal_that_a_driver_writes_is_not_moved_on(tmp_path):
     assert (tmp_path / "j.3").exists()
 
 
-def test_what_others_have_beside_a_journal_is_neither_written_nor_read_by_them(tmp_path):
-    """Some name has to be the copy's until all of it is there."""
+def test_foreign_files_beside_a_journal_are_neither_written_nor_made_readable(tmp_path):
+    """The copy needs a temporary name until it is complete."""
     path = written(tmp_path / "j", Script(settings()))
     before = path.read_bytes()
     theirs = tmp_path / "notes"
@@ -468,7 +466,7 @@ def test_what_others_have_beside_a_journal_is_neither_written_nor_read_by_them(t
     assert (tmp_path / "j.1").read_bytes() == before and not (tmp_path / "j.1").is_symlink()
 
 
-def test_a_file_is_never_taken_for_a_journal_to_be_resumed_if_it_is_none(tmp_path):
+def test_other_file_is_never_resumed_from(tmp_path):
     path = tmp_path / "j"
     assert past_in(path) is None, "there is none"
     for text in ('{"jour', '{"journal":1,"date":"x"'):
@@ -484,7 +482,7 @@ def test_a_file_is_never_taken_for_a_journal_to_be_resumed_if_it_is_none(tmp_pat
         past_in(path)
 
 
-def test_every_place_where_a_line_may_be_cut_off(tmp_path):
+def test_journal_may_be_truncated_anywhere(tmp_path):
     path = written(
         tmp_path / "j", Membership(settings()), [CONVERSATION[0], (9.0, StopRequested("x"))]
     )
@@ -495,8 +493,8 @@ def test_every_place_where_a_line_may_be_cut_off(tmp_path):
         assert past_in(path).replayed == sum(start <= end for start in starts) - 1
 
 
-def test_a_large_journal_is_read_from_its_last_snapshot_on(tmp_path):
-    """100 MB before it, of which nothing is looked at; and the same behind the first line of it."""
+def test_large_journal_is_read_from_its_last_snapshot(tmp_path):
+    """100 MB before the snapshot are not read; nor are they after its first line."""
     path = tmp_path / "j"
     log = FileJournal.begin(path, settings())
     membership = Membership(settings())
@@ -518,7 +516,7 @@ def test_a_large_journal_is_read_from_its_last_snapshot_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_snapshot_across_the_border_of_two_blocks_is_found(tmp_path, monkeypatch):
+def test_snapshot_across_two_blocks_is_found(tmp_path, monkeypatch):
     path = tmp_path / "j"
     resumed_job(path, every=25)
     data = path.read_bytes()
@@ -529,7 +527,7 @@ def test_a_snapshot_across_the_border_of_two_blocks_is_found(tmp_path, monkeypat
                 assert journal_file._last(file.fileno(), what, len(data)) == data.rfind(what)
 
 
-def test_snapshots_wait_for_a_spare_moment_but_not_for_ever(tmp_path):
+def test_snapshots_wait_a_limited_time_for_an_idle_moment(tmp_path):
     shots: list[int] = []
 
     def take() -> bytes:
@@ -550,12 +548,12 @@ def test_snapshots_wait_for_a_spare_moment_but_not_for_ever(tmp_path):
     for n in range(16 * FORCED):
         told.append(n)
         log.record(20.0, TimePassed())
-    # 10 * FORCED would be enough of them, but are smaller than FORCED snapshots of 600 bytes.
+    # 10 * FORCED entries would suffice, but are smaller than FORCED snapshots of 600 bytes.
     line = encoded(Entry(20.0, TimePassed()))
     assert shots == [15, 15 + -(-600 * FORCED // len(line))]
 
 
-def test_snapshots_wait_until_nobody_waits_for_the_driver(tmp_path):
+def test_snapshots_wait_until_no_event_is_pending(tmp_path):
     shots: list[int] = []
     gathering = True
 
@@ -574,7 +572,7 @@ def test_snapshots_wait_until_nobody_waits_for_the_driver(tmp_path):
     assert shots == [1]
 
 
-def test_what_could_not_be_written_to_its_end_is_gone_on_from_by_nobody(tmp_path, monkeypatch):
+def test_incomplete_journal_is_not_resumed_from(tmp_path, monkeypatch):
     said: list[str] = []
     path = tmp_path / "j"
     log = FileJournal.begin(
@@ -595,7 +593,7 @@ def test_what_could_not_be_written_to_its_end_is_gone_on_from_by_nobody(tmp_path
     archive.close()
 
 
-def test_a_state_that_cannot_be_taken_only_ends_the_snapshots(tmp_path):
+def test_failed_snapshot_only_ends_the_snapshots(tmp_path):
     said: list[str] = []
 
     def take() -> bytes:

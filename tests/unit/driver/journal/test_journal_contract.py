@@ -1,4 +1,4 @@
-"""A journal can be gone on from, wherever it is kept: see `journal_contract`."""
+"""Resuming from a journal in any storage: see `journal_contract`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMAND = ["python", "train.py", "--epochs", "3"]
 
 @pytest.fixture(scope="module")
 def job() -> tuple[Settings, list[Entry]]:
-    """A few hundred entries of a job in which a lot happens; its own driver has crashed too."""
+    """Return a few hundred entries of an eventful job whose driver also crashed."""
     sim = Simulation(2, workers=6, steps=80, faults=10, mild=True, silence_s=0.0)
     sim.run()
     end = next(n for n, e in enumerate(sim.driver.entries) if any(map(is_end, e.actions)))
@@ -48,7 +48,7 @@ def place(request, tmp_path):
 
 
 class Drive:
-    """A driver at work, in a place."""
+    """A driver that writes a journal in one of the storages."""
 
     journal: Journal
 
@@ -59,7 +59,7 @@ class Drive:
         self.membership = Membership(settings)
 
     async def begin(self, job: str = "0a1b") -> RecoveredJob | None:
-        """A new job. Returns what was there."""
+        """Begin a new job. Return the job that existed."""
         archive = self.place.archive()
         past: RecoveredJob | None = await archive.past()
         header = header_of(
@@ -69,7 +69,7 @@ class Drive:
         return past
 
     async def go_on(self, writer: Writer = SECOND) -> RecoveredJob:
-        """The job that is there."""
+        """Resume the existing job."""
         archive = self.place.archive()
         past: RecoveredJob | None = await archive.past()
         assert past is not None
@@ -85,7 +85,7 @@ class Drive:
         self.journal.record(entry.at, entry.event, actions)
 
     async def tell(self, entries: Sequence[Entry]) -> None:
-        """In batches, as the loop does."""
+        """Record the entries in batches, as the event loop does."""
         for number, entry in enumerate(entries):
             self.record(entry)
             if number % 3 == 2:
@@ -95,13 +95,13 @@ class Drive:
         await self.journal.settle()
 
     def kill(self) -> bytes:
-        """What it knew."""
+        """Kill the driver and return its state."""
         self.place.kill(self.journal)
         return taken(self.membership)
 
 
 def conversation(test):
-    """With what the job has been."""
+    """Run the test with the entries of a job."""
 
     async def run(place, job):
         await test(place, *job)
@@ -110,12 +110,12 @@ def conversation(test):
 
 
 @conversation
-async def test_there_is_nothing_to_go_on_from(place, settings, entries):
+async def test_empty_storage_has_no_job(place, settings, entries):
     assert await Drive(place, settings).begin() is None
 
 
 @conversation
-async def test_who_goes_on_knows_all_that_was_settled(place, settings, entries):
+async def test_successor_knows_everything_that_was_settled(place, settings, entries):
     first = Drive(place, settings)
     await first.begin()
     await first.tell(entries[:100])
@@ -130,7 +130,7 @@ async def test_who_goes_on_knows_all_that_was_settled(place, settings, entries):
 
 
 @conversation
-async def test_a_job_that_has_only_begun(place, settings, entries):
+async def test_job_that_has_only_begun_is_resumed(place, settings, entries):
     first = Drive(place, settings)
     await first.begin()
     known = first.kill()
@@ -139,7 +139,7 @@ async def test_a_job_that_has_only_begun(place, settings, entries):
 
 
 @conversation
-async def test_one_driver_after_the_other(place, settings, entries):
+async def test_several_drivers_resume_in_turn(place, settings, entries):
     drive = Drive(place, settings)
     await drive.begin()
     for term in range(2, 6):
@@ -156,7 +156,7 @@ async def test_one_driver_after_the_other(place, settings, entries):
 
 
 @conversation
-async def test_only_what_follows_the_last_snapshot_is_read(place, settings, entries):
+async def test_only_entries_after_the_last_snapshot_are_read(place, settings, entries):
     first = Drive(place, settings, every=20)
     await first.begin()
     await first.tell(entries)
@@ -173,7 +173,7 @@ async def test_only_what_follows_the_last_snapshot_is_read(place, settings, entr
 
 
 @conversation
-async def test_half_of_an_entry_is_none(place, settings, entries):
+async def test_incomplete_entry_is_ignored(place, settings, entries):
     first = Drive(place, settings)
     await first.begin()
     await first.tell(entries[:50])
@@ -189,7 +189,7 @@ async def test_half_of_an_entry_is_none(place, settings, entries):
 
 
 @conversation
-async def test_two_cannot_write_at_once(place, settings, entries):
+async def test_two_drivers_cannot_write_at_once(place, settings, entries):
     first = Drive(place, settings)
     await first.begin()
     await first.tell(entries[:10])
@@ -201,7 +201,7 @@ async def test_two_cannot_write_at_once(place, settings, entries):
 
 
 @conversation
-async def test_a_job_that_has_ended_is_told_from_one_that_has_not(place, settings, entries):
+async def test_ended_job_is_distinguished_from_a_running_one(place, settings, entries):
     first = Drive(place, settings, every=1)
     await first.begin()
     await first.tell([*entries[:30], Entry(entries[29].at, StopRequested("Ctrl-C"))])
@@ -218,7 +218,7 @@ async def test_a_job_that_has_ended_is_told_from_one_that_has_not(place, setting
 
 
 @conversation
-async def test_a_job_that_a_bug_has_ended(place, settings, entries):
+async def test_job_ended_by_a_bug_is_resumed_as_such(place, settings, entries):
     first = Drive(place, settings, every=3)
     await first.begin()
     await first.tell(entries[:30])
@@ -244,7 +244,7 @@ async def test_a_job_that_a_bug_has_ended(place, settings, entries):
 
 
 @conversation
-async def test_the_story_and_no_value_of_the_environment(place, settings, entries):
+async def test_history_contains_no_value_of_the_environment(place, settings, entries):
     first = Drive(place, Settings(**{**vars(settings), "env": {"TOKEN": "hunter2"}}), every=10)
     await first.begin()
     await first.tell(entries[:50])
@@ -253,11 +253,11 @@ async def test_the_story_and_no_value_of_the_environment(place, settings, entrie
     assert b"hunter2" not in place.contents() and b"TOKEN" in place.contents()
 
 
-# ---- of etcd alone --------------------------------------------------------------------------------------------------
+# ---- etcd only ------------------------------------------------------------------------------------------------------
 
 
-async def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
-    """One key a record, and no more of them than fit between two snapshots; large ones in pieces."""
+async def test_snapshots_keep_the_journal_in_etcd_small(tmp_path, job):
+    """One key per record, and only the records between two snapshots; large ones are split."""
     place = InEtcd(tmp_path)
     drive = Drive(place, job[0], every=30)
     await drive.begin()
@@ -270,8 +270,8 @@ async def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
 
 
 @pytest.mark.parametrize("lives_for", range(5))
-async def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, monkeypatch):
-    """The driver is killed after each of the transactions that it takes."""
+async def test_snapshot_is_atomic(tmp_path, job, lives_for, monkeypatch):
+    """The driver is killed after each of its transactions."""
     monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
     place = InEtcd(tmp_path)
     drive = Drive(place, job[0], every=100)
@@ -287,8 +287,8 @@ async def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives
     assert past.replayed == 150 and taken(past.membership) == taken(drive.membership)
 
 
-async def test_what_did_not_arrive_is_written_again(tmp_path, job):
-    """Whether it was carried out or not: nobody has heard."""
+async def test_lost_request_is_repeated(tmp_path, job):
+    """Regardless of whether it was executed: the answer was lost."""
     place = InEtcd(tmp_path)
     drive = Drive(place, job[0])
     await drive.begin()
@@ -306,7 +306,7 @@ async def test_what_did_not_arrive_is_written_again(tmp_path, job):
     assert past.replayed == 20 and taken(past.membership) == taken(drive.membership)
 
 
-async def test_a_record_that_is_missing_is_noticed(tmp_path, job):
+async def test_missing_record_is_detected(tmp_path, job):
     place = InEtcd(tmp_path)
     drive = Drive(place, job[0])
     await drive.begin()
@@ -316,8 +316,8 @@ async def test_a_record_that_is_missing_is_noticed(tmp_path, job):
         await place.archive().past()
 
 
-async def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, monkeypatch):
-    """Although actions are not kept there."""
+async def test_version_that_decides_differently_is_detected(tmp_path, job, monkeypatch):
+    """Even though etcd does not keep the actions."""
     place = InEtcd(tmp_path)
     drive = Drive(place, job[0])
     await drive.begin()

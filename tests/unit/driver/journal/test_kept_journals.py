@@ -1,4 +1,4 @@
-"""Journals of real jobs lead to the same decisions, whole, without their actions, and from the middle on."""
+"""Journals of real jobs lead to the same decisions: complete, without their actions, and from the middle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_journal = pytest.mark.parametrize(
 
 
 def goes_on(header: bytes, lines: Sequence[Line]) -> int:
-    """Events that the driver which resumes the job replays."""
+    """Return the events that the driver which resumes the job replays."""
     return past_of(decoded_header(header), as_bytes(lines)).replayed
 
 
@@ -41,27 +41,27 @@ def test_journal_replays_to_the_same_actions_and_keeps_the_invariants(kept, tmp_
 
 
 @each_journal
-def test_another_driver_resumes_from_it(kept, tmp_path):
+def test_successor_resumes_from_it(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     assert goes_on(header, lines) == sum(isinstance(line, Entry) for line in lines)
 
 
 @each_journal
-def test_another_driver_resumes_from_digests_of_the_actions(kept, tmp_path):
+def test_successor_resumes_from_digests_of_the_actions(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     archived = without_actions(lines)
     assert goes_on(header, archived) == sum(isinstance(line, Entry) for line in archived)
 
 
 @each_journal
-def test_another_driver_resumes_from_a_snapshot_in_the_middle(kept, tmp_path):
+def test_successor_resumes_from_a_snapshot_in_the_middle(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     later = from_the_middle(header, lines)
     assert len(replay(written(tmp_path / "middle", header, later))) == len(later) - 1
 
 
 @each_journal
-def test_log_lines_of_a_version_with_other_words_change_nothing(kept, tmp_path):
+def test_log_lines_worded_differently_change_nothing(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     for line in lines:
         if isinstance(line, Entry):
@@ -69,8 +69,8 @@ def test_log_lines_of_a_version_with_other_words_change_nothing(kept, tmp_path):
     assert replay(written(tmp_path / "reworded", header, lines))
 
 
-def test_a_log_line_of_another_level_is_another_decision(tmp_path):
-    """As any other difference between the actions."""
+def test_log_line_of_another_level_is_a_different_decision(tmp_path):
+    """Like any other difference between the actions."""
     for kept in JOURNALS:
         header, lines = lines_of(unpacked(kept, tmp_path))
         for line in lines:
@@ -96,13 +96,13 @@ def reworded(action: Action) -> Action:
     )
 
 
-def test_together_they_hold_nearly_every_kind_of_event_and_action(tmp_path):
+def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
     found = set()
     for kept in JOURNALS:
         for entry in read(unpacked(kept, tmp_path))[1]:
             found |= {type(entry.event).__name__, *(type(each).__name__ for each in entry.actions)}
     known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
-    elsewhere = {  # jobs of several hosts or drivers, and planned changes that are given up
+    elsewhere = {  # jobs with several hosts or drivers, and cancelled changes
         "CallOffChange",
         "DriverRestarted",
         "GiveUpHost",

@@ -1,4 +1,4 @@
-"""Whether it is the same job, and what time it is in it: what is asked before a driver goes on with another's job."""
+"""Checks before a driver resumes another driver's job: the same job, and the time of its clock."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def past(writer: Writer | None = None, *, last_at: float = 0.0, **changes) -> Re
     )
 
 
-def test_the_same_job():
+def test_same_job_is_accepted():
     assert differences(past(), COMMAND, settings()) == []
     check_same_job(past(), COMMAND, settings(env={"A": "another value, which nobody has kept"}))
 
 
-def test_each_difference_is_named_as_the_user_knows_it():
+def test_each_difference_is_named_by_its_flag():
     now = settings(
         workers_max=8, reset_limit=3, cooldown_max_s=30.0, idle_s=0.0, env={"B": "1"}, np=5
     )
@@ -60,13 +60,13 @@ def test_each_difference_is_named_as_the_user_knows_it():
     recorded("messages", differences(unbounded, COMMAND, settings()))
 
 
-def test_it_is_refused_with_all_of_them_and_what_to_do():
+def test_different_job_is_rejected_with_all_differences_and_a_remedy():
     with raises(Invalid):
         check_same_job(past(), COMMAND, settings(workers_min=1, workers_max=8))
 
 
-def test_no_setting_is_forgotten():
-    """Each that differs is named: by its flag, or by its name. How many may start at once is the machine's."""
+def test_every_setting_is_compared():
+    """Each difference is named by its flag or its name. The limit of concurrent starts depends on the machine."""
     other = {"elastic": False, "timeline": "/t", "reset_limit": 1, "host_attempts": 9}
     for name, value in vars(settings()).items():
         if name in ("np", "workers_min", "workers_max", "starting_max", "env"):
@@ -75,7 +75,7 @@ def test_no_setting_is_forgotten():
         assert len(differences(past(), COMMAND, changed)) == 1, name
 
 
-# ---- go on, or begin? -----------------------------------------------------------------------------------------------
+# ---- resume or begin ------------------------------------------------------------------------------------------------
 
 
 def meant(found, command=COMMAND, *, resume=False, fresh=False):
@@ -86,7 +86,7 @@ def ended(code=0) -> RecoveredJob:
     return dataclasses.replace(past(), ended=EndJob(code, in_words("because")))
 
 
-def test_a_job_that_has_not_ended_is_gone_on_with_only_if_that_is_meant():
+def test_unfinished_job_is_resumed_only_on_request():
     unfinished = past()
     assert meant(unfinished, resume=True) is unfinished
     assert meant(unfinished, fresh=True) is meant(unfinished, resume=True, fresh=True) is None
@@ -96,7 +96,7 @@ def test_a_job_that_has_not_ended_is_gone_on_with_only_if_that_is_meant():
         meant(unfinished, ["other"], resume=True)
 
 
-def test_one_that_has_ended_is_told_again_to_who_meant_it_and_is_in_nobodys_way():
+def test_ended_job_is_returned_on_request_and_otherwise_discarded():
     assert meant(ended()) is None
     again = ended(3)
     assert meant(again, resume=True) is again
@@ -110,7 +110,7 @@ def test_one_that_has_ended_is_told_again_to_who_meant_it_and_is_in_nobodys_way(
 FIRST = Writer(1, at=100.0, offset_s=0.0, unix_s=5000.0, boot="a")
 
 
-def test_on_the_same_machine_its_clock_has_gone_on():
+def test_clock_continues_on_the_same_machine():
     gone_on = clock_offset(past(FIRST, last_at=150.0), 180.0, unix_s=9e9, boot="a")
     assert 180.0 + gone_on == 180.0
     second = Writer(2, at=1000.0, offset_s=850.0, unix_s=5080.0, boot="b")
@@ -118,7 +118,7 @@ def test_on_the_same_machine_its_clock_has_gone_on():
     assert 200.0 + gone_on == 1050.0
 
 
-def test_on_another_machine_dates_tell():
+def test_dates_determine_the_clock_on_another_machine():
     other = past(FIRST, last_at=150.0)  # at 5050 s
     assert 7.0 + clock_offset(other, 7.0, unix_s=5060.0, boot="b") == 160.0
     assert 7e6 + clock_offset(other, 7e6, unix_s=5060.0, boot="b") == 160.0
@@ -126,16 +126,16 @@ def test_on_another_machine_dates_tell():
 
 
 @pytest.mark.parametrize(("unix_s", "now"), [(0.0, 150.0), (9e9, 210.0)])
-def test_dates_that_are_wrong_do_little_harm(unix_s, now):
-    """Time does not go back, and no further than all cooldowns take."""
+def test_wrong_dates_have_little_effect(unix_s, now):
+    """Time does not go back, and advances by at most the longest cooldown."""
     assert 7.0 + clock_offset(past(FIRST, last_at=150.0), 7.0, unix_s=unix_s, boot="b") == now
 
 
-def test_it_never_goes_back_even_where_clocks_are_mad():
+def test_clock_never_goes_back_with_any_clocks():
     assert 20.0 + clock_offset(past(FIRST, last_at=150.0), 20.0, unix_s=0.0, boot="a") == 150.0
 
 
-def test_this_process_as_the_next_writer():
+def test_this_process_is_the_next_writer():
     first = writer_here(term=3, address="h:1")
     assert (first.term, first.address, first.pid) == (3, "h:1", os.getpid())
     assert abs(first.unix_s - time.time()) < 60.0 and first.offset_s == 0.0 and first.boot
@@ -147,6 +147,6 @@ def test_this_process_as_the_next_writer():
     assert next_one.offset_s == pytest.approx(1e9, rel=0.1)
 
 
-def test_a_header_has_no_value_of_the_environment():
+def test_header_contains_no_value_of_the_environment():
     line = encoded(header_of(settings(env={"TOKEN": "hunter2"}), command=COMMAND))
     assert b"hunter2" not in line and b'"TOKEN":""' in line

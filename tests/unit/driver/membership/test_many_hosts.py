@@ -1,4 +1,4 @@
-"""The bench of many hosts, its pure parts: what links drop, when frames are due, what steps and journals amount to."""
+"""Pure parts of the multi-host benchmark: link rules, frame times, and the evaluation of steps and journals."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def rules(**by_host: Link) -> list[str]:
     return [line.rpartition("passing ")[2] for line in lines if line.startswith("add rule")]
 
 
-def test_a_sound_link_drops_nothing():
+def test_sound_link_drops_nothing():
     assert rules(a=Link(), b=Link(rate="10mbit", delay_s=0.1)) == []
 
 
-def test_a_cut_link_drops_each_direction_by_itself():
+def test_cut_link_drops_each_direction_separately():
     assert rules(a=Link(from_host=False)) == ['iifname "p-a" drop']
     assert rules(a=Link(to_host=False)) == ['oifname "p-a" drop']
     assert rules(a=Link(to_host=False, from_host=False), b=Link()) == [
@@ -73,43 +73,43 @@ def test_a_cut_link_drops_each_direction_by_itself():
     ]
 
 
-def test_a_lossy_link_draws_for_each_packet_in_both_directions():
+def test_lossy_link_drops_packets_independently_in_both_directions():
     draw = "numgen random mod 10000 < 200 drop"
     assert rules(b=Link(loss=0.02)) == [f'iifname "p-b" {draw}', f'oifname "p-b" {draw}']
 
 
-def test_rules_replace_those_before_them_at_once():
+def test_rules_replace_the_previous_ones_atomically():
     first, second, third, *_ = links.ruleset({}).splitlines()
-    # nft deletes only what there is: added before, whether it was there or not.
+    # nft only deletes what exists, so the table is added first.
     assert [first, second, third] == [
         f"{verb} table {links.TABLE}" for verb in ("add", "delete", "add")
     ]
 
 
-def test_a_slow_link_and_its_end():
+def test_slow_link_is_set_up_and_removed():
     words = " ".join(links.shaping("eth0", "10mbit"))
     recorded("messages", words)
     recorded("messages", " ".join(links.shaping("eth0", "")))
 
 
-def test_a_fast_link_passes_more_at_once_because_timers_are_coarse():
+def test_fast_link_passes_several_frames_at_once_since_timers_are_coarse():
     assert "rate 100kbit burst 4000b" in " ".join(links.shaping("eth0", "100kbit"))
     assert "rate 1gbit burst 500000b" in " ".join(links.shaping("eth0", "1gbit"))
 
 
 @pytest.mark.parametrize("fields", [{"loss": 1.0}, {"rate": "10mbit; reboot"}, {"delay_s": -1}])
-def test_a_link_that_can_not_be(fields):
+def test_invalid_link_is_rejected(fields):
     with raises(Invalid):
         Link(**fields)
 
 
 @pytest.mark.parametrize("name", ["", "a;b", "Host", "much-too-long-a-name"])
-def test_a_name_that_no_interface_can_have(name):
+def test_invalid_interface_name_is_rejected(name):
     with raises(Invalid):
         links.check_name(name)
 
 
-def test_frames_leave_in_order_when_their_time_has_come():
+def test_frames_leave_in_order_when_they_are_due():
     held = Held(delay_s=0.1, most=3)
     assert held.next_at() is None
     for now, frame in (1.0, b"a"), (1.05, b"b"), (1.2, b"c"), (1.2, b"one too many"):
@@ -124,19 +124,19 @@ def test_frames_leave_in_order_when_their_time_has_come():
 
 
 class Here:
-    """In the place of a host: this machine."""
+    """This machine in place of a host."""
 
     popen = staticmethod(subprocess.Popen)
 
 
-def test_a_program_that_was_waited_for_is_sent_nothing_any_more(tmp_path, monkeypatch):
+def test_reaped_program_receives_no_more_signals(tmp_path, monkeypatch):
     program = Program(Here(), "true", ["true"], tmp_path)  # type: ignore[arg-type]
     assert program.wait() == 0
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
     program.end()
     program.kill()
-    assert sent == []  # another process may have its number by now
+    assert sent == []  # its process ID may have been reused
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def worker(host: str, *notes: tuple[float, str, int], size: int = 2) -> WorkerNo
 
 
 def came_through(host: str, *, again: float = 3.0) -> WorkerNotes:
-    """Step 2 was under way when something happened at 2.2; entered anew at 2.9."""
+    """Step 2 was in progress at the event at 2.2; it was started again at 2.9."""
     return worker(
         host,
         (1.0, "entered", 0),
@@ -160,7 +160,7 @@ def came_through(host: str, *, again: float = 3.0) -> WorkerNotes:
     )
 
 
-def test_survivors_and_the_slowest_of_them():
+def test_survivors_and_the_slowest_of_them_are_measured():
     died = worker("c", (1.0, "entered", 0), (2.0, "committed", 1), (2.0, "began", 2))
     joined = worker("d", (2.9, "entered", 1), (3.0, "committed", 2))
     found = aftermath([came_through("a"), came_through("b", again=3.4), died, joined], 2.2, 9.0)
@@ -170,8 +170,8 @@ def test_survivors_and_the_slowest_of_them():
     assert (found.failed, found.lost) == (1, 0)
 
 
-def test_a_step_that_ends_before_the_break_is_noticed_is_not_the_next_one():
-    """A worker of a world that is about to break may still commit: that is no recovery."""
+def test_step_that_ends_before_the_break_is_noticed_is_not_the_next_one():
+    """A worker of a world that is about to break may still commit; that is not a recovery."""
     straggler = worker(
         "a",
         (1.0, "committed", 1),
@@ -182,14 +182,14 @@ def test_a_step_that_ends_before_the_break_is_noticed_is_not_the_next_one():
     assert aftermath([straggler], 2.2, 9.0).next_step_ms == pytest.approx(2300)
 
 
-def test_a_step_that_was_nearly_done_is_no_sign_of_life():
-    """Cut off after the step's last collective, it still commits; then it waits for ever."""
+def test_nearly_finished_step_does_not_count_as_survival():
+    """Cut off after the last collective of a step, a worker still commits and then waits forever."""
     cut_off = worker("d", (2.0, "committed", 1), (2.25, "committed", 2), (2.25, "began", 3))
     assert aftermath([came_through("a"), cut_off], 2.2, 9.0).survivors == 1
-    assert aftermath([cut_off], 2.2, 9.0).survivors == 1  # nobody was interrupted
+    assert aftermath([cut_off], 2.2, 9.0).survivors == 1  # no worker was interrupted
 
 
-def test_one_that_does_not_step_again_is_no_survivor_and_an_unbroken_one_was_not_interrupted():
+def test_worker_that_never_steps_again_is_no_survivor():
     stuck = worker("a", (1.0, "committed", 1), (2.9, "entered", 1))
     assert aftermath([stuck], 2.2, 9.0).survivors == 0
     assert aftermath([stuck], 2.2, 9.0).next_step_ms is None
@@ -200,28 +200,28 @@ def test_one_that_does_not_step_again_is_no_survivor_and_an_unbroken_one_was_not
     assert found.pause_ms == pytest.approx(1000)
 
 
-def test_what_comes_later_is_not_its_doing():
-    """The link is healed at 5: that members are asked to let the host in again is another story."""
+def test_later_interruptions_are_not_counted():
+    """The link is restored at 5. That members then let the host join is a separate event."""
     notes = (1.0, "committed", 1), (3.0, "committed", 2), (6.0, "entered", 2), (7.0, "committed", 3)
     assert not aftermath([worker("a", *notes)], 2.2, until=5.0).interrupted
     assert aftermath([worker("a", *notes)], 5.0, until=9.0).interrupted
 
 
-def test_a_commit_that_a_planned_change_interrupts_has_not_failed():
-    """commit() saves first: the training is entered anew at the very step that was under way."""
+def test_commit_interrupted_by_a_planned_change_has_not_failed():
+    """commit() saves first: the training function is called again at the step that was in progress."""
     planned = worker(
         "a", (1.0, "committed", 1), (1.0, "began", 2), (2.5, "entered", 2), (3.0, "committed", 3)
     )
     assert aftermath([planned], 2.2, 9.0).failed == 0
 
 
-def test_a_committed_step_that_is_done_again_is_lost():
+def test_committed_step_that_is_repeated_is_lost():
     bad = worker("a", (1.0, "committed", 1), (2.0, "committed", 2), (3.0, "entered", 0))
     again = worker("b", (1.0, "committed", 1), (3.0, "entered", 0))
     assert aftermath([bad, again], 2.2, 9.0).lost == 2
 
 
-def test_notes_are_read_but_for_a_line_that_is_being_written():
+def test_notes_are_read_without_an_incomplete_last_line():
     assert notes_of("1.5 entered 0 4\n2.5 committed 1 4\n3.0 beg") == [
         Note(1.5, "entered", 0, 4),
         Note(2.5, "committed", 1, 4),
@@ -255,11 +255,11 @@ def adopting() -> Adoptions:
     return adoptions
 
 
-def test_a_driver_has_adopted_a_job_once_it_has_heard_of_every_member():
+def test_driver_has_adopted_a_job_once_every_member_has_reported():
     adoptions = adopting()
     assert told(adoptions, WorkerReconnected(A, 1, True)) == 0
     assert told(adoptions, WorkerReconnected(B, 1, True)) == 0
-    assert told(adoptions, WorkerReconnected(B, 1, True)) == 0  # said twice
+    assert told(adoptions, WorkerReconnected(B, 1, True)) == 0  # reported twice
     assert told(adoptions, WorkerReconnected(C, 1, True)) == 1
     assert told(adoptions, WorkerReconnected(C, 1, True)) == 1
     told(adoptions, DriverRestarted())
@@ -271,20 +271,20 @@ def test_a_driver_has_adopted_a_job_once_it_has_heard_of_every_member():
 @pytest.mark.parametrize(
     "event", [WorkerExited(C, -9), HostLost("c", "silent"), HostReported("c", [], [C])]
 )
-def test_who_is_gone_is_not_waited_for(event):
+def test_exited_worker_is_not_awaited(event):
     adoptions = adopting()
     for name in A, B:
         told(adoptions, WorkerReconnected(name, 1, True))
-    assert told(adoptions, HostReported("c", [C])) == 0  # there, and has not said where it stands
-    assert told(adoptions, HostReported("c", [], ordered=[])) == 0  # it may be on its way
+    assert told(adoptions, HostReported("c", [C])) == 0  # it runs, but has not reported its state
+    assert told(adoptions, HostReported("c", [], ordered=[])) == 0  # it may be about to connect
     assert told(adoptions, event) == 1
 
 
-# ---- journals that follow each other ---------------------------------------------------------------------------------
+# ---- consecutive journals --------------------------------------------------------------------------------------------
 
 
 class Drivers:
-    """A simulated job of which two drivers have written a copy each; the second goes on from entry ``at``."""
+    """A simulated job whose journal two drivers have written; the second continues from entry ``at``."""
 
     def __init__(self, folder, at: int = 60) -> None:
         self.sim = Simulation(2, workers=6, steps=60, faults=14, mild=True)
@@ -295,7 +295,7 @@ class Drivers:
         self.entries = list(self.sim.driver.entries)
 
     def first(self, *, more: int) -> None:
-        """It has written ``more`` than the second knows of."""
+        """Write ``more`` entries that the second driver does not know."""
         copy = FileJournal.begin(self.paths[0], self.sim.settings)
         for entry in self.entries[: self.at + more]:
             copy.record(entry.at, entry.event, entry.actions)
@@ -322,7 +322,7 @@ class Drivers:
 
 
 @pytest.mark.parametrize("more", [0, pytest.param(7, marks=pytest.mark.slow)])
-def test_copies_of_two_drivers_make_one_journal_without_what_was_never_acted_upon(tmp_path, more):
+def test_journals_of_two_drivers_join_without_unexecuted_entries(tmp_path, more):
     drivers = Drivers(tmp_path)
     drivers.first(more=more)
     drivers.second()
@@ -333,7 +333,7 @@ def test_copies_of_two_drivers_make_one_journal_without_what_was_never_acted_upo
     assert len(replay(drivers.joined)) == len(drivers.entries)
 
 
-def test_a_driver_that_goes_on_from_something_else_is_found_out(tmp_path):
+def test_driver_that_continues_from_another_state_is_detected(tmp_path):
     drivers = Drivers(tmp_path)
     drivers.first(more=-3)
     drivers.second()
@@ -344,15 +344,15 @@ def test_a_driver_that_goes_on_from_something_else_is_found_out(tmp_path):
         drivers.join()
 
 
-def test_a_driver_that_never_led_has_no_term(tmp_path):
+def test_driver_that_never_led_has_no_term(tmp_path):
     (tmp_path / "empty").touch()
     assert term_of(tmp_path / "empty") == term_of(tmp_path / "none") == 0
 
 
-# ---- drawn faults ----------------------------------------------------------------------------------------------------
+# ---- random faults ---------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_a_game_and_nobody_is_hit_twice_in_a_round():
+def test_seed_determines_a_game_without_two_faults_on_a_host_per_round():
     assert draw(7, 20) == draw(7, 20) != draw(8, 20)
     assert draw(7, 20)[:5] == draw(7, 5)
     fates = set()
@@ -376,7 +376,7 @@ def measured(aftermath: Aftermath = GOOD, **fields) -> Measured:
     return Measured("the link is cut", aftermath, **{"survivors": 3, **fields})
 
 
-def test_what_reaches_its_mark_is_no_trouble():
+def test_measurement_within_its_limits_passes():
     mark = Mark(next_step_ms=2500, failed=1, interrupted=True)
     assert measured(mark=mark).troubles == []
     assert measured(mark=Mark(adopted_ms=2000), adopted_ms=800.0).troubles == []
@@ -395,18 +395,18 @@ def test_what_reaches_its_mark_is_no_trouble():
         measured(Aftermath(3, True, 100, 0, 0, lost=2)),
     ],
 )
-def test_what_misses_its_mark_says_so(given):
+def test_measurement_beyond_a_limit_names_it(given):
     (trouble,) = given.troubles
     recorded("messages", trouble)
 
 
-def test_a_busy_machine_is_given_more_time_and_nothing_else():
+def test_busy_machine_only_extends_the_time_limits():
     mark = Mark(next_step_ms=2500, failed=0, interrupted=True).eased(2.0)
     assert mark == Mark(next_step_ms=5000, failed=0, interrupted=True)
     assert Mark(adopted_ms=2000).eased(2.0) == Mark(adopted_ms=4000)
 
 
-def test_an_outcome_fails_by_its_journal_too():
+def test_outcome_fails_if_its_journal_does():
     assert ScenarioOutcome("cut", [measured()], compared=9).passed
     for wrong in (
         ScenarioOutcome("cut", [measured()], compared=0),
@@ -418,7 +418,7 @@ def test_an_outcome_fails_by_its_journal_too():
         assert not wrong.passed
 
 
-def test_the_page_has_a_row_for_each_thing_that_was_done_and_what_is_wrong_at_the_end():
+def test_page_has_a_row_for_each_fault_and_the_failures_at_the_end():
     calm = Aftermath(4, False, 40.0, 61.0, 0, 0)
     outcomes = [
         ScenarioOutcome("cut", [measured()], compared=9),
@@ -436,7 +436,7 @@ def test_the_page_has_a_row_for_each_thing_that_was_done_and_what_is_wrong_at_th
     recorded("messages", text)
 
 
-def test_every_scenario_says_what_it_plays():
+def test_every_scenario_has_a_description():
     assert all((scenario.__doc__ or "").endswith(".") for scenario in SCENARIOS.values())
 
 
@@ -449,12 +449,12 @@ def test_every_scenario_says_what_it_plays():
         ["--report", "/no/such/folder/page.md"],
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_before_anything_is_made(words, capsys):
+def test_invalid_arguments_are_reported_before_anything_is_created(words, capsys):
     assert main(["hosts", *words]) == 2
     recorded("output", capsys.readouterr().err)
 
 
-def test_whoever_is_not_root_is_told_so(monkeypatch, capsys):
+def test_users_other_than_root_are_rejected(monkeypatch, capsys):
     monkeypatch.setattr("elastic.chaos.hosts.namespaces.os.geteuid", lambda: 1000)
     assert main(["hosts", "--only", "link-cut"]) == 2
     recorded("output", capsys.readouterr().err)
@@ -462,7 +462,7 @@ def test_whoever_is_not_root_is_told_so(monkeypatch, capsys):
 
 @pytest.fixture
 def stage(monkeypatch, tmp_path):
-    """The command without a network: what is played is up to the test."""
+    """The command without a network; the test chooses the scenario."""
 
     class NoBench:
         def __init__(self, folder) -> None: ...
@@ -477,11 +477,11 @@ def stage(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def late(bench):
-        """It hangs."""
+        """Never ends."""
         raise Late("waited 30 s for ['a'] to train")
 
     def good(bench):
-        """All is well."""
+        """Succeeds."""
         return ScenarioOutcome("good", [measured()], compared=9)
 
     for name, scenario in ("good", good), ("late", late):
@@ -489,14 +489,14 @@ def stage(monkeypatch, tmp_path):
     return tmp_path / "page.md"
 
 
-def test_the_command_plays_what_it_is_asked_and_writes_its_page(stage, capsys):
+def test_command_runs_the_requested_scenarios_and_writes_its_page(stage, capsys):
     assert main(["hosts", "--only", "good", "--report", str(stage)]) == 0
     assert "PASSED" in capsys.readouterr().out
     assert f"python -m elastic.chaos hosts --only good --report {stage}" in stage.read_text()
     recorded("messages", stage.read_text())
 
 
-def test_a_scenario_that_hangs_fails_and_the_next_one_is_played(stage, capsys):
+def test_scenario_that_hangs_fails_and_the_next_one_runs(stage, capsys):
     assert main(["hosts", "--only", "late,good", "--report", str(stage)]) == 1
     said = capsys.readouterr()
     assert "late: FAILED" in said.err and "FAILED; " in said.out

@@ -1,6 +1,6 @@
-"""Who trains together: starting, losing members, and forming the next world.
+"""Membership: start, loss of members, and the next world.
 
-The usual courses are among the scenarios.
+The scenarios cover the common cases.
 """
 
 import pytest
@@ -49,7 +49,7 @@ from harness.golden import raises, recorded
 # ---- the start ----------------------------------------------------------------------------------
 
 
-def test_the_first_world_is_formed_when_all_that_were_started_are_ready():
+def test_first_world_is_formed_when_all_started_workers_are_ready():
     talk = Talk(np=3)
     assert talk.tell(hosts(h1=2, h2=2)) == [
         StartWorker(worker("h1:0"), Place(0, 3, 0, 2, 0, 2), because(Why.FIRST_START)),
@@ -67,7 +67,7 @@ def test_the_first_world_is_formed_when_all_that_were_started_are_ready():
     assert world.reason == because(Why.FIRST_WORLD, members=3)
 
 
-def test_entering_elastic_run_forms_a_world_and_interrupts_nobody():
+def test_entering_elastic_run_forms_a_world_without_interruption():
     talk = started(3)
     assert talk.ready("h:1") == []
     assert talk.m.phase is Phase.GATHERING
@@ -78,7 +78,7 @@ def test_entering_elastic_run_forms_a_world_and_interrupts_nobody():
     assert (report.kind, report.size) == ("start", 3)
 
 
-def test_a_worker_that_dies_before_init_is_not_waited_for():
+def test_worker_that_dies_before_init_is_not_awaited():
     talk = Talk(np=3)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1")
@@ -87,7 +87,7 @@ def test_a_worker_that_dies_before_init_is_not_waited_for():
     assert order(world) == ["h:0#1", "h:1#1"]
 
 
-def test_too_few_for_the_first_world_wait_and_say_what_is_awaited():
+def test_first_world_with_too_few_workers_waits_and_logs_why():
     talk = Talk(np=3, workers_min=3, elastic_timeout_s=60)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1")
@@ -100,7 +100,7 @@ def test_too_few_for_the_first_world_wait_and_say_what_is_awaited():
     assert len(world.members) == 3
 
 
-def test_no_wait_for_workers_is_without_an_end():
+def test_every_wait_for_workers_has_a_limit():
     talk = Talk(np=2, workers_min=2, elastic_timeout_s=60)
     talk.tell(hosts(h=1))
     talk.connect("h:0")
@@ -110,7 +110,7 @@ def test_no_wait_for_workers_is_without_an_end():
     assert end.reason == because(Why.TOO_FEW, ready=1, needed=2, within_s=60)
 
 
-def test_a_worker_that_hangs_before_init_is_killed_once_somebody_waits_for_it():
+def test_worker_that_hangs_before_init_is_killed_once_another_waits_for_it():
     talk = Talk(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     talk.wait(500)
@@ -124,7 +124,7 @@ def test_a_worker_that_hangs_before_init_is_killed_once_somebody_waits_for_it():
     recorded("log", said(talk.tell(exited("h:2"))))
 
 
-def test_who_connects_before_the_first_world_but_says_ready_after_it_is_a_newcomer():
+def test_worker_ready_only_after_the_first_world_is_a_newcomer():
     talk = Talk(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1", "h:2")
@@ -134,17 +134,17 @@ def test_who_connects_before_the_first_world_but_says_ready_after_it_is_a_newcom
     assert welcome.newcomer and welcome.place.rank != 0
 
 
-def test_programs_that_never_call_init_end_with_0_when_all_have():
+def test_programs_without_init_succeed_when_all_exit_with_0():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
-    assert talk.wait(100_000) == []  # nobody waits for anybody
+    assert talk.wait(100_000) == []  # no worker waits for another
     assert talk.tell(exited("h:0", 0)) == []
     actions = talk.tell(exited("h:1", 0))
     assert the(EndJob, actions).code == 0
     recorded("messages", the(Report, actions).text)
 
 
-def test_a_program_that_fails_where_another_has_succeeded_fails_the_job():
+def test_failed_program_fails_the_job_after_another_succeeded():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 0))
@@ -156,14 +156,14 @@ def test_a_program_that_fails_where_another_has_succeeded_fails_the_job():
 
 
 @pytest.mark.parametrize(("code", "wrote"), [(-11, True), (-9, False)])
-def test_what_was_written_last_says_nothing_of_a_kill(code, wrote):
+def test_last_output_does_not_explain_a_kill(code, wrote):
     talk = Talk(np=2, elastic=False)
     talk.tell(hosts(h=2))
     end = the(EndJob, talk.tell(exited("h:1", code, "a library\nwarns\n")))
     assert ("it wrote:" in str(end.reason)) == wrote
 
 
-def test_a_program_that_failed_first_is_tried_again_before_the_job_is_done():
+def test_failed_program_is_retried_before_the_job_is_done():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:1", 3))
@@ -172,7 +172,7 @@ def test_a_program_that_failed_first_is_tried_again_before_the_job_is_done():
     assert the(EndJob, talk.tell(exited("h:1#2", 0))).code == 0
 
 
-def test_a_script_that_fails_everywhere_ends_at_once_with_its_output():
+def test_script_that_fails_on_every_slot_ends_the_job_with_its_output():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 1))
@@ -185,7 +185,7 @@ def test_a_script_that_fails_everywhere_ends_at_once_with_its_output():
     )
 
 
-def test_a_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
+def test_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
     talk = started(2)
     talk.tell(exited("h:0", 1))  # a file that it opens between init() and elastic.run is missing
     assert names(talk.wait(1)) == ["h:0#2"]
@@ -196,18 +196,18 @@ def test_a_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
     )
 
 
-def test_a_slot_that_comes_further_at_its_second_try_gives_hope():
+def test_slot_that_gets_further_at_its_second_attempt_continues_the_job():
     talk = started(2)
     talk.tell(exited("h:0", 1))
     talk.wait(1)
     talk.tell(connected("h:0#2"))
     assert not has(EndJob, talk.tell(exited("h:1", 1)))
     assert names(talk.wait(1)) == ["h:1#2"]
-    end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # so it was not better than the first
+    end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # no better than the first attempt after all
     assert end.reason == because(Why.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote="")
 
 
-def test_a_single_worker_gets_a_second_try_at_a_script_that_fails():
+def test_single_worker_gets_a_second_attempt_after_a_script_failure():
     talk = Talk(np=1, workers_min=1)
     talk.tell(hosts(h=1))
     assert not has(EndJob, talk.tell(exited("h:0", 1)))
@@ -217,7 +217,7 @@ def test_a_single_worker_gets_a_second_try_at_a_script_that_fails():
     )
 
 
-def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_script():
+def test_signals_and_failures_after_training_do_not_blame_the_script():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 1))
@@ -227,7 +227,7 @@ def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_sc
     assert end.reason == all_lost({"h:0#1": "exit code 1", "h:1#1": "exit code 1"})
 
 
-def test_ready_before_connected_is_a_bug_and_tells_the_story():
+def test_ready_before_connected_is_a_bug_and_reports_the_history():
     talk = Talk()
     talk.tell(hosts(h=4))
     with raises(IllegalEvent):
@@ -237,21 +237,21 @@ def test_ready_before_connected_is_a_bug_and_tells_the_story():
 # ---- between init() and elastic.run -------------------------------------------------------------
 
 
-def test_a_loss_before_elastic_run_breaks_the_world_of_init():
+def test_loss_before_elastic_run_breaks_the_world_of_init():
     talk = started(3)
     broken = the(BreakWorld, talk.tell(exited("h:1")))
     assert broken.members == [worker("h:0"), worker("h:2")]
     assert has(PublishWorld, talk.ready("h:0", "h:2"))
 
 
-def test_a_loss_while_some_have_entered_tells_those_that_have_not():
+def test_loss_while_some_have_entered_notifies_those_that_have_not():
     talk = started(3)
     talk.ready("h:0")
     assert the(BreakWorld, talk.tell(exited("h:1"))).members == [worker("h:2")]
     assert order(the(PublishWorld, talk.ready("h:2"))) == ["h:0#1", "h:2#1"]
 
 
-def test_where_all_are_lost_before_elastic_run_the_next_world_is_a_first_one():
+def test_next_world_is_a_first_one_if_all_are_lost_before_elastic_run():
     talk = started(2)
     talk.tell(exited("h:0"), exited("h:1"))
     assert names(talk.wait(1)) == ["h:0#2", "h:1#2"]
@@ -262,9 +262,9 @@ def test_where_all_are_lost_before_elastic_run_the_next_world_is_a_first_one():
     assert world.reason == because(Why.FIRST_WORLD, members=2)
 
 
-def test_a_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_culprit():
+def test_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_cause():
     talk = started(3)
-    assert talk.tell(stranded("h:0", 1)) == []  # a moment before the exit is known
+    assert talk.tell(stranded("h:0", 1)) == []  # just before the exit is known
     end = the(EndJob, talk.tell(exited("h:1", -11)))
     assert end.reason == because(
         Why.ENDED,
@@ -279,7 +279,7 @@ def test_a_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the
     assert end.code == 139
 
 
-def test_the_same_when_the_exit_is_known_first():
+def test_collective_that_breaks_after_a_known_exit_ends_the_job():
     talk = started(3)
     talk.tell(exited("h:1"))
     end = the(EndJob, talk.tell(stranded("h:0", 1)))
@@ -295,9 +295,7 @@ def test_the_same_when_the_exit_is_known_first():
 
 
 @pytest.mark.parametrize("noticed_first", [False, True])
-def test_where_one_is_killed_before_elastic_run_all_begin_anew_as_often_as_the_limit_says(
-    noticed_first,
-):
+def test_kill_before_elastic_run_restarts_all_workers_up_to_the_limit(noticed_first):
     talk = started(3, reset_limit=1)
     both = [exited("h:1"), stranded("h:0", 1)]
     actions = talk.tell(*(reversed(both) if noticed_first else both))
@@ -318,8 +316,8 @@ def test_where_one_is_killed_before_elastic_run_all_begin_anew_as_often_as_the_l
     )
 
 
-def test_who_begins_anew_outside_elastic_run_waits_for_those_that_come_back_later():
-    """Nobody can join a script without elastic.run: its first workers to be ready would train, the others wait."""
+def test_restarted_worker_outside_elastic_run_waits_for_later_ones():
+    """Without elastic.run no worker can join later, so the first ready workers must not train without the others."""
     talk = started(3, reset_limit=1)
     talk.tell(stranded("h:0", 1), exited("h:1"))
     assert names(talk.tell(exited("h:0", 1))) == ["h:0#2"]
@@ -334,13 +332,13 @@ def test_who_begins_anew_outside_elastic_run_waits_for_those_that_come_back_late
     assert order(world) == ["h:0#2", "h:1#2", "h:2#2"]
 
 
-def test_what_a_script_does_before_elastic_run_is_not_tried_again():
+def test_failure_before_elastic_run_is_not_retried():
     for events in ([exited("h:1", 3), stranded("h:0", 1)], [stranded("h:0", 1), exited("h:1", 3)]):
         talk = started(3, reset_limit=5)
         recorded("messages", str(the(EndJob, talk.tell(*events)).reason))
 
 
-def test_who_is_stranded_while_others_are_inside_starts_anew():
+def test_worker_stranded_while_others_are_inside_restarts():
     talk = started(3)
     talk.ready("h:0")
     talk.tell(exited("h:1"))
@@ -350,10 +348,10 @@ def test_who_is_stranded_while_others_are_inside_starts_anew():
     assert order(the(PublishWorld, talk.join("h:1#2", "h:2#2")))[0] == "h:0#1"
 
 
-def test_init_again_on_all_workers_is_a_new_world_and_no_failure():
+def test_repeated_init_on_all_workers_forms_a_new_world_without_a_failure():
     talk = started(3, reset_limit=0)
     for generation in (2, 3, 4):
-        talk.wait(1000)  # however long the process has lived
+        talk.wait(1000)  # regardless of the age of the process
         assert talk.ready("h:2", "h:0", running=False) == []
         world = the(PublishWorld, talk.ready("h:1", running=False))
         assert (world.generation, len(world.members)) == (generation, 3)
@@ -361,7 +359,7 @@ def test_init_again_on_all_workers_is_a_new_world_and_no_failure():
     assert the(EndJob, ended).code == 0
 
 
-def test_nobody_joins_in_init():
+def test_newcomer_does_not_join_in_init():
     talk = started(2, workers_max=3)
     talk.tell(hosts(h=3))
     talk.join("h:2")
@@ -371,7 +369,7 @@ def test_nobody_joins_in_init():
     assert len(the(PublishWorld, talk.ready("h:1")).members) == 3
 
 
-def test_who_never_comes_to_elastic_run_is_left_outside():
+def test_worker_that_never_reaches_elastic_run_is_left_out():
     talk = started(3, elastic_timeout_s=60)
     talk.ready("h:0", "h:1")
     world = the(PublishWorld, talk.wait(61))
@@ -383,7 +381,7 @@ def test_who_never_comes_to_elastic_run_is_left_outside():
 # ---- losing members -----------------------------------------------------------------------------
 
 
-def test_a_lost_worker():
+def test_lost_worker_breaks_the_world_and_the_others_continue():
     talk = running(4)
     assert the(BreakWorld, talk.tell(exited("h:1"))) == BreakWorld(
         2,
@@ -407,7 +405,7 @@ def test_a_lost_worker():
     assert talk.tell(failed("h:0", 2)) == []  # stale
 
 
-def test_a_survivor_may_notice_before_the_exit_is_known():
+def test_survivor_may_report_the_failure_before_the_exit_is_known():
     talk = running(4)
     broken = the(BreakWorld, talk.tell(failed("h:0", 2)))
     assert broken.reason == because(
@@ -424,7 +422,7 @@ def test_a_survivor_may_notice_before_the_exit_is_known():
     )
 
 
-def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_lost():
+def test_notifications_do_not_grow_with_the_number_of_lost_workers():
     talk = running(20)
     talk.tell(*(exited(f"h:{slot}") for slot in range(15)))
     left = [f"h:{slot}" for slot in range(15, 20)]
@@ -432,7 +430,7 @@ def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_
     recorded("messages", reason)
 
 
-def test_many_that_cannot_be_killed_are_gone_on_without_all_at_once():
+def test_many_unkillable_workers_are_left_behind_at_once():
     talk = running(6)
     for slot in (1, 3, 2):
         assert names(talk.tell(disconnected(f"h:{slot}", silent=True)), KillWorker)
@@ -446,18 +444,18 @@ def test_many_that_cannot_be_killed_are_gone_on_without_all_at_once():
     assert order(world) == ["h:0#1", "h:4#1", "h:5#1"]
 
 
-def test_a_second_failure_while_the_next_world_forms():
+def test_second_failure_while_the_next_world_forms():
     talk = running(4)
     talk.tell(exited("h:0"))
     talk.ready("h:1", "h:2", "h:3", commit=(2, 5))
     broken = the(BreakWorld, talk.tell(exited("h:1")))
     assert broken.generation == 3
     talk.tell(ready("h:2", 3, (3, 0)))
-    world = the(PublishWorld, talk.tell(ready("h:3", 3, (2, 5))))  # the copy was under way
+    world = the(PublishWorld, talk.tell(ready("h:3", 3, (2, 5))))  # during the copy of the state
     assert (order(world), world.holders) == (["h:2#1", "h:3#1"], 1)
 
 
-def test_when_all_that_have_learned_are_lost_the_job_ends():
+def test_job_ends_when_all_holders_of_a_commit_are_lost():
     talk = running(3)
     talk.tell(exited("h:0"), exited("h:1"))
     end = the(EndJob, talk.tell(exited("h:2", -11, "core\ndumped")))
@@ -468,7 +466,7 @@ def test_when_all_that_have_learned_are_lost_the_job_ends():
     )
 
 
-def test_survivors_that_hold_nothing_are_nobody_to_go_on_from():
+def test_survivors_without_a_commit_are_no_source():
     talk = running(3)
     talk.tell(exited("h:0"))
     talk.ready("h:1", "h:2", commit=(2, 5))
@@ -490,26 +488,26 @@ def test_survivors_that_hold_nothing_are_nobody_to_go_on_from():
     )
 
 
-def test_who_holds_everybody_up_is_named_within_seconds():
+def test_worker_that_blocks_the_others_is_named_within_seconds():
     talk = running(3)
     talk.tell(exited("h:0"))
     talk.tell(ready("h:1", 2, (2, 5)))
     said = [a.text for a in talk.wait(6.0) if isinstance(a, Report)]
     recorded("log", said)
-    assert not [a for a in talk.wait(3.0) if isinstance(a, Report)]  # once is enough for a while
+    assert not [a for a in talk.wait(3.0) if isinstance(a, Report)]  # not repeated soon
 
 
-def test_a_survivor_that_does_not_come_is_killed_and_the_others_go_on():
+def test_survivor_that_does_not_return_is_killed_and_the_others_continue():
     talk = running(4, elastic_timeout_s=60)
     talk.tell(exited("h:0"))
     talk.ready("h:1", "h:2", commit=(2, 5))
     actions = talk.wait(60)
     assert names(actions, KillWorker) == ["h:3#1"]
-    assert not has(PublishWorld, actions)  # first the fence, then the shrink
+    assert not has(PublishWorld, actions)  # the kill comes before the smaller world
     assert order(the(PublishWorld, talk.tell(exited("h:3")))) == ["h:1#1", "h:2#1"]
 
 
-def test_what_cannot_be_killed_is_gone_on_without():
+def test_unkillable_worker_is_left_behind():
     talk = running(4, elastic_timeout_s=60, leave_s=30)
     talk.tell(exited("h:0"))
     talk.ready("h:1", "h:2", commit=(2, 5))
@@ -518,7 +516,7 @@ def test_what_cannot_be_killed_is_gone_on_without():
     assert len(the(PublishWorld, actions).members) == 2
 
 
-def test_a_lost_connection_without_an_exit_is_fenced():
+def test_lost_connection_without_an_exit_leads_to_a_kill():
     talk = running(4)
     assert talk.tell(disconnected("h:3")) == []
     assert names(talk.wait(2), KillWorker) == ["h:3#1"]
@@ -533,7 +531,7 @@ def test_exit_code_0_inside_elastic_run_is_a_loss():
     assert has(BreakWorld, talk.tell(exited("h:0", 0)))
 
 
-def test_a_worker_that_fell_out_brings_all_together_again():
+def test_worker_that_rejoined_without_a_failure_breaks_the_world():
     talk = running(3)
     assert the(BreakWorld, talk.tell(ready("h:1", 2, (2, 4)))).members == [
         worker("h:0"),
@@ -541,7 +539,7 @@ def test_a_worker_that_fell_out_brings_all_together_again():
     ]
 
 
-def test_the_reset_limit_counts_failures_only():
+def test_reset_limit_counts_failures_only():
     talk = running(3, reset_limit=1)
     for _ in range(2):
         talk.tell(hosts(h=2))
@@ -562,7 +560,7 @@ def test_the_reset_limit_counts_failures_only():
     )
 
 
-def test_worlds_that_break_again_and_again_for_nothing_end_the_job():
+def test_repeated_breaks_without_progress_end_the_job():
     talk = running(2, stranded_failures=3)
     for generation in (2, 3):
         talk.tell(failed("h:0", generation))
@@ -576,7 +574,7 @@ def test_worlds_that_break_again_and_again_for_nothing_end_the_job():
     )
 
 
-def test_worlds_that_never_come_as_far_as_copying_are_no_progress():
+def test_worlds_that_never_reach_the_copy_make_no_progress():
     talk = running(2, stranded_failures=3)
     talk.tell(failed("h:0", 2))
     talk.ready("h:0", "h:1", commit=(2, 7))
@@ -587,7 +585,7 @@ def test_worlds_that_never_come_as_far_as_copying_are_no_progress():
     assert has(EndJob, talk.ready("h:0", "h:1", commit=(2, 7)))
 
 
-def test_replicas_that_differ_under_one_commit():
+def test_differing_replicas_of_a_commit_are_killed():
     from elastic.driver.events import WorkerDigested
 
     talk = running(3)
@@ -595,22 +593,22 @@ def test_replicas_that_differ_under_one_commit():
     talk.tell(WorkerDigested(worker("h:2"), 2, commit, 77))
     actions = talk.tell(WorkerDigested(worker("h:0"), 2, commit, 78))
     kill = the(KillWorker, actions)
-    assert kill.worker == worker("h:2")  # the higher rank is wrong
+    assert kill.worker == worker("h:2")  # the higher rank counts as corrupted
     assert kill.reason == because(Why.OTHER_DIGEST, right="h:0#1", commit="2.4")
     assert not has(KillWorker, talk.tell(WorkerDigested(worker("h:1"), 2, commit, 78)))
 
 
-# ---- cooling down -------------------------------------------------------------------------------
+# ---- cooldown -----------------------------------------------------------------------------------
 
 
-def test_a_failed_slot_waits_and_no_other_slot_of_its_host_does():
+def test_failed_slot_cools_down_and_other_slots_of_its_host_do_not():
     talk = running(4, cooldown_min_s=5)
     actions = talk.tell(exited("h:1"), hosts(h=5))
     assert names(actions) == ["h:4#1"]
     assert names(talk.wait(4)) == []
 
 
-def test_a_slot_whose_workers_die_again_and_again_is_given_up_with_its_last_output():
+def test_slot_whose_workers_die_repeatedly_is_given_up_with_their_last_output():
     talk = running(3, cooldown_min_s=1, slot_attempts=4)
     talk.tell(exited("h:2"))
     talk.ready("h:0", "h:1", commit=(2, 5))
@@ -625,10 +623,10 @@ def test_a_slot_whose_workers_die_again_and_again_is_given_up_with_its_last_outp
     recorded("log", said(actions))
     recorded("log", said(actions))
     assert names(talk.wait(1000)) == []
-    assert talk.m.phase is Phase.TRAINING  # the others go on
+    assert talk.m.phase is Phase.TRAINING  # the others continue
 
 
-def test_progress_clears_what_counts_against_a_slot():
+def test_progress_clears_the_failures_of_a_slot():
     talk = running(3, slot_attempts=2)
     for incarnation in (1, 2, 3):
         talk.tell(exited(f"h:2#{incarnation}"))
@@ -640,7 +638,7 @@ def test_progress_clears_what_counts_against_a_slot():
         talk.resume()
 
 
-def test_when_every_slot_is_given_up_nothing_is_waited_for():
+def test_job_does_not_wait_when_every_slot_is_given_up():
     talk = running(2, slot_attempts=2, workers_min=2, elastic_timeout_s=600)
     talk.tell(exited("h:1"))
     talk.ready("h:0", commit=(2, 0))
@@ -659,7 +657,7 @@ def test_when_every_slot_is_given_up_nothing_is_waited_for():
 # ---- the end ------------------------------------------------------------------------------------
 
 
-def test_who_returns_first_does_not_end_the_job_for_the_others():
+def test_first_worker_to_return_does_not_end_the_job():
     talk = running(2)
     assert talk.tell(returned("h:1", 2)) == []
     assert talk.m.phase is Phase.ENDING
@@ -669,7 +667,7 @@ def test_who_returns_first_does_not_end_the_job_for_the_others():
     assert talk.m.over and talk.m.next_deadline() is None
 
 
-def test_at_the_end_newcomers_are_let_go_whenever_they_come():
+def test_newcomers_at_the_end_are_released():
     talk = running(2, workers_max=5)
     talk.tell(hosts(h=5))
     talk.connect("h:2")
@@ -682,7 +680,7 @@ def test_at_the_end_newcomers_are_let_go_whenever_they_come():
     assert names(talk.tell(connected("h:4")), LetGo) == ["h:4#1"]
 
 
-def test_a_loss_while_others_have_returned_brings_all_back():
+def test_loss_while_others_have_returned_calls_all_back():
     talk = running(3)
     talk.tell(returned("h:1", 2))
     assert the(BreakWorld, talk.tell(exited("h:0"))).members == [worker("h:1"), worker("h:2")]
@@ -690,13 +688,13 @@ def test_a_loss_while_others_have_returned_brings_all_back():
     assert order(world) == ["h:1#1", "h:2#1"]
 
 
-def test_a_loss_after_all_others_have_returned_undoes_nothing_if_rank_0_is_there():
+def test_loss_after_all_others_returned_changes_nothing_if_rank_0_remains():
     talk = running(3)
     talk.tell(returned("h:0", 2), returned("h:1", 2))
     assert the(EndJob, talk.tell(exited("h:2"))).code == 0
 
 
-def test_who_has_returned_does_not_wait_for_ever():
+def test_returned_worker_waits_for_a_limited_time():
     talk = running(3, elastic_timeout_s=60)
     talk.tell(returned("h:1", 2))
     actions = talk.wait(61)
@@ -706,7 +704,7 @@ def test_who_has_returned_does_not_wait_for_ever():
     assert the(EndJob, talk.tell(returned("h:0", 3))).code == 0
 
 
-def test_nor_does_who_returns_after_the_first_have_been_let_go():
+def test_worker_returning_after_the_first_release_waits_for_a_limited_time():
     talk = running(3)
     talk.tell(returned("h:0", 2))
     assert has(FinishWorld, talk.wait(601))
@@ -714,21 +712,21 @@ def test_nor_does_who_returns_after_the_first_have_been_let_go():
     assert the(FinishWorld, talk.wait(601)).members == [worker("h:1")]
 
 
-def test_a_stop_ends_the_job_from_anywhere():
+def test_stop_ends_the_job_in_any_phase():
     from elastic.driver.events import StopRequested
 
     for talk in (Talk(), started(), running()):
         assert talk.tell(StopRequested("Ctrl-C")) == [EndJob(1, in_words("Ctrl-C"))]
 
 
-def test_what_dead_workers_have_said_is_dropped():
+def test_messages_of_dead_workers_are_ignored():
     talk = running(3)
     talk.tell(exited("h:2"))
     late = [resumed("h:2", 2), failed("h:2", 2), returned("h:2", 2), ready("h:2", 2), exited("h:2")]
     assert talk.tell(*late, disconnected("h:2"), connected("h:2"), stranded("h:2", 2)) == []
 
 
-def test_who_is_damaged_is_fenced_and_the_others_go_on_from_their_commit():
+def test_corrupted_worker_is_killed_and_the_others_continue_from_their_commit():
     talk = running(3)
     now = talk.m.generation
     differs = WorkerDiffers(worker("h:2"), now, Commit(now, 8), ["model"], 2)

@@ -1,6 +1,6 @@
-"""Machines that announce their end: who leaves, who stays, who is started where, and what is made durable.
+"""Preemption notices: which workers leave, stay or start, and when checkpoints are written.
 
-The usual courses are among the scenarios, from 44 on.
+The scenarios from 44 on cover the common cases.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AWS = "AWS takes it back"
 
 
 def on_two_hosts(**settings: object) -> Talk:
-    """Two workers on h and two on g."""
+    """Train with two workers on h and two on g."""
     talk = Talk(np=4, **settings)
     talk.tell(hosts(h=2, g=2))
     everybody = ("h:0", "h:1", "g:0", "g:1")
@@ -67,7 +67,7 @@ def is_back(host: str, *running: str, notice: Notice | None = None) -> HostRepor
     return HostReported(host, [worker(name) for name in running], notice=notice)
 
 
-def test_what_an_agent_says_when_it_is_back_is_what_holds():
+def test_reconnected_agents_report_replaces_the_known_notice():
     talk = on_two_hosts(workers_min=2)
     assert has(PrepareChange, talk.tell(is_back("g", "g:0", "g:1", notice=Notice(AWS, 60.0))))
     actions = talk.tell(is_back("g", "g:0", "g:1"))
@@ -75,7 +75,7 @@ def test_what_an_agent_says_when_it_is_back_is_what_holds():
     assert talk.wait(300) == []
 
 
-def test_a_machine_that_follows_under_the_same_name_is_used_at_once():
+def test_replacement_machine_with_the_same_name_is_used_at_once():
     talk = on_two_hosts(workers_min=2)
     talk.tell(goes("g"))
     talk.stop_all()
@@ -84,14 +84,14 @@ def test_a_machine_that_follows_under_the_same_name_is_used_at_once():
     assert names(talk.tell(is_back("g"))) == ["g:0#2", "g:1#2"]
 
 
-def test_of_two_announcements_the_earlier_end_counts():
+def test_earlier_of_two_announced_ends_counts():
     talk = on_two_hosts(workers_min=4)
     talk.tell(goes("g", 30.0), goes("g", 500.0))
     assert not has(PrepareChange, talk.wait(19))
     assert has(PrepareChange, talk.wait(2))
 
 
-def test_without_a_time_who_is_needed_stays():
+def test_needed_worker_stays_if_no_time_is_announced():
     talk = on_two_hosts(workers_min=4)
     talk.tell(goes("g", None))
     assert not has(PrepareChange, talk.wait(500))
@@ -99,29 +99,29 @@ def test_without_a_time_who_is_needed_stays():
 
 @pytest.mark.parametrize("agent_first", [True, False])
 def test_workers_that_got_sigterm_with_their_agents_stay_for_the_checkpoint(agent_first):
-    """As where srun forwards a signal to every process of a job."""
+    """As with srun, which forwards a signal to every process of a job."""
     talk = on_two_hosts(workers_min=2, restarts=3, durable=True)
     signals = [leaving(name) for name in ("h:0", "h:1", "g:0", "g:1")]
     notices: list[Event] = [goes("h", 25.0), goes("g", 25.0)]
     actions = talk.tell(*(notices + signals if agent_first else signals + notices))
     assert not has(LetGo, actions) and has(HastenCheckpoint, actions)
-    talk.tell(failed("h:0", 2))  # its loader workers got it too
+    talk.tell(failed("h:0", 2))  # its data loader workers got it too
     actions = talk.ready("h:0", "h:1", "g:0", "g:1", commit=(2, 3))
     world = the(PublishWorld, actions)
     assert len(world.members) == 4 and world.checkpoint
 
 
-def test_job_of_a_fixed_size_makes_a_checkpoint_when_one_machine_goes():
+def test_static_job_writes_a_checkpoint_when_one_machine_leaves():
     talk = on_two_hosts(workers_min=4, restarts=3, durable=True, elastic=False)
     assert has(HastenCheckpoint, talk.tell(goes("g", 25.0)))
-    talk.tell(failed("g:1", 2))  # its loader workers got SIGTERM
+    talk.tell(failed("g:1", 2))  # its data loader workers got SIGTERM
     talk.wait(2.0)
     actions = talk.ready("h:0", "h:1", "g:0", "g:1", commit=(2, 3))
     world = the(PublishWorld, actions)
     assert len(world.members) == 4 and world.checkpoint and has(HastenCheckpoint, actions)
 
 
-def test_who_had_asked_to_leave_leaves_though_its_machine_stays():
+def test_worker_that_asked_to_leave_leaves_though_its_machine_stays():
     talk = on_two_hosts(workers_min=2)
     talk.tell(goes("g"))
     talk.stop_all()
@@ -130,12 +130,12 @@ def test_who_had_asked_to_leave_leaves_though_its_machine_stays():
     assert names(talk.tell(exited("g:0", 0), exited("g:1", 0))) == ["g:0#2", "g:1#2"]
 
 
-def test_a_word_about_a_machine_that_had_said_nothing_is_nothing():
+def test_withdrawal_of_an_unknown_notice_is_ignored():
     talk = on_two_hosts(workers_min=2)
     assert talk.tell(HostStaying("g")) == []
 
 
-def test_workers_that_start_there_do_not_go_on_with_it():
+def test_workers_starting_on_a_leaving_machine_do_not_continue_there():
     talk = running(2, workers_min=1, workers_max=4)
     assert names(talk.tell(hosts(h=2, g=2))) == ["g:0#1", "g:1#1"]
     talk.connect("g:0")
@@ -145,7 +145,7 @@ def test_workers_that_start_there_do_not_go_on_with_it():
     recorded("log", said(actions))
 
 
-def test_a_loss_in_a_world_with_a_machine_that_goes_counts_for_no_limit():
+def test_loss_in_a_world_with_a_leaving_machine_counts_for_no_limit():
     talk = on_two_hosts(workers_min=4, reset_limit=0)
     talk.tell(goes("g", 60.0))
     assert not has(EndJob, talk.tell(failed("h:0", 2)))
@@ -153,7 +153,7 @@ def test_a_loss_in_a_world_with_a_machine_that_goes_counts_for_no_limit():
     recorded("log", said(actions))
 
 
-def test_where_others_come_in_time_they_take_the_places():
+def test_replacements_that_arrive_in_time_take_the_places():
     talk = on_two_hosts(workers_min=4)
     talk.tell(goes("g", 60.0))
     assert names(talk.tell(hosts(h=2, g=2, i=2))) == ["i:0#1", "i:1#1"]
@@ -163,7 +163,7 @@ def test_where_others_come_in_time_they_take_the_places():
     assert order(world) == ["h:0#1", "h:1#1", "i:0#1", "i:1#1"]
 
 
-def test_a_list_without_the_machine_ends_what_was_said_of_it():
+def test_unlisted_machine_loses_its_notice():
     talk = on_two_hosts(workers_min=2)
     talk.tell(goes("g", 60.0), hosts(h=2))
     talk.stop_all()
@@ -171,14 +171,14 @@ def test_a_list_without_the_machine_ends_what_was_said_of_it():
     assert names(talk.tell(hosts(h=2, g=2))) == ["g:0#2", "g:1#2"]
 
 
-def test_a_job_that_is_not_elastic_is_only_told():
+def test_static_job_is_only_notified():
     talk = static(2)
     actions = talk.tell(goes("h", 60.0))
     recorded("log", said(actions))
     assert talk.wait(100) == []
 
 
-def test_where_all_go_the_world_that_was_asked_may_break_and_the_next_is_asked():
+def test_broken_world_is_replaced_by_the_next_for_the_last_checkpoint():
     talk = on_two_hosts(workers_min=2, restarts=3)
     first = the(HastenCheckpoint, talk.tell(goes("g", None), goes("h", None)))
     assert first.rank0 == worker("h:0")
@@ -190,7 +190,7 @@ def test_where_all_go_the_world_that_was_asked_may_break_and_the_next_is_asked()
     assert talk.wait(100) == []
 
 
-def test_where_the_driver_goes_too_there_is_an_end_even_if_no_checkpoint_is_made():
+def test_leaving_driver_ends_the_job_even_without_a_checkpoint():
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(goes("h", 30.0, alone=True))
     assert not has(EndJob, talk.wait(26))
@@ -202,7 +202,7 @@ def test_where_the_driver_goes_too_there_is_an_end_even_if_no_checkpoint_is_made
 
 
 @pytest.mark.parametrize("notice_s", [21.5, 25.0, 30.0, 40.0, 41.0, 60.0, 120.0])
-def test_where_the_driver_goes_too_it_trains_until_the_last_checkpoint(notice_s):
+def test_leaving_driver_trains_until_the_last_checkpoint(notice_s):
     talk = running(2, workers_min=1, restarts=3)
     assert has(HastenCheckpoint, talk.tell(goes("h", notice_s, alone=True)))
     assert not has(EndJob, talk.tell(CheckpointMade(Commit(2, 4))))
@@ -214,7 +214,7 @@ def test_where_the_driver_goes_too_it_trains_until_the_last_checkpoint(notice_s)
 
 
 @pytest.mark.parametrize("notice_s", [0.0, 5.0, 20.0, 20.5])
-def test_where_the_driver_goes_within_twenty_seconds_the_first_checkpoint_is_the_last(notice_s):
+def test_driver_leaving_within_20_s_ends_with_the_first_checkpoint(notice_s):
     talk = running(2, workers_min=1, restarts=3)
     actions = talk.tell(goes("h", notice_s, alone=True))
     if notice_s:
@@ -227,14 +227,14 @@ def test_where_the_driver_goes_within_twenty_seconds_the_first_checkpoint_is_the
     ("notice_s", "end_s"),
     [(5.0, 2.5), (20.0, 17.0), (25.0, 22.0), (30.0, 27.0), (40.0, 37.0), (60.0, 57.0)],
 )
-def test_where_no_checkpoint_is_made_in_time_the_job_ends_all_the_same(notice_s, end_s):
+def test_job_ends_if_no_checkpoint_is_written_in_time(notice_s, end_s):
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(goes("h", notice_s, alone=True))
     assert not has(EndJob, talk.wait(end_s - 0.1))
     assert the(EndJob, talk.wait(0.2)).code == 143
 
 
-def test_checkpoint_that_is_still_being_written_is_not_the_last():
+def test_checkpoint_in_progress_is_not_the_last_one():
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(goes("h", 30.0, alone=True))
     assert has(HastenCheckpoint, talk.wait(10.1))
@@ -243,7 +243,7 @@ def test_checkpoint_that_is_still_being_written_is_not_the_last():
 
 
 @pytest.mark.parametrize(("earlier_s", "after_s"), [(60.0, 40.0), (15.0, 0.0)])
-def test_end_that_comes_sooner_brings_the_last_checkpoint_forward(earlier_s, after_s):
+def test_earlier_end_brings_the_last_checkpoint_forward(earlier_s, after_s):
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(goes("h", 600.0, alone=True), CheckpointMade(Commit(2, 4)))
     actions = talk.tell(goes("h", earlier_s, alone=True))
@@ -255,7 +255,7 @@ def test_end_that_comes_sooner_brings_the_last_checkpoint_forward(earlier_s, aft
 
 
 @pytest.mark.parametrize("notice_s", [25.0, 30.0, 40.0, 60.0])
-def test_where_all_machines_go_another_checkpoint_follows_twenty_seconds_before_the_end(notice_s):
+def test_last_checkpoint_follows_20_s_before_the_end_if_all_machines_leave(notice_s):
     talk = on_two_hosts(workers_min=2, restarts=3)
     assert has(HastenCheckpoint, talk.tell(goes("g", notice_s), goes("h", notice_s)))
     talk.tell(CheckpointMade(Commit(2, 4)))
@@ -263,7 +263,7 @@ def test_where_all_machines_go_another_checkpoint_follows_twenty_seconds_before_
     assert has(HastenCheckpoint, talk.wait(0.2))
 
 
-def test_where_the_driver_goes_soon_after_the_start_it_trains_until_then():
+def test_driver_leaving_soon_after_the_start_trains_until_then():
     talk = Talk(np=2, workers_min=1, restarts=3)
     talk.tell(hosts(h=2))
     assert not has(KillWorker, talk.tell(goes("h", 50.0, alone=True)))
@@ -273,15 +273,15 @@ def test_where_the_driver_goes_soon_after_the_start_it_trains_until_then():
     assert not has(EndJob, talk.wait(46)) and has(EndJob, talk.wait(2))
 
 
-def test_where_the_driver_goes_and_stays_after_all_there_is_no_end():
+def test_driver_whose_notice_is_withdrawn_does_not_end_the_job():
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(goes("h", 30.0, alone=True), HostStaying("h"))
     talk.tell(CheckpointMade(Commit(2, 4)))
     assert not has(EndJob, talk.wait(100))
 
 
-def test_members_are_not_looked_at_after_every_event(monkeypatch):
-    """Thousands say how they get on while a notice stands."""
+def test_members_are_not_scanned_after_every_event(monkeypatch):
+    """Thousands of members report progress while a notice is current."""
     talk = on_two_hosts(workers_min=4, restarts=3)
     talk.tell(goes("g", 60.0))
     looked: list[Notices] = []
@@ -299,7 +299,7 @@ def test_members_are_not_looked_at_after_every_event(monkeypatch):
     assert looked
 
 
-def test_a_driver_that_follows_knows_what_was_announced():
+def test_successor_driver_knows_the_notices():
     talk = on_two_hosts(workers_min=4)
     talk.tell(goes("g", 60.0))
     talk.m = restored(taken(talk.m), talk.m.settings)

@@ -1,4 +1,4 @@
-"""What is said again to a worker whose connection was replaced, and by a driver that was restarted."""
+"""Messages repeated to workers with a new connection, and by a restarted driver."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def back(name: str, generation: int, *, welcomed: bool = True) -> WorkerReconnec
     return WorkerReconnected(worker(name), generation, welcomed)
 
 
-def test_who_comes_back_in_time_is_not_fenced():
+def test_worker_that_reconnects_in_time_is_not_killed():
     talk = running(2)
     talk.tell(disconnected("h:1"), back("h:1", 2))
     assert not every(KillWorker, talk.wait(10.0)) and talk.m.phase is Phase.TRAINING
 
 
-def test_who_has_finished_hears_so_again():
-    """And is not let go: what follows its training still runs, and may be another training."""
+def test_finished_worker_is_notified_again():
+    """It is not released: the code after its training still runs, and may train again."""
     talk = running(2)
     assert every(EndJob, talk.tell(returned("h:0", 2), returned("h:1", 2)))
     assert talk.tell(back("h:1", 2)) == [FinishWorld(2, [worker("h:1")])]
 
 
-def test_who_has_not_heard_of_its_world_is_told_again():
+def test_worker_that_missed_its_world_receives_it_again():
     talk = running(3)
     [told] = every(TellWorld, talk.tell(back("h:1", 1)))
     place = talk.m.place_of(worker("h:1"))
@@ -75,15 +75,15 @@ def test_who_has_not_heard_of_its_world_is_told_again():
     assert told.store == store("h:0")
 
 
-def test_who_has_not_heard_that_its_world_broke_is_told_again():
+def test_worker_that_missed_the_break_of_its_world_is_notified_again():
     talk = running(3)
     talk.tell(failed("h:0", 2))
     assert [b.members for b in every(BreakWorld, talk.tell(back("h:1", 2)))] == [[worker("h:1")]]
     talk.tell(ready("h:1", 2, (2, 0)))
-    assert not every(BreakWorld, talk.tell(back("h:1", 2)))  # it has
+    assert not every(BreakWorld, talk.tell(back("h:1", 2)))  # it has received it
 
 
-def test_in_a_change_the_present_question_is_asked_again():
+def test_current_question_of_a_change_is_repeated():
     talk = running(2)
     talk.tell(leaving("h:1"))
     assert [p.members for p in every(PrepareChange, talk.tell(back("h:0", 2)))] == [[worker("h:0")]]
@@ -92,18 +92,18 @@ def test_in_a_change_the_present_question_is_asked_again():
     assert (stop.check, stop.members) == (5, [worker("h:0")])
 
 
-def test_who_may_be_held_at_a_change_that_was_called_off_is_told_to_go_on():
+def test_worker_that_may_be_held_by_a_cancelled_change_is_released():
     talk = running(2)
     assert every(CallOffChange, talk.tell(back("h:0", 2)))
 
 
-def test_who_may_not_come_back_is_fenced():
+def test_worker_that_may_not_return_is_killed():
     talk = running(2)
     talk.tell(exited("h:1"))
     assert every(LetGo, talk.tell(back("h:1", 2)))[0].fenced
 
 
-def test_a_kill_and_a_farewell_are_said_again():
+def test_kill_and_release_are_repeated():
     talk = running(3)
     talk.tell(disconnected("h:1"))
     assert every(KillWorker, talk.wait(talk.m.settings.disconnect_s))
@@ -112,15 +112,15 @@ def test_a_kill_and_a_farewell_are_said_again():
     assert every(LetGo, answer)[0].fenced
 
 
-def test_who_waits_in_init_for_an_answer_that_was_lost_is_welcomed():
+def test_worker_in_init_whose_answer_was_lost_is_welcomed_again():
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
-    assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))  # as good as a Hello
+    assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))  # equivalent to a Hello
     assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))
     assert not every(WelcomeWorker, talk.tell(back("h:0", 0)))
 
 
-def test_an_older_ready_that_comes_late_counts_no_more():
+def test_older_ready_that_arrives_late_is_ignored():
     talk = running(1, workers_min=1)
     talk.tell(hosts(h=1, k=1), connected("k:0"))
 
@@ -128,13 +128,13 @@ def test_an_older_ready_that_comes_late_counts_no_more():
         return WorkerReady(worker("k:0"), 0, None, store("k:0"), "x" * inside, inside, number)
 
     talk.tell(said(2, True))
-    assert not talk.tell(said(1, False))  # it would be taken back to init()
+    assert not talk.tell(said(1, False))  # it would return the worker to init()
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_run_on_its_host_any_more_has_exited():
+def test_worker_that_no_longer_runs_on_its_host_has_exited():
     talk = running(3)
     actions = talk.tell(HostReported("h", [worker("h:0"), worker("h:2")]))
     assert every(BreakWorld, actions)[0].reason.kind is Why.LOST_EXITED
@@ -142,20 +142,20 @@ def test_who_does_not_run_on_its_host_any_more_has_exited():
     assert worker("h:1") not in talk.m.roster
 
 
-def test_a_worker_ahead_of_the_journal_ends_a_job_that_nobody_understands_any_more():
+def test_worker_ahead_of_the_journal_ends_the_job():
     talk = running(2)
     [end] = every(EndJob, talk.tell(back("h:1", talk.m.generation + 1)))
     assert end.code == 1
     assert end.reason == because(Why.JOURNAL_INCOMPLETE, worker="h:1#1", generation=3)
 
 
-def test_who_should_not_run_is_killed():
+def test_unexpected_worker_is_killed():
     talk = running(1, workers_min=1)
     [kill] = every(KillWorker, talk.tell(HostReported("h", [worker("h:0"), worker("h:7")])))
     assert kill.worker == worker("h:7")
 
 
-def test_a_start_that_never_arrived_is_tried_again():
+def test_lost_start_is_retried():
     talk = started(2)
     assert talk.tell(HostReported("h", [], ordered=[])) == [], "they may be on their way there"
     talk.tell(HostReported("h", []))
@@ -166,7 +166,7 @@ def test_a_start_that_never_arrived_is_tried_again():
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_driver_gives_everybody_time_to_come_back():
+def test_restarted_driver_gives_all_workers_time_to_reconnect():
     talk = running(3)
     talk.tell(DriverRestarted())
     talk.tell(back("h:0", 2), back("h:1", 2))
@@ -174,13 +174,13 @@ def test_a_restarted_driver_gives_everybody_time_to_come_back():
     assert [k.worker for k in every(KillWorker, talk.wait(2.0))] == [worker("h:2")]
 
 
-def test_an_end_that_may_not_have_been_told_is_told_again():
+def test_end_that_may_not_have_been_sent_is_sent_again():
     talk = running(1, workers_min=1)
     [end] = every(EndJob, talk.tell(returned("h:0", 2)))
     assert every(EndJob, talk.tell(DriverRestarted())) == [end]
 
 
-def test_a_journal_rebuilds_the_membership_that_wrote_it():
+def test_journal_rebuilds_the_membership_that_wrote_it():
     first = Membership(running(1, workers_min=1).m.settings)
     entries = []
     for at, event in enumerate((hosts(h=1), connected("h:0"), ready("h:0", 0, running=False)), 1):
@@ -191,7 +191,7 @@ def test_a_journal_rebuilds_the_membership_that_wrote_it():
     assert again.handle(following, 9.0) == first.handle(following, 9.0)
 
 
-def test_a_finished_worker_is_told_of_its_own_generation():
+def test_finished_worker_is_notified_of_its_own_generation():
     talk = running(2)
     talk.tell(returned("h:0", 2))
     talk.wait(talk.m.settings.elastic_timeout_s + 1)

@@ -1,4 +1,4 @@
-"""What operators want of a running job: another size, a host without workers, a worker that is to leave."""
+"""Operator requests to a running job: scaling, draining hosts, removing workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scale(talk: Talk, workers: int) -> list[Action]:
 
 
 def two_hosts(**settings) -> Talk:
-    """Two workers on each of a and b train in generation 2."""
+    """Train in generation 2 with two workers on each of a and b."""
     talk = Talk(np=4, **settings)
     talk.tell(hosts(a=2, b=2))
     everybody = ["a:0", "a:1", "b:0", "b:1"]
@@ -56,7 +56,7 @@ def two_hosts(**settings) -> Talk:
     return talk
 
 
-def test_a_larger_job_starts_more_and_nobody_is_disturbed_before_they_are_there():
+def test_scaling_up_starts_workers_without_interrupting_the_others():
     talk = running(4)
     talk.tell(hosts(h=8))
     actions = scale(talk, 8)
@@ -68,7 +68,7 @@ def test_a_larger_job_starts_more_and_nobody_is_disturbed_before_they_are_there(
     assert len(world.members) == 8
 
 
-def test_of_many_newcomers_a_few_start_at_once_and_none_that_hangs_keeps_the_others_out():
+def test_few_newcomers_start_at_once_and_a_hanging_one_does_not_block_the_rest():
     talk = running(4, starting_max=2, start_timeout_s=50.0)
     talk.tell(hosts(h=8))
     assert names(scale(talk, 8)) == ["h:4#1", "h:5#1"]
@@ -78,13 +78,13 @@ def test_of_many_newcomers_a_few_start_at_once_and_none_that_hangs_keeps_the_oth
     assert names(talk.tell(exited("h:5"))) == ["h:6#2"]
 
 
-def test_where_too_few_train_all_that_are_needed_start_at_once():
+def test_all_needed_workers_start_at_once_below_the_minimum():
     talk = running(4, workers_min=4, starting_max=1)
     talk.tell(exited("h:1"), exited("h:2"), exited("h:3"))
     assert names(talk.wait(2.0)) == ["h:1#2", "h:2#2", "h:3#2"]
 
 
-def test_a_smaller_job_lets_the_last_ranks_go_at_an_agreed_check():
+def test_scaling_down_releases_the_last_ranks_at_an_agreed_safepoint():
     talk = running(4)
     actions = scale(talk, 2)
     assert answer(actions) == (True, Why.SCALED) and has(PrepareChange, actions)
@@ -96,7 +96,7 @@ def test_a_smaller_job_lets_the_last_ranks_go_at_an_agreed_check():
     assert not names(after) and not names(talk.wait(600.0))
 
 
-def test_an_answer_names_the_drained_hosts_where_they_leave_too_few_slots():
+def test_answer_names_drained_hosts_that_leave_too_few_slots():
     talk = two_hosts()
     talk.tell(DrainRequested(7, "b", off=False))
     facts = the(AnswerRequest, scale(talk, 4)).reason.facts
@@ -106,7 +106,7 @@ def test_an_answer_names_the_drained_hosts_where_they_leave_too_few_slots():
     assert "drained" not in the(AnswerRequest, scale(talk, 9)).reason.facts
 
 
-def test_a_host_that_is_drained_no_more_keeps_no_more_workers_than_the_job_has_now():
+def test_undrained_host_gets_no_more_workers_than_the_current_size():
     talk = two_hosts()
     talk.tell(DrainRequested(7, "b", off=False))
     scale(talk, 2)
@@ -114,7 +114,7 @@ def test_a_host_that_is_drained_no_more_keeps_no_more_workers_than_the_job_has_n
     assert [str(each) for each in talk.m.roster.leavers] == ["b:0#1", "b:1#1"]
 
 
-def test_their_slots_are_used_again_when_the_job_grows():
+def test_released_slots_are_used_again_when_the_job_grows():
     talk = running(4)
     scale(talk, 2)
     talk.stop_all()
@@ -122,17 +122,17 @@ def test_their_slots_are_used_again_when_the_job_grows():
     assert names(scale(talk, 3)) == ["h:2#2"]
 
 
-def test_who_has_not_left_yet_stays_when_the_job_grows_again():
+def test_leaving_worker_stays_when_the_job_grows_again():
     talk = running(4)
     scale(talk, 2)
     assert answer(scale(talk, 3)) == (True, Why.SCALED)
     assert [str(each) for each in talk.m.roster.leavers] == ["h:3#1"]
     scale(talk, 4)
     assert not talk.m.roster.leavers
-    assert talk.m.phase.value == "training"  # the change is called off
+    assert talk.m.phase.value == "training"  # the change is cancelled
 
 
-def test_those_that_are_on_their_way_go_before_members_do():
+def test_starting_workers_are_removed_before_members():
     talk = running(4)
     talk.tell(hosts(h=8))
     scale(talk, 6)
@@ -141,13 +141,13 @@ def test_those_that_are_on_their_way_go_before_members_do():
     assert not has(PrepareChange, actions)
 
 
-def test_a_size_below_the_least_is_refused_and_changes_nothing():
+def test_size_below_the_minimum_is_rejected_and_changes_nothing():
     talk = running(4)
     assert answer(scale(talk, 1)) == (False, Why.BELOW_LEAST)
     assert talk.m.workers_max == 4 and not talk.m.roster.leavers
 
 
-def test_a_size_beyond_the_slots_waits_for_more():
+def test_size_beyond_the_slots_waits_for_more():
     talk = running(4)
     actions = scale(talk, 6)
     assert the(AnswerRequest, actions).reason == because(
@@ -156,7 +156,7 @@ def test_a_size_beyond_the_slots_waits_for_more():
     assert names(talk.tell(hosts(h=5))) == ["h:4#1"]
 
 
-def test_standbys_stay_beside_a_smaller_world():
+def test_standbys_remain_beside_a_smaller_world():
     talk = running(4, standbys=1)
     talk.tell(hosts(h=5))
     talk.join("h:4")
@@ -166,7 +166,7 @@ def test_standbys_stay_beside_a_smaller_world():
     assert order(world) == ["h:0#1", "h:1#1", "h:2#1"]
 
 
-def test_a_drained_host_is_left_and_not_used_until_that_is_over():
+def test_drained_host_is_unused_until_it_is_undrained():
     talk = two_hosts()
     actions = talk.tell(DrainRequested(7, "b"))
     assert answer(actions) == (True, Why.DRAINS) and has(PrepareChange, actions)
@@ -179,7 +179,7 @@ def test_a_drained_host_is_left_and_not_used_until_that_is_over():
     assert names(actions) == ["b:0#2", "b:1#2"]
 
 
-def test_a_drained_host_is_not_left_by_those_without_whom_there_are_too_few():
+def test_workers_needed_for_the_minimum_stay_on_a_drained_host():
     talk = two_hosts(workers_min=3)
     actions = talk.tell(DrainRequested(7, "b"))
     assert answer(actions) == (True, Why.DRAINS) and not has(PrepareChange, actions)
@@ -189,14 +189,14 @@ def test_a_drained_host_is_not_left_by_those_without_whom_there_are_too_few():
     assert order(the(PublishWorld, talk.stop_all())) == ["a:0#1", "a:1#1", "c:0#1", "c:1#1"]
 
 
-def test_a_drain_that_is_called_off_keeps_those_that_are_there():
+def test_cancelled_drain_keeps_the_remaining_workers():
     talk = two_hosts()
     talk.tell(DrainRequested(7, "b"))
     talk.tell(DrainRequested(7, "b", off=True))
     assert not talk.m.roster.leavers and talk.m.phase.value == "training"
 
 
-def test_a_host_that_is_drained_and_stays_after_all_stays_drained():
+def test_drained_host_stays_drained_after_a_withdrawn_notice():
     talk = two_hosts()
     talk.tell(HostLeaving("b", Notice("spot", 600.0)), DrainRequested(7, "a"))
     talk.tell(DrainRequested(7, "a", off=True), DrainRequested(7, "b"), HostStaying("b"))
@@ -205,7 +205,7 @@ def test_a_host_that_is_drained_and_stays_after_all_stays_drained():
     assert not names(talk.wait(3600.0))
 
 
-def test_a_host_that_leaves_the_list_comes_back_as_another():
+def test_host_that_was_unlisted_is_a_new_one_when_listed_again():
     talk = two_hosts()
     talk.tell(DrainRequested(7, "b"))
     talk.stop_all()
@@ -213,13 +213,13 @@ def test_a_host_that_leaves_the_list_comes_back_as_another():
     assert names(talk.tell(hosts(a=2, b=2))) == ["b:0#2", "b:1#2"]
 
 
-def test_an_unknown_host_is_named_with_those_that_are_known():
+def test_unknown_host_is_rejected_with_the_known_ones():
     actions = two_hosts().tell(DrainRequested(7, "c"))
     assert answer(actions) == (False, Why.NO_SUCH_HOST)
     assert the(AnswerRequest, actions).reason == because(Why.NO_SUCH_HOST, host="c", hosts="a, b")
 
 
-def test_a_removed_worker_leaves_and_its_slot_stays_empty():
+def test_removed_worker_leaves_and_its_slot_stays_empty():
     talk = running(4)
     actions = talk.tell(RemoveRequested(7, worker("h:1")))
     assert answer(actions) == (True, Why.REMOVES)
@@ -228,7 +228,7 @@ def test_a_removed_worker_leaves_and_its_slot_stays_empty():
     assert not names(talk.wait(600.0))
 
 
-def test_one_that_is_gone_or_goes_is_not_removed_again():
+def test_leaving_or_exited_worker_is_not_removed_again():
     talk = running(4)
     assert answer(talk.tell(RemoveRequested(7, worker("h:9")))) == (False, Why.NO_SUCH_WORKER)
     talk.tell(RemoveRequested(7, worker("h:1")))
@@ -238,14 +238,14 @@ def test_one_that_is_gone_or_goes_is_not_removed_again():
 @pytest.mark.parametrize(
     "request_", [ScaleRequested(7, 3), DrainRequested(7, "h"), RemoveRequested(7, worker("h:1"))]
 )
-def test_a_job_of_a_fixed_size_and_one_that_is_over_say_so(request_):
+def test_static_and_finished_jobs_reject_requests(request_):
     assert answer(static(2).tell(request_)) == (False, Why.FIXED_SIZE)
     talk = running(4)
     talk.tell(StopRequested("Ctrl-C"))
     assert answer(talk.tell(request_)) == (False, Why.JOB_OVER)
 
 
-def test_another_driver_knows_what_was_wanted():
+def test_successor_driver_knows_the_requests():
     talk = two_hosts()
     talk.tell(ScaleRequested(7, 3), DrainRequested(7, "b"))
     copy = restored(taken(talk.m), talk.m.settings)

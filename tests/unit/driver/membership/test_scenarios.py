@@ -1,6 +1,6 @@
-"""Every scenario goes as it is written down. With `--rewrite-scenarios` this file writes them anew; read the diff then.
+"""Runs every scenario and compares it with its file. ``--rewrite-scenarios`` writes the files; read the diff then.
 
-They are documentation first: docs/scenarios.md lists them.
+Scenarios are documentation too: docs/scenarios.md lists them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ The scenarios are tests too: `pytest tests/unit/driver/membership/test_scenarios
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_goes_as_it_is_written(path, rewrite):
+def test_scenario_matches_its_file(path, rewrite):
     text = path.read_text()
     now = played(text)
     if rewrite:
@@ -56,7 +56,7 @@ def index() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_page_lists_them_all(rewrite):
+def test_page_lists_all_scenarios(rewrite):
     if rewrite:
         INDEX.write_text(index())
     else:
@@ -75,14 +75,14 @@ given: all train
 """
 
 
-def test_what_is_indented_is_written_anew():
+def test_indented_lines_are_rewritten():
     whole = played(STORY)
     recorded("messages", whole)
     assert played(whole) == whole
     assert played(whole.replace("break", "mend")) == whole
 
 
-def test_a_line_that_means_nothing_is_an_error():
+def test_unknown_line_is_an_error():
     with raises(ValueError):
         played(STORY + "> h:1 dances\n")
     with raises(ValueError):

@@ -1,4 +1,4 @@
-"""Scripts that fail in the same way again end their job, and an end on fewer workers says whose script failed."""
+"""Scripts that repeatedly fail in the same way end their job; an end on fewer workers names the failed scripts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def judged(workers: int = 3, **settings: object) -> Talk:
 
 
 def differ(talk: Talk, *calls: Called) -> list[Action]:
-    """One of its ranks has learned that they call different collectives."""
+    """Report that ranks call different collectives, as learned by one of them."""
     return talk.tell(WorkerFailed(worker("h:0"), talk.m.generation, "calls", True, calls))
 
 
@@ -54,28 +54,28 @@ def end(actions: list[Action]) -> tuple[int, Why]:
     return found.code, found.reason.kind
 
 
-# ---- calls that differ ---------------------------------------------------------------------------
+# ---- different calls -----------------------------------------------------------------------------
 
 
-def test_calls_that_differ_again_in_the_next_world_end_the_job():
+def test_different_calls_again_in_the_next_world_end_the_job():
     talk = judged()
     first = differ(talk, *CALLS)
     assert the(BreakWorld, first).reason == because(Why.CALLS_DIFFER, text="calls")
     again(talk)
-    found = the(EndJob, differ(talk, CALLS[1]))  # one that did not learn of the others'
+    found = the(EndJob, differ(talk, CALLS[1]))  # a rank that did not learn the others' calls
     cause = because(Why.CALLS_DIFFER, text="calls")
     assert (found.code, found.reason) == (1, because(Why.SAME_CALLS, cause=cause))
 
 
 @pytest.mark.parametrize("second", [OTHERS, ()])
-def test_other_calls_or_a_connection_that_broke_are_another_failure(second):
+def test_other_calls_or_a_broken_connection_are_another_failure(second):
     talk = judged()
     differ(talk, *CALLS)
     again(talk)
     assert not has(EndJob, differ(talk, *second))
 
 
-def test_calls_that_differ_after_a_world_that_broke_for_something_else_are_another_failure():
+def test_different_calls_after_a_world_broken_otherwise_are_another_failure():
     talk = judged()
     differ(talk, *CALLS)
     again(talk)
@@ -99,7 +99,7 @@ def test_waits_in_different_collectives_again_in_the_next_world_end_the_job():
     assert end(actions) == (1, Why.SAME_CALLS)
 
 
-def test_tensors_that_do_not_fit_together_end_the_job_whoever_is_heard_first():
+def test_mismatching_tensors_end_the_job_regardless_of_the_first_reporter():
     talk = judged()
     told = WorkerRaised(
         *(worker("h:2"), 2, Commit(2, 4), "TensorMismatch: x", "Traceback"), calls=CALLS
@@ -111,11 +111,11 @@ def test_tensors_that_do_not_fit_together_end_the_job_whoever_is_heard_first():
     )
 
 
-# ---- states that differ --------------------------------------------------------------------------
+# ---- different states ----------------------------------------------------------------------------
 
 
 def turned_away() -> Talk:
-    """Rank 1 of the world of init() comes to elastic.run with another model than the others."""
+    """Rank 1 of the world of init() enters elastic.run with another model than the others."""
     talk = started(3, judge_scripts=True, workers_min=1)
     entered = [
         ready("h:0", 1, layout="a"),
@@ -132,19 +132,19 @@ def turned_away() -> Talk:
     return talk
 
 
-def test_the_same_other_state_in_the_same_slot_ends_the_job():
+def test_same_mismatching_state_in_the_same_slot_ends_the_job():
     found = the(EndJob, turned_away().tell(ready("h:1#2", 0, layout="b")))
     both = because(Why.LAYOUTS_DIFFER, first="h:1#1", worker="h:1#2", rank_0="h:0#1")
     assert (found.code, found.reason) == (1, both)
 
 
-def test_a_third_state_is_turned_away_only():
+def test_third_state_is_only_rejected():
     actions = turned_away().tell(ready("h:1#2", 0, layout="c"))
     assert has(RejectWorker, actions) and not has(EndJob, actions)
 
 
-def test_newcomers_with_another_state_end_nothing():
-    """A host with an older script must not end the job of all others."""
+def test_newcomers_with_another_state_do_not_end_the_job():
+    """A host with an older script must not end the job of the others."""
     talk = started(3, judge_scripts=True, workers_min=1)
     talk.tell(*(ready(f"h:{slot}", 1, layout="a") for slot in range(3)))
     talk.resume()
@@ -162,7 +162,7 @@ def test_newcomers_with_another_state_end_nothing():
 
 
 def ended(talk: Talk) -> Reason:
-    """All that are left return."""
+    """Make all remaining workers return."""
     left = [str(record.worker) for record in talk.m.worlds.live()]
     found = the(EndJob, talk.tell(*(returned(name, talk.m.generation) for name in left)))
     assert (found.code, found.reason.kind) == (0, Why.ALL_RETURNED)
@@ -176,7 +176,7 @@ def without(talk: Talk, *events: object) -> Reason:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_end_names_whose_script_failed(strict):
+def test_end_names_the_worker_whose_script_failed(strict):
     found = without(judged(strict=strict), raised("h:1", 2, (2, 4)), exited("h:1", 1))
     assert found.facts == {
         **{"members": 2, "generation": 3, "began": 3, "strict": strict},
@@ -184,7 +184,7 @@ def test_the_end_names_whose_script_failed(strict):
     }
 
 
-def test_the_end_names_a_call_of_sys_exit_and_an_exit_code():
+def test_end_names_a_sys_exit_call_and_an_exit_code():
     quits = WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)")
     found = without(judged(), quits, exited("h:1", 3))
     assert found.facts["failed"] == [because(Why.LOST_QUIT, worker="h:1#1", call="sys.exit(3)")]
@@ -192,7 +192,7 @@ def test_the_end_names_a_call_of_sys_exit_and_an_exit_code():
     assert found.facts["failed"] == [because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 7")]
 
 
-def test_a_worker_that_is_killed_or_quits_well_is_no_failure_of_its_script():
+def test_killed_or_finished_worker_is_no_script_failure():
     for events in (
         [exited("h:1", -9)],
         [WorkerQuit(worker("h:1"), 2, 0, "sys.exit(0)"), exited("h:1", 0)],
@@ -201,7 +201,7 @@ def test_a_worker_that_is_killed_or_quits_well_is_no_failure_of_its_script():
         assert "failed" not in without(judged(), *events).facts
 
 
-def test_a_worker_that_does_not_end_after_its_exception_has_still_raised():
+def test_worker_that_hangs_after_its_exception_still_raised():
     talk = judged()
     talk.tell(raised("h:1", 2, (2, 4)))
     talk.ready("h:0", "h:2", commit=(2, 4))
@@ -210,7 +210,7 @@ def test_a_worker_that_does_not_end_after_its_exception_has_still_raised():
     assert "failed" in ended(talk).facts
 
 
-def test_whose_place_was_taken_is_missing_no_more():
+def test_replaced_worker_is_not_missing():
     talk = judged()
     talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
     talk.ready("h:0", "h:2", commit=(2, 4))
@@ -223,12 +223,12 @@ def test_whose_place_was_taken_is_missing_no_more():
     assert "failed" not in ended(talk).facts
 
 
-def test_a_job_whose_journal_is_older_ends_as_it_did():
+def test_job_with_an_older_journal_ends_as_before():
     found = without(running(3, workers_min=1), raised("h:1", 2, (2, 4)), exited("h:1", 1))
     assert found == because(Why.ALL_RETURNED, members=2, generation=3)
 
 
-def test_a_call_of_sys_exit_is_what_the_others_are_told():
+def test_sys_exit_call_is_sent_to_the_others():
     actions = judged().tell(WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)"))
     assert the(BreakWorld, actions).reason == because(
         Why.LOST_QUIT, worker="h:1#1", call="sys.exit(3)"

@@ -1,4 +1,4 @@
-"""A membership that was made from a snapshot is as good as the one that it was taken of, in any state."""
+"""A membership restored from a snapshot behaves like the original, in any state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY = 5  # entries between two snapshots of a simulated job
 
 
 def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -> int:
-    """Restores it again and again, and always asks both. Returns how often it was restored."""
+    """Restore the membership repeatedly and compare the answers of both. Return the number of restorations."""
     original = Membership(settings)
     twin, swaps = Membership(settings), 0
     for number, entry in enumerate(entries):
@@ -60,14 +60,14 @@ def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -
         *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 8)),
     ],
 )
-def test_at_any_point_of_a_simulated_job(seed):
+def test_restored_membership_behaves_alike_at_any_point_of_a_simulated_job(seed):
     sim = Simulation(seed, workers=6, steps=80, faults=14, mild=seed % 3 > 0)
     sim.run()
     assert goes_on_alike(sim.driver.entries, sim.settings, first=seed % EVERY) > 6
 
 
-def test_a_twin_goes_its_own_way():
-    """Nothing is shared with the one that it was taken of."""
+def test_copy_is_independent_of_the_original():
+    """No object is shared with the original."""
     talk = running(4)
     data = taken(talk.m)
     twin = restored(data, talk.m.settings)
@@ -76,11 +76,11 @@ def test_a_twin_goes_its_own_way():
     assert taken(twin) == data and worker("h:1") in twin.roster
 
 
-def test_what_is_shared_stays_shared():
+def test_shared_objects_stay_shared():
     twin = restored(taken(running(3).m), running(3).m.settings)
     record = twin.roster[worker("h:1")]
     assert twin.roster.hosts["h"][worker("h:1")] is record
-    record.leaving = in_words("told to")  # the roster files it
+    record.leaving = in_words("told to")  # the roster indexes it
     assert twin.roster.leavers == {worker("h:1"): record}
     assert (
         twin.worlds.staff.actions is twin.worlds.actions
@@ -98,8 +98,8 @@ def test_what_is_shared_stays_shared():
         ("Membership", "story"),
     ],
 )
-def test_a_field_that_is_left_out_is_noticed(part, field):
-    """By whoever reads it. That all are there is thus no matter of luck."""
+def test_omitted_field_is_detected(part, field):
+    """Any access to it fails, so completeness does not depend on luck."""
     talk = running(2)
     found = json.loads(taken(talk.m))
     [kind] = [n for n, (name, *_) in enumerate(found["kinds"]) if name == part]
@@ -112,7 +112,7 @@ def test_a_field_that_is_left_out_is_noticed(part, field):
         restored(json.dumps(found).encode(), talk.m.settings)
 
 
-def test_a_field_of_an_unknown_kind_is_an_error_when_it_is_taken():
+def test_field_of_an_unknown_kind_fails_when_a_snapshot_is_taken():
     for value in (object(), lambda: None, b"bytes", {"a": {1j}}, running(2).m.handle, Talk):
         talk = running(2)
         talk.m._news = value  # type: ignore[attr-defined]
@@ -121,20 +121,20 @@ def test_a_field_of_an_unknown_kind_is_an_error_when_it_is_taken():
 
 
 def values_in(hint: Any) -> set[type[Value]]:
-    """The values that a field with this annotation may hold."""
+    """Return the values that a field with this annotation may hold."""
     found = {hint} if isinstance(hint, type) and issubclass(hint, Value) else set()
     return found.union(*map(values_in, get_args(hint)))
 
 
-def test_it_can_hold_whatever_an_event_or_an_action_has():
-    """The latest events are a part of the state: a new kind of value in one is a kind that a snapshot has to know."""
+def test_snapshot_can_hold_all_values_of_events_and_actions():
+    """The latest events are part of the state, so a snapshot must support every kind of value in them."""
     for kind in (*Event.__subclasses__(), *Action.__subclasses__()):
         for name, hint in get_type_hints(kind).items():
             unknown = values_in(hint) - {*snapshot.STRUCTS}
             assert not unknown, f"{kind.__name__}.{name} has {unknown}"
 
 
-def test_a_new_field_of_a_known_kind_is_kept():
+def test_new_field_of_a_known_kind_is_kept():
     talk = running(2)
     talk.m.roster[worker("h:1")].mood = {("h", 1): inf}
     assert b'"mood"' in taken(talk.m)
@@ -144,7 +144,7 @@ def test_a_new_field_of_a_known_kind_is_kept():
     assert any(name == "ActionList" and "mood" in names for name, *names in snapshot_fields)
 
 
-def test_no_value_of_the_environment_is_in_it():
+def test_snapshot_contains_no_values_of_the_environment():
     talk = Talk(env={"TOKEN": "hunter2"})
     talk.tell(hosts(h=4))
     data = taken(talk.m)
@@ -152,7 +152,7 @@ def test_no_value_of_the_environment_is_in_it():
     assert restored(data, talk.m.settings).settings is talk.m.settings
 
 
-def test_strange_words_of_a_worker_come_back_as_they_were():
+def test_unusual_texts_of_workers_are_restored_unchanged():
     talk = running(2, workers_min=1)
     talk.tell(raised("h:1", 2, (2, 0), 'Err: "\\ \u2028 \x00 \n{"snapshot": [1]} [0] \U0001f600'))
     twin = restored(taken(talk.m), talk.m.settings)
@@ -171,12 +171,12 @@ def test_strange_words_of_a_worker_come_back_as_they_were():
         b'{"kinds": [["method"], ["Roster"]], "objects": [[0, "clear", [1]], [1]], "root": [0]}',
     ],
 )
-def test_what_is_no_snapshot_is_refused_and_makes_nothing(data):
+def test_invalid_snapshot_is_rejected_without_side_effects(data):
     with pytest.raises(Invalid):
         restored(data, running(2).m.settings)
 
 
-def test_only_methods_that_are_kept_are_found_again():
+def test_only_known_methods_are_restored():
     assert {(Roster, "_file")} == snapshot.METHODS
     talk = running(2)
     data = taken(talk.m).replace(b'"_file"', b'"clear"')
@@ -188,7 +188,7 @@ def test_only_methods_that_are_kept_are_found_again():
 
 
 def trained(hosts_: int, slots: int) -> Membership:
-    """All train, and wait in a collective: much is known of each."""
+    """Train, and let all members wait in a collective, so that much is known of each."""
     size = hosts_ * slots
     m = Membership(Settings(np=size, workers_min=1, workers_max=size, elastic=True))
     workers = [Worker(f"host-{h:04d}", s) for h in range(hosts_) for s in range(slots)]
@@ -204,8 +204,8 @@ def trained(hosts_: int, slots: int) -> Membership:
     return m
 
 
-def test_what_it_costs_grows_with_the_workers_and_no_faster():
-    """Counted, in calls of functions."""
+def test_snapshot_cost_grows_at_most_linearly_with_the_workers():
+    """Counts function calls."""
 
     def calls_of(work: Callable[[], Any]) -> int:
         count = itertools.count()

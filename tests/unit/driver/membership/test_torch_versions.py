@@ -1,15 +1,15 @@
-"""Hosts with different versions of torch are named, once each."""
+"""Hosts with different versions of torch are logged, once each."""
 
 from elastic.driver.membership.torch_versions import Versions
 from harness.golden import recorded
 
 
-def test_one_version_is_no_news():
+def test_single_version_is_not_logged():
     versions = Versions()
     assert versions.heard("a", "2.13.0+cpu") == versions.heard("b", "2.13.0+cpu") == ""
 
 
-def test_another_version_is_told_once_with_who_has_which():
+def test_second_version_is_logged_once_with_the_hosts_of_each():
     versions = Versions()
     versions.heard("a", "2.13.0")
     told = versions.heard("b", "2.15.0")
@@ -17,5 +17,5 @@ def test_another_version_is_told_once_with_who_has_which():
     assert versions.heard("c", "2.15.0") == versions.heard("a", "2.13.0") == ""
 
 
-def test_a_worker_that_tells_none_is_passed_over():
+def test_worker_without_a_version_is_ignored():
     assert Versions().heard("a", "") == ""

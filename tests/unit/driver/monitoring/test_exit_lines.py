@@ -1,4 +1,4 @@
-"""Many workers that end at once are two lines of the log."""
+"""Log lines for many workers that exit at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def cools(slot: int, ended: str = "exit code 1"):
     return because(Why.SLOT_COOLS, worker=f"h:{slot}#1", exit=ended, wait_s=1.0)
 
 
-async def test_the_first_is_said_at_once_and_the_others_together():
+async def test_first_exit_is_logged_at_once_and_the_others_together():
     said: list[tuple[str, str]] = []
     lines = ExitLines(lambda level, text: said.append((level, text)))
     assert [lines.shares(cools(slot)) for slot in range(16)] == [False] + [True] * 15

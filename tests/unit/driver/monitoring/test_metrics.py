@@ -1,4 +1,4 @@
-"""What is counted for Prometheus: a job's events go in, and the lines that a scrape gets come out."""
+"""Prometheus metrics: from a job's events to the lines of a scrape."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def lines(figures: Figures) -> set[str]:
     return {line for line in text.splitlines() if not line.startswith("#")}
 
 
-def test_workers_by_stage_and_the_world():
+def test_workers_are_counted_by_stage_and_the_world_is_shown():
     figures = training(A, B, C)
     figures.note(WorkerReturned(C, 1), [])
     assert {
@@ -83,11 +83,11 @@ def test_workers_by_stage_and_the_world():
     } <= lines(figures)
 
 
-def test_a_frozen_worker_is_fenced_and_lost_once():
+def test_frozen_worker_is_killed_and_lost_once():
     figures = training(A, B)
     figures.note(TimePassed(), [KillWorker(B, because(Why.FROZEN, how="stopped by a signal"))])
     assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
-    figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last words
+    figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last message
     assert figures.stages[B] == "killed"
     figures.note(WorkerExited(B, -9), [published(A, generation=2)])
     figures.note(WorkerExited(B, -9), [])
@@ -101,7 +101,7 @@ def test_a_frozen_worker_is_fenced_and_lost_once():
     } <= lines(figures)
 
 
-def test_who_was_asked_to_go_is_not_lost():
+def test_released_worker_is_not_lost():
     figures = training(A, B, C)
     figures.note(
         TimePassed(),
@@ -114,7 +114,7 @@ def test_who_was_asked_to_go_is_not_lost():
     assert sum(figures.fenced.values()) == 0
 
 
-def test_every_fence_has_its_kind():
+def test_every_kill_has_a_kind():
     figures = training(A)
     for hang in Hang:
         hung = hang_of_one(Finding(hang, "gradients", 7, 10.0))
@@ -140,7 +140,7 @@ def test_recoveries_are_a_histogram():
     } <= lines(figures)
 
 
-def test_a_straggler_shows_until_the_world_changes():
+def test_straggler_is_shown_until_the_world_changes():
     figures = training(A, B, C)
     for worker, waited_s in ((A, 25.0), (B, 26.0), (C, 1.0)):
         figures.note(WorkerPaced(worker, 1, 300, waited_s, 30.0), [])
@@ -152,18 +152,18 @@ def test_a_straggler_shows_until_the_world_changes():
         'elastic_collectives_total{worker="localhost:0#1"} 300.0',
     } <= lines(figures)
     figures.note(TimePassed(), [published(A, B, C, generation=2)])
-    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0), [])  # of the world before
+    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0), [])  # of the previous world
     assert 'elastic_straggler{worker="localhost:2#1"} 0.0' in lines(figures)
 
 
-def test_workers_that_are_gone_leave_no_lines():
+def test_exited_workers_leave_no_lines():
     figures = training(A, B)
     figures.note(WorkerPaced(B, 1, 300, 1.0, 30.0), [])
     figures.note(WorkerExited(B, 1), [])
     assert not [line for line in lines(figures) if "localhost:1#1" in line]
 
 
-def test_the_newest_commit():
+def test_newest_commit_is_shown():
     figures = training(A, B)
     assert not [line for line in lines(figures) if "elastic_commit_" in line]
     for worker, commit in ((A, Commit(2, 5)), (B, Commit(2, 4))):
@@ -171,7 +171,7 @@ def test_the_newest_commit():
     assert {"elastic_commit_number 5.0", "elastic_commit_generation 2.0"} <= lines(figures)
 
 
-def test_commits_are_counted_while_the_world_stays_the_same_and_after_it():
+def test_commits_are_counted_within_and_across_worlds():
     figures = training(A, B)
     figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0, 60, Commit(1, 60)), [], 1000.0)
     figures.note(WorkerPaced(B, 1, 300, 1.0, 30.0, 59, Commit(1, 59)), [], 1001.0)
@@ -187,7 +187,7 @@ def test_commits_are_counted_while_the_world_stays_the_same_and_after_it():
     assert {"elastic_commits_total 160.0", "elastic_commit_number 10.0"} <= lines(figures)
 
 
-def test_steps_and_samples_are_those_of_rank_0_without_a_line_in_the_script():
+def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
     figures = training(A, B)
     for worker, steps, at in ((A, 100, 110.0), (B, 7, 111.0), (A, 150, 115.0)):
         commit = Commit(1, steps // 10)
@@ -200,7 +200,7 @@ def test_steps_and_samples_are_those_of_rank_0_without_a_line_in_the_script():
     } <= lines(figures)
 
 
-def test_the_world_and_stalls_of_the_driver_before_this_one():
+def test_world_and_stalls_of_the_previous_driver_are_shown():
     figures = Figures()
     figures.adopt([(A, 0), (B, 1)], 4)
     figures.note(WorkerProgressed(A, 4, 7, "gradients", 12.0), [], 1000.0)
@@ -212,7 +212,7 @@ def test_the_world_and_stalls_of_the_driver_before_this_one():
     } <= lines(figures)
 
 
-def test_durable_commits():
+def test_durable_commits_are_shown():
     figures = training(A, B)
     assert "elastic_durable_commits_total 0.0" in lines(figures)
     figures.note(CheckpointMade(Commit(1, 60)), [], 1030.0)
@@ -224,15 +224,15 @@ def test_durable_commits():
     } <= lines(figures)
 
 
-def test_reported_numbers_are_gauges_and_bounded():
-    def said(rank: int, **metrics) -> Report:
+def test_reported_numbers_are_gauges_and_limited():
+    def report(rank: int, **metrics) -> Report:
         return Report(rank, 2, 1, "h:0#1", metrics, 1.0)
 
     figures = training(A, B)
-    figures.report(said(0, loss=0.5, step=7, note="text", nested={"x": 1.0}))
-    figures.report(said(1, loss=float("nan")))
-    figures.report(said(2, loss=1.0))  # there are two
-    figures.report(said(0, loss=0.25))
+    figures.report(report(0, loss=0.5, step=7, note="text", nested={"x": 1.0}))
+    figures.report(report(1, loss=float("nan")))
+    figures.report(report(2, loss=1.0))  # no such rank
+    figures.report(report(0, loss=0.25))
     found = {line for line in lines(figures) if line.startswith("elastic_reported{")}
     assert found == {
         'elastic_reported{name="loss",rank="0"} 0.25',
@@ -240,13 +240,13 @@ def test_reported_numbers_are_gauges_and_bounded():
         'elastic_reported{name="loss",rank="1"} NaN',
     }
     for n in range(10 * NAMES):
-        figures.report(said(0, **{f"{n}": 1.0}))
+        figures.report(report(0, **{f"{n}": 1.0}))
     assert len(figures.reported[0]) == NAMES
     figures.note(TimePassed(), [published(A, generation=2)])
     assert list(figures.reported) == [0]
 
 
-def test_they_are_served_on_loopback_until_the_end():
+def test_metrics_are_served_on_loopback_until_the_end():
     metrics = Metrics("127.0.0.1", 0)
     metrics.note(TimePassed(), [StartWorker(A, PLACE, in_words("first start"))], 1.0)
     url = f"http://127.0.0.1:{metrics.port}/metrics"
@@ -260,7 +260,7 @@ def test_they_are_served_on_loopback_until_the_end():
 
 
 def asked(metrics: Metrics, host: str) -> tuple[int, bytes]:
-    """What is answered to an HTTP/1.0 request whose Host is this; empty: it has none."""
+    """Return the answer to an HTTP/1.0 request with this Host header; empty: without one."""
     call = http.client.HTTPConnection("127.0.0.1", metrics.port, timeout=30)
     with contextlib.closing(call):
         call.putrequest("GET", "/metrics", skip_host=True)
@@ -271,7 +271,7 @@ def asked(metrics: Metrics, host: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def test_on_loopback_no_other_site_reads_them_under_a_name_of_its_own():
+def test_foreign_host_name_is_rejected_on_loopback():
     with contextlib.closing(Metrics("127.0.0.1", 0)) as metrics:
         own = socket.gethostname()
         for host in ("", "localhost:9100", "127.0.0.1:9100", "[::1]:9100", "10.0.0.7", own):
@@ -282,12 +282,12 @@ def test_on_loopback_no_other_site_reads_them_under_a_name_of_its_own():
             recorded("messages", body)
 
 
-def test_where_they_are_served_to_others_any_name_will_do():
+def test_any_host_name_is_accepted_beyond_loopback():
     with contextlib.closing(Metrics("0.0.0.0", 0)) as metrics:
         assert asked(metrics, "driver.training.svc:9100")[0] == 200
 
 
-def test_recoveries_are_told_by_phase():
+def test_recoveries_are_counted_by_phase():
     figures = training(A, B)
     phases = {"gathered": 20.0, "formed": 300.0}
     report = ReportRecovery(2, "recovery", in_words("lost"), 2, 320.0, phases, 0)
@@ -299,7 +299,7 @@ def test_recoveries_are_told_by_phase():
     assert f'{name}_sum{{kind="recovery",phase="formed"}} 0.3' in told
 
 
-def test_goodput_and_the_age_of_the_newest_durable_commit():
+def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
     figures = Figures()
     start = StartWorker(A, PLACE, in_words("first start"))
     figures.note(TimePassed(), [start], 100.0)
@@ -312,7 +312,7 @@ def test_goodput_and_the_age_of_the_newest_durable_commit():
     assert sum(sample.value for sample in spent.samples) == 10.0
 
 
-def test_names_and_units_are_those_that_prometheus_wants():
+def test_names_and_units_follow_the_conventions_of_prometheus():
     figures = training(A, B)
     figures.durable, figures.commit = 1, Commit(0, 0)
     for family in families(figures):

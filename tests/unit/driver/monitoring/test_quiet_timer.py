@@ -1,4 +1,4 @@
-"""It waits until nothing happens any more, and not for ever."""
+"""Timer that expires once nothing has happened for a while, or at its latest time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 from elastic.driver.monitoring.quiet_timer import MOST_S, QUIET_S, QuietTimer
 
 
-def test_each_touch_puts_it_off_until_the_latest(monkeypatch):
+def test_each_touch_postpones_the_timer_up_to_the_latest_time(monkeypatch):
     loop = create_autospec(asyncio.AbstractEventLoop, instance=True)
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
     fired: list[int] = []

@@ -1,4 +1,4 @@
-"""Recoveries as traces: decisions go in, and the SDK's own exporter in memory has the spans."""
+"""Recoveries as traces: from decisions to the spans in the SDK's in-memory exporter."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spans_of(*reports: ReportRecovery, at: float = 100.0) -> list[ReadableSpan]:
     return list(kept.get_finished_spans())
 
 
-def test_a_recovery_is_a_span_and_its_phases_are_children():
+def test_recovery_is_a_span_with_its_phases_as_children():
     before = time.time()
     *children, root = spans_of(REPORT)
     after = time.time()
@@ -73,7 +73,7 @@ def test_a_recovery_is_a_span_and_its_phases_are_children():
     assert root.resource.attributes["service.name"] == "hvd-elastic"
 
 
-def test_phases_lie_where_they_were():
+def test_phases_have_their_times():
     assert phases_of(REPORT) == [
         ("gathered", 0.0, 40.0),
         ("raised", 0.0, 10.0),
@@ -85,7 +85,7 @@ def test_phases_lie_where_they_were():
     ]
 
 
-def test_no_phase_leaves_the_recovery_whatever_is_told():
+def test_no_phase_exceeds_its_recovery_for_any_report():
     phases = {"gathered": 90.0, "waited": 500.0, "synced": 70.0, "first collective": 99.0, "x": 7.0}
     report = ReportRecovery(3, "change", in_words("joined"), 2, 80.0, phases, 0)
     told = phases_of(report)
@@ -93,20 +93,20 @@ def test_no_phase_leaves_the_recovery_whatever_is_told():
     assert all(0.0 <= begin <= end <= 80.0 for _, begin, end in told)
 
 
-def test_each_is_a_trace_of_its_own():
+def test_each_recovery_is_a_separate_trace():
     spans = spans_of(REPORT, ReportRecovery(4, "change", in_words("joined"), 3, 5.0, {}, 0))
     roots = [span for span in spans if span.parent is None]
     assert [span.name for span in roots] == ["recovery", "change"]
     assert len({span.context.trace_id for span in spans if span.context}) == 2
 
 
-def test_the_users_own_name_of_the_service_stays(monkeypatch):
+def test_service_name_set_by_the_user_is_kept(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "training")
     assert spans_of(REPORT)[0].resource.attributes["service.name"] == "training"
 
 
 class Stuck(SpanExporter):
-    """A collector that takes nothing, until it is let go."""
+    """A collector that accepts nothing until it is released."""
 
     def __init__(self) -> None:
         self.go, self.asked = threading.Event(), threading.Event()
@@ -118,7 +118,7 @@ class Stuck(SpanExporter):
         return SpanExportResult.FAILURE
 
 
-def test_a_collector_that_takes_nothing_holds_up_neither_a_decision_nor_the_end(monkeypatch):
+def test_collector_that_accepts_nothing_blocks_neither_decisions_nor_the_end(monkeypatch):
     monkeypatch.setattr(recovery_traces, "CLOSE_S", 0.05)
     stuck, said = Stuck(), []
     processor = BatchSpanProcessor(stuck, max_queue_size=16, max_export_batch_size=8)
@@ -130,13 +130,13 @@ def test_a_collector_that_takes_nothing_holds_up_neither_a_decision_nor_the_end(
     assert stuck.asked.wait(10.0)
     began = time.monotonic()
     for _ in range(100):
-        traces.note([REPORT], 100.0)  # the queue is full: they are lost
+        traces.note([REPORT], 100.0)  # the queue is full, so they are dropped
     traces.close()
     assert time.monotonic() - began < 5.0
     stuck.go.set()
 
 
-def test_trouble_with_a_collector_is_said_once():
+def test_collector_failure_is_logged_once():
     said: list[str] = []
     traces = RecoveryTraces("bert", {}, lambda level, text: said.append(text), processors=[])
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_trouble_with_a_collector_is_said_once():
     recorded("log", said)
 
 
-def test_where_the_sdk_is_missing_that_is_said(monkeypatch):
+def test_missing_sdk_is_logged(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with raises(Invalid):
         RecoveryTraces("bert", {}, silent)
@@ -154,10 +154,10 @@ def test_where_the_sdk_is_missing_that_is_said(monkeypatch):
 @pytest.mark.parametrize(
     "environ", [{"OTEL_TRACES_EXPORTER": "jaeger"}, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}]
 )
-def test_an_exporter_that_is_missing_is_said(environ):
+def test_missing_exporter_is_logged(environ):
     with raises(Invalid):
         RecoveryTraces("bert", environ, silent)
 
 
-def test_none_sends_nothing():
+def test_exporter_none_sends_nothing():
     RecoveryTraces("bert", {"OTEL_TRACES_EXPORTER": "none"}, silent).close()

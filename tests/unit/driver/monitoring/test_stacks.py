@@ -1,4 +1,4 @@
-"""Where a worker's training is: the frames of its script first."""
+"""Stack of a worker's training, with the frames of its script first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TORCH = '  File "/x/site-packages/torch/graph.py", line 9 in backward\n'
 SCRIPT = '  File "/home/me/train.py", line 15 in train\n', '  File "train.py", line 3 in <module>\n'
 
 
-def test_the_frames_of_the_script_come_first_and_others_share_a_line():
+def test_frames_of_the_script_come_first_and_others_share_a_line():
     text = f"{TRAINING} 0x02 (most recent call first):\n{OURS}{TORCH}{SCRIPT[0]}{OURS}{SCRIPT[1]}"
     first, second, waits, others = training_stack(LINK + text).splitlines(keepends=True)
     assert (first, second) == SCRIPT
@@ -24,28 +24,30 @@ def test_the_frames_of_the_script_come_first_and_others_share_a_line():
     recorded("messages", others)
 
 
-def test_without_a_name_it_is_the_main_thread_which_comes_last():
+def test_main_thread_which_comes_last_is_shown_without_a_name():
     text = f"Current thread 0x0000000000000002 (most recent call first):\n{SCRIPT[0]}"
     assert training_stack(LINK + text).startswith(SCRIPT[0])
 
 
-def test_a_named_thread_is_shown_wherever_it_stands():
+def test_named_thread_is_shown_in_any_position():
     text = f"{TRAINING} 0x0002 (most recent call first):\n{SCRIPT[0]}\n" + LINK
     assert training_stack(text).startswith(SCRIPT[0])
 
 
-def test_without_a_frame_of_the_script_the_innermost_are_shown():
+def test_innermost_frames_are_shown_without_a_frame_of_the_script():
     text = f"{TRAINING} 0x02 (most recent call first):\n{OURS * 20}"
     assert training_stack(text) == OURS * INNERMOST
 
 
-def test_what_is_no_stack_is_left_as_it_is():
+def test_text_without_stacks_is_unchanged():
     recorded("messages", training_stack("no header\n  of a thread\n"))
 
 
-def test_it_reads_what_python_writes():
+def test_stacks_written_by_python_are_parsed():
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()
-    assert training_stack(text).splitlines()[0].endswith("in test_it_reads_what_python_writes")
+    assert (
+        training_stack(text).splitlines()[0].endswith("in test_stacks_written_by_python_are_parsed")
+    )

@@ -1,4 +1,4 @@
-"""One rank loops for 40 s: the page, status, metrics, explain and the report tell culprit, line and seconds, alike."""
+"""One rank loops for 40 s: page, status, metrics, explain and the report show the same culprit, line and seconds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def world(generation: int, *workers: Worker) -> events.PublishWorld:
 
 
 class Surfaces:
-    """All that are told the events of one job, which began at 100: 10 commits a second until 120, then rank 1 loops."""
+    """All consumers of the events of one job, which begins at 100: 10 commits per second until 120, then rank 1
+    loops.
+    """
 
     def __init__(self) -> None:
         self.page = PageModel(name="bert", command=["train.py"], least=1, most=3)
@@ -64,13 +66,13 @@ class Surfaces:
         self.note(events.WorkerSpent(A, 1, times, "training", Commit(1, number)), [], at)
 
     def loops(self, until: float) -> None:
-        """Rank 0 goes on to tell how its time goes, and the driver finds the line."""
+        """Rank 0 continues to report its time, and the driver finds the line."""
         self.note(events.WorkerLocated(B, 1, LINE), [], 125.1)
         for at in range(125, int(until), 5):
             self.spent(float(at), 200)
             self.page.go_on(float(at))
 
-    # ---- asked
+    # ---- results
 
     def now(self, at: float) -> None:
         self.page.go_on(at)
@@ -101,7 +103,7 @@ def told(facts: dict) -> tuple[list[tuple[int, str, str]], float]:
 CULPRIT = [(1, "h:1#1", LINE)]
 
 
-def test_while_it_lasts():
+def test_stall_is_shown_while_it_lasts():
     job = Surfaces()
     job.loops(160.0)
     job.now(160.0)
@@ -126,7 +128,7 @@ def test_while_it_lasts():
     assert job.metrics()["elastic_stalled_seconds"][0].value == 40.0
     parts = {s.labels["part"]: s.value for s in job.metrics()["elastic_job_spent_seconds"]}
     assert parts["stalled"] == 40.0
-    # explain, and the page that it writes.
+    # explain, and its page.
     [facts] = job.findings(What.STALLS_NOW)
     assert told(facts) == (CULPRIT, 40.0)
     [time] = job.findings(What.TIME)
@@ -138,7 +140,7 @@ def test_while_it_lasts():
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_afterwards_whether_it_ended_by_itself_or_by_a_kill(killed):
+def test_stall_is_shown_after_it_ended_by_itself_or_by_a_kill(killed):
     job = Surfaces()
     job.loops(160.0)
     job.now(159.0)
@@ -202,8 +204,8 @@ def test_rates_fall_to_zero_and_rise_again():
     assert [*job.page.state.series["speed"]][-2:] == [[160.0, 0.0], [163.0, 10.0]]
 
 
-def test_without_any_report_of_a_wait_the_rate_falls_once_commits_are_overdue():
-    """As where every rank loops, or the only one."""
+def test_rate_falls_once_commits_are_overdue_without_reported_waits():
+    """As when every rank loops, or the only one."""
     job = Surfaces()
     job.note(events.WorkerProgressed(A, 1, 7), [], 121.5)
     job.spent(125.0, 240)
@@ -212,7 +214,7 @@ def test_without_any_report_of_a_wait_the_rate_falls_once_commits_are_overdue():
         assert job.page.state.values["rate"] == rate
 
 
-def test_every_finding_has_its_sentence():
+def test_every_finding_has_a_sentence():
     job = Surfaces()
     job.loops(160.0)
     for number in range(20):

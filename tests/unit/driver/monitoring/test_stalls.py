@@ -1,4 +1,4 @@
-"""Whether training stalls, since when, and for whom the others wait: events go in, stalls and seconds come out."""
+"""Stalls of the training: from events to the stalls, their durations and the awaited ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world(*workers: Worker, at: float = 100.0) -> Stalls:
 def waits(
     stalls: Stalls, *workers: Worker, since: float, number: int = 7, name: str = "gradients"
 ) -> None:
-    """They say so when they have waited for a second."""
+    """Report a wait, as workers do after a second."""
     for worker in workers:
         said = events.WorkerProgressed(worker, 1, number, name, 1.0, line="train.py:30")
         stalls.note(said, [], since + 1.0)
@@ -51,7 +51,7 @@ def held(stalls: Stalls, since: float = 120.0) -> Stalls:
 
 
 def now(stalls: Stalls, at: float) -> Stall:
-    """The stall that lasts."""
+    """Return the current stall."""
     stall = stalls.current(at)
     assert stall is not None
     return stall
@@ -62,7 +62,7 @@ def ranks(stall: Stall | None) -> list[int]:
     return [culprit.rank for culprit in stall.culprits]
 
 
-def test_a_stall_counts_from_the_wait_of_the_others_not_from_when_it_was_noticed():
+def test_stall_starts_with_the_wait_of_the_others():
     stalls = held(world(A, B, C))
     assert stalls.waits_since == 120.0
     assert stalls.current(124.9) is None
@@ -74,7 +74,7 @@ def test_a_stall_counts_from_the_wait_of_the_others_not_from_when_it_was_noticed
     assert stall.end is None
 
 
-def test_a_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
+def test_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     stalls = held(world(A, B, C))
     stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
     goes_on(stalls, A, 160.2)
@@ -84,15 +84,15 @@ def test_a_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     assert (stall.since, stall.until, stall.end) == (120.0, 160.2, StallEnd.RESUMED)
     assert ranks(stall) == [1] and stall.culprits[0].line == "train.py:12"
     assert stalls.count == 1
-    # The line is of that wait: another one is looked for.
+    # The line belongs to that wait, so the next one is located again.
     stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 165.0)
     waits(stalls, A, C, since=200.0, number=8)
     assert now(stalls, 206.0).culprits[0].line == ""
     assert now(stalls, 206.0).culprits[0].worker == B
 
 
-def test_the_line_is_the_one_at_which_it_was_seen_most_often():
-    """It may have gone on by the last look, before the others have said that they no longer wait."""
+def test_line_is_the_one_seen_most_often():
+    """The last probe may show a later line, before the others have reported the end of their wait."""
     stalls = held(world(A, B, C))
     for at, line in ((125.0, "train.py:12"), (130.0, "train.py:12"), (160.1, "train.py:30")):
         stalls.note(events.WorkerLocated(B, 1, line), [], at)
@@ -122,9 +122,7 @@ def test_the_line_is_the_one_at_which_it_was_seen_most_often():
         (events.StopRequested("SIGTERM"), [events.EndJob(143, WHY)], StallEnd.JOB_ENDED),
     ],
 )
-def test_a_stall_ends_where_its_culprit_is_gone_the_world_breaks_or_the_job_ends(
-    event, actions, end
-):
+def test_stall_ends_when_its_culprit_exits_the_world_breaks_or_the_job_ends(event, actions, end):
     stalls = held(world(A, B, C))
     stalls.note(event, actions, 160.0)
     stalls.note(events.TimePassed(), [published(2, A, C)], 161.0)
@@ -133,7 +131,7 @@ def test_a_stall_ends_where_its_culprit_is_gone_the_world_breaks_or_the_job_ends
     assert stalls.current(200.0) is None
 
 
-def test_short_waits_and_those_of_a_usual_step_are_no_stalls():
+def test_short_or_usual_waits_are_no_stalls():
     stalls = world(A, B, C)
     waits(stalls, A, C, since=120.0)
     goes_on(stalls, A, 124.0)
@@ -146,7 +144,7 @@ def test_short_waits_and_those_of_a_usual_step_are_no_stalls():
     assert not stalls.past
 
 
-def test_a_report_about_the_time_of_a_stall_does_not_make_it_usual():
+def test_report_during_a_stall_does_not_raise_the_usual_step_time():
     stalls = held(world(A, B, C))
     goes_on(stalls, A, 160.0)
     stalls.note(events.WorkerPaced(A, 1, 1, 40.0, 60.0), [], 170.0)
@@ -154,25 +152,25 @@ def test_a_report_about_the_time_of_a_stall_does_not_make_it_usual():
     assert stalls.current(206.0) is not None
 
 
-def test_who_has_marked_a_phase_as_long_is_no_culprit():
+def test_worker_in_a_long_phase_is_no_culprit():
     stalls = world(A, B, C)
     stalls.note(events.WorkerProgressed(B, 1, 6, phase="evaluation"), [], 119.0)
     waits(stalls, A, C, since=120.0)
     assert stalls.current(180.0) is None
-    stalls.note(events.WorkerProgressed(B, 1, 6), [], 180.0)  # the phase is over, and it loops
+    stalls.note(events.WorkerProgressed(B, 1, 6), [], 180.0)  # the phase has ended, and it loops
     stall = now(stalls, 200.0)
     assert (ranks(stall), stall.since) == ([1], 180.0)
 
 
-def test_ranks_of_another_process_set_that_get_on_are_no_culprits():
+def test_progressing_ranks_of_another_process_set_are_no_culprits():
     stalls = world(A, B, C, D)
-    waits(stalls, A, since=120.0)  # for B; C and D train by themselves
+    waits(stalls, A, since=120.0)  # for B; C and D train independently
     for worker in (C, D):
         stalls.note(events.WorkerPaced(worker, 1, 9, 1.0, 3.0), [], 128.0)
     assert ranks(stalls.current(129.0)) == [1]
 
 
-def test_where_all_wait_no_rank_is_blamed_and_a_large_collective_gets_longer():
+def test_no_rank_is_blamed_if_all_wait_and_large_collectives_get_longer():
     stalls = world(A, B)
     waits(stalls, A, since=120.0)
     waits(stalls, B, since=122.0)
@@ -185,13 +183,13 @@ def test_where_all_wait_no_rank_is_blamed_and_a_large_collective_gets_longer():
     assert (ranks(past), past.since, past.seconds, past.end) == ([1], 122.0, 68.0, StallEnd.KILLED)
 
 
-def test_copying_the_state_to_newcomers_is_no_stall():
+def test_copy_of_the_state_to_newcomers_is_no_stall():
     stalls = world(A, B)
     waits(stalls, A, B, since=120.0, name=COPY)
     assert stalls.current(300.0) is None
 
 
-def test_who_does_not_come_to_a_planned_stop_holds_up_those_that_have():
+def test_worker_that_does_not_reach_a_planned_stop_is_the_culprit():
     stalls = world(A, B)
     stalls.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
     assert ranks(stalls.current(130.0)) == [1]
@@ -200,7 +198,7 @@ def test_who_does_not_come_to_a_planned_stop_holds_up_those_that_have():
     assert (stall.seconds, stall.end) == (20.0, StallEnd.RESUMED)
 
 
-def test_who_takes_longer_to_prepare_its_training_is_no_culprit():
+def test_worker_that_prepares_its_training_for_longer_is_no_culprit():
     stalls = Stalls()
     for worker in (A, B):
         stalls.note(events.WorkerReady(worker, 0, None, STORE, running=False), [], 100.0)
@@ -211,7 +209,7 @@ def test_who_takes_longer_to_prepare_its_training_is_no_culprit():
     assert not stalls.past
 
 
-def test_who_has_returned_neither_waits_nor_holds_anybody_up():
+def test_returned_worker_neither_waits_nor_is_awaited():
     stalls = world(A, B, C)
     stalls.note(events.WorkerReturned(A, 1), [], 120.0)
     assert stalls.current(200.0) is None
@@ -219,13 +217,13 @@ def test_who_has_returned_neither_waits_nor_holds_anybody_up():
     assert ranks(stalls.current(210.0)) == [2]
 
 
-def test_a_frozen_culprit_says_why():
+def test_frozen_culprit_has_its_reason():
     stalls = held(world(A, B, C))
     stalls.note(events.WorkerFrozen(B, "stopped by a signal"), [], 121.0)
     recorded("messages", now(stalls, 130.0).culprits[0].frozen)
 
 
-def test_a_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
+def test_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
     stalls = held(world(A, B, C))
     stalls.note(events.DriverRestarted(), [], 130.0)
     assert stalls.current(130.0) is None
@@ -238,7 +236,7 @@ def test_a_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
         assert ranks(each.current(133.0)) == [1]
 
 
-def test_the_seconds_of_any_time_are_those_of_all_stalls_in_it():
+def test_seconds_of_an_interval_sum_all_its_stalls():
     stalls = held(world(A, B, C))
     goes_on(stalls, A, 130.0)
     waits(stalls, A, C, since=150.0, number=8)
@@ -257,7 +255,7 @@ def test_the_seconds_of_any_time_are_those_of_all_stalls_in_it():
     assert stalls.undecided_since(204.0) == 200.0 and stalls.undecided_since(206.0) == 206.0
 
 
-def test_only_the_newest_stalls_are_kept_one_by_one_and_all_count():
+def test_only_the_newest_stalls_are_kept_but_all_are_counted():
     stalls = world(A, B)
     for number in range(300):
         waits(stalls, A, since=1000.0 + 20 * number, number=number + 1)

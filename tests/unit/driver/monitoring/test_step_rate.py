@@ -1,4 +1,4 @@
-"""Steps and samples per second, as rank 0 tells them."""
+"""Steps and samples per second, as reported by rank 0."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_steps_and_samples_are_divided_by_the_time_between_two_reports(rate):
     assert rate.samples(15.0, 4) == 10.0 * 32 * 4
 
 
-def test_samples_are_not_known_without_a_batch_size(rate):
+def test_samples_are_unknown_without_a_batch_size(rate):
     rate.told(A, 100, None, 10.0)
     rate.told(A, 150, None, 15.0)
     assert rate.steps(15.0) == 10.0 and rate.samples(15.0, 4) is None
 
 
-def test_another_worker_and_one_that_began_again_are_measured_anew(rate):
+def test_measurement_restarts_with_another_or_restarted_worker(rate):
     for worker, steps in ((A, 100), (B, 900), (B, 3)):
         rate.told(worker, steps, None, 10.0)
         assert rate.steps(10.0) is None
@@ -38,13 +38,13 @@ def test_another_worker_and_one_that_began_again_are_measured_anew(rate):
     assert rate.steps(15.0) == 2.0
 
 
-def test_a_worker_without_an_optimizer_of_torch_tells_nothing(rate):
+def test_worker_without_a_torch_optimizer_reports_no_rate(rate):
     rate.told(A, None, None, 10.0)
     rate.told(A, None, None, 15.0)
     assert rate.steps(15.0) is None
 
 
-def test_the_rate_falls_to_0_while_no_step_is_told(rate):
+def test_rate_falls_to_0_without_reported_steps(rate):
     rate.told(A, 100, None, 10.0)
     rate.told(A, 150, None, 15.0)
     rate.told(A, 150, None, 20.0)
@@ -52,7 +52,7 @@ def test_the_rate_falls_to_0_while_no_step_is_told(rate):
     assert rate.steps(60.0) == 0.0
 
 
-def test_the_mean_is_over_all_reports_of_one_worker_each(rate):
+def test_mean_covers_the_reports_of_each_worker(rate):
     assert rate.mean() is None
     for worker, steps, at in ((A, 100, 10.0), (A, 150, 15.0), (B, 3, 20.0), (B, 13, 30.0)):
         rate.told(worker, steps, None, at)

@@ -1,4 +1,4 @@
-"""How long the others wait for one: what is told of whom, as means of reports come in any order."""
+"""Times for which the others wait for a worker, from means that are reported in any order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ A, B, C = (Worker("h", slot) for slot in range(3))
 
 
 def told(waits: StragglerWaits) -> dict[Worker, tuple[int, float]]:
-    """By who is waited for: how many waits, and their sum in milliseconds."""
+    """Return for each awaited worker the number of waits and their sum in milliseconds."""
     return {
         who: (sum(each.counts), round(1e3 * each.sum_s)) for who, each in waits.by_worker.items()
     }
 
 
-def test_what_the_others_wait_more_than_the_one_that_waits_least_is_waited_for_it():
+def test_excess_over_the_shortest_wait_is_attributed_to_its_worker():
     waits = StragglerWaits()
-    waits.paced(A, 1.0, 100)  # 10 ms in each
-    assert told(waits) == {}  # nobody to compare it with
+    waits.paced(A, 1.0, 100)  # 10 ms each
+    assert told(waits) == {}  # no other worker to compare it with
     waits.paced(B, 6.0, 100)
     waits.paced(C, 3.0, 50)
     assert told(waits) == {A: (150, 7500)}
@@ -26,7 +26,7 @@ def test_what_the_others_wait_more_than_the_one_that_waits_least_is_waited_for_i
     assert dict(waits.by_worker[A].cumulative())["0.025"] == 0
 
 
-def test_another_may_be_the_last_to_come():
+def test_last_worker_to_arrive_may_change():
     waits = StragglerWaits()
     waits.paced(A, 1.0, 100)
     waits.paced(B, 6.0, 100)
@@ -34,7 +34,7 @@ def test_another_may_be_the_last_to_come():
     assert told(waits) == {A: (100, 5_000), B: (100, 2_000)}
 
 
-def test_a_new_world_and_a_worker_that_is_gone_are_compared_with_nobody():
+def test_new_world_and_exited_worker_are_not_compared():
     waits = StragglerWaits()
     waits.paced(A, 1.0, 100)
     waits.paced(B, 6.0, 100)
@@ -48,14 +48,14 @@ def test_a_new_world_and_a_worker_that_is_gone_are_compared_with_nobody():
     assert told(waits) == {A: (200, 15_000)}
 
 
-def test_who_took_part_in_nothing_says_nothing():
+def test_worker_without_collectives_is_not_counted():
     waits = StragglerWaits()
     waits.paced(A, 1.0, 0)
     waits.paced(B, 1.0, 1)
     assert told(waits) == {}
 
 
-def test_of_more_workers_than_are_kept_the_first_stay():
+def test_first_workers_are_kept_beyond_the_limit():
     waits = StragglerWaits()
     for number in range(2 * WORKERS):
         waits.new_world()
@@ -64,7 +64,7 @@ def test_of_more_workers_than_are_kept_the_first_stay():
     assert len(waits.by_worker) == WORKERS
 
 
-def test_a_value_on_a_bound_belongs_to_it():
+def test_value_on_a_bucket_bound_belongs_to_the_bucket():
     histogram = Histogram((0.1, 1.0))
     for seconds in (0.1, 0.2, 5.0):
         histogram.add(seconds)

@@ -1,4 +1,4 @@
-"""Reports and decisions go in; what TensorBoard would read back is compared."""
+"""TensorBoard scalars: reports and decisions are compared with the values that TensorBoard would read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(rank: int, metrics: Metrics) -> Report:
 
 
 def read(folder: Path) -> list[tuple[str, float, int, float]]:
-    """Tag, value, step and time of each scalar in the one file there, as TensorBoard's records have them."""
+    """Return tag, value, step and time of each scalar in the only file, decoded like TensorBoard's records."""
     [file] = folder.iterdir()
     found, data = [], file.read_bytes()
     while data:
@@ -47,7 +47,7 @@ def read(folder: Path) -> list[tuple[str, float, int, float]]:
     return found
 
 
-def test_numbers_are_scalars_at_the_step_that_the_script_names():
+def test_numbers_are_scalars_at_the_reported_step():
     told = {"step": 40, "loss": 0.5, "done": True, "note": "warm", "eval": {"accuracy": 0.25}}
     assert ScalarsOfReports().of(report(1, told)) == [
         Scalar("rank-1", "step", 40.0, 40, 5.0),
@@ -56,7 +56,7 @@ def test_numbers_are_scalars_at_the_step_that_the_script_names():
     ]
 
 
-def test_reports_without_a_step_are_counted_for_each_rank():
+def test_reports_without_a_step_are_counted_per_rank():
     reports = ScalarsOfReports()
     told = [reports.of(report(rank, {"loss": 1.0})) for rank in (0, 0, 1)]
     assert [(each.run, each.step) for [each] in told] == [
@@ -67,7 +67,7 @@ def test_reports_without_a_step_are_counted_for_each_rank():
 
 
 @pytest.mark.parametrize("step", [float("nan"), float("inf"), "40", None, True])
-def test_what_is_no_step_is_not_taken_for_one(step):
+def test_invalid_step_is_not_used(step):
     [*_, loss] = ScalarsOfReports().of(report(0, {"step": step, "loss": 1.0}))
     assert (loss.tag, loss.step) == ("loss", 0)
 
@@ -79,7 +79,7 @@ def test_recoveries_and_worlds_are_scalars_of_the_job():
     ]
 
 
-def test_what_was_given_is_in_the_files_when_the_job_ends(tmp_path):
+def test_scalars_are_flushed_when_the_job_ends(tmp_path):
     board = TensorBoard(tmp_path, silent)
     board.report(report(0, {"step": 1, "loss": 2.5}))
     board.report(report(1, {"step": 1, "loss": 3.5}))
@@ -91,7 +91,7 @@ def test_what_was_given_is_in_the_files_when_the_job_ends(tmp_path):
     assert (tag, value, step) == ("elastic/recovery_ms", 68.0, 3)
 
 
-def test_a_folder_that_can_not_be_written_is_told_of_once(tmp_path):
+def test_unwritable_folder_is_logged_once(tmp_path):
     (tmp_path / "rank-0").write_text("a file")
     said: list[str] = []
     board = TensorBoard(tmp_path, lambda level, text: said.append(level))
@@ -101,7 +101,7 @@ def test_a_folder_that_can_not_be_written_is_told_of_once(tmp_path):
     assert said == ["warning"]
 
 
-def test_a_writer_that_is_not_installed_is_refused_at_once(tmp_path, monkeypatch):
+def test_missing_writer_is_an_error_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Invalid):
         TensorBoard(tmp_path, silent)

@@ -1,4 +1,4 @@
-"""How the time of a job went: its events go in, and seconds come out that add up."""
+"""Time accounting of a job: from its events to seconds that add up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ready(worker: Worker, generation: int, *, running: bool = True) -> WorkerRea
 
 
 def trains() -> TimeSpent:
-    """A and B are started at 100, are in elastic.run at 110, and have trained until 140."""
+    """A and B start at 100, enter elastic.run at 110, and train until 140."""
     spent = TimeSpent()
     spent.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in (A, B)], 100.0)
     first = published(1, A, B, holders=0)
@@ -68,7 +68,7 @@ def broken(spent: TimeSpent, worker: Worker, now: float, code: int = -9) -> None
     spent.note(WorkerExited(worker, code), [BreakWorld(2, [A], WHY)], now)
 
 
-def test_time_goes_on_without_events_until_the_job_has_ended():
+def test_time_passes_without_events_until_the_job_has_ended():
     spent = trains()
     spent.go_on(150.0)
     assert sum(spent.stretches().values()) == 50.0 and age(of(spent, A)) == 50.0
@@ -87,14 +87,14 @@ def test_time_goes_on_without_events_until_the_job_has_ended():
 # ---- workers -------------------------------------------------------------------------------------
 
 
-def test_what_a_worker_can_not_say_is_added_to_what_it_said():
+def test_time_a_worker_cannot_report_is_added_to_its_report():
     spent = trains()
     spent.note(TimePassed(), [], 150.0)
-    # 2 s before init(); and it has gone on training for 10 s.
+    # 2 s before init(); and it has trained for another 10 s.
     assert of(spent, A) == Seconds(training=39.0, committing=1.0, joining=10.0)
 
 
-def test_a_dead_worker_has_lost_what_the_first_of_its_world_has():
+def test_dead_worker_lost_as_much_as_the_first_of_its_world():
     spent = trains()
     broken(spent, B, 150.0)
     spent.note(ready(A, 2), [published(3, A)], 151.0)
@@ -106,7 +106,7 @@ def test_a_dead_worker_has_lost_what_the_first_of_its_world_has():
     )
 
 
-def test_a_newcomer_does_not_know_what_the_dead_have_lost():
+def test_newcomer_does_not_know_the_loss_of_dead_workers():
     spent = trains()
     broken(spent, B, 150.0)
     spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 150.0)
@@ -118,7 +118,7 @@ def test_a_newcomer_does_not_know_what_the_dead_have_lost():
     assert of(spent, B).lost == 4.0
 
 
-def test_who_loses_nothing_says_so_and_a_later_loss_is_not_put_to_the_dead():
+def test_later_loss_is_not_attributed_to_workers_that_died_before():
     spent = trains()
     broken(spent, B, 150.0)
     spent.note(ready(A, 2), [published(3, A)], 151.0)
@@ -128,7 +128,7 @@ def test_who_loses_nothing_says_so_and_a_later_loss_is_not_put_to_the_dead():
     assert of(spent, B).lost == 0.0
 
 
-def test_where_all_die_what_followed_the_newest_checkpoint_is_lost():
+def test_work_since_the_newest_checkpoint_is_lost_if_all_die():
     spent = trains()
     spent.note(CheckpointMade(Commit(2, 5)), [], 144.0)
     broken(spent, A, 150.0)
@@ -138,7 +138,7 @@ def test_where_all_die_what_followed_the_newest_checkpoint_is_lost():
     assert of(spent, A).lost == of(spent, B).lost == 6.0
 
 
-def test_without_a_checkpoint_all_training_is_lost():
+def test_all_training_is_lost_without_a_checkpoint():
     spent = trains()
     broken(spent, A, 150.0)
     broken(spent, B, 150.0)
@@ -146,7 +146,7 @@ def test_without_a_checkpoint_all_training_is_lost():
     assert of(spent, A) == Seconds(committing=1.0, joining=10.0, lost=39.0)
 
 
-def test_who_dies_before_it_has_said_anything_has_trained_since_its_first_world():
+def test_worker_that_dies_without_a_report_trained_since_its_first_world():
     spent = TimeSpent()
     spent.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
     spent.note(ready(A, 0), [published(1, A, holders=0)], 104.0)
@@ -154,23 +154,23 @@ def test_who_dies_before_it_has_said_anything_has_trained_since_its_first_world(
     assert of(spent, A) == Seconds(training=2.5, joining=4.0)
 
 
-def test_the_workers_of_a_lost_host_end_with_it():
+def test_workers_of_a_lost_host_end_with_it():
     spent = trains()
     spent.note(HostLost("h", "gone"), [], 150.0)
     spent.note(TimePassed(), [], 190.0)
     assert [age(times) for _, times in spent.workers()] == [50.0, 50.0]
-    spent.note(WorkerSpent(A, 2, Times(), "idle"), [], 191.0)  # its last word comes late
+    spent.note(WorkerSpent(A, 2, Times(), "idle"), [], 191.0)  # its last report arrives late
     assert len(spent.workers()) == 2
 
 
-def test_a_worker_of_the_driver_before_this_one_is_as_old_as_it_says():
+def test_worker_of_the_previous_driver_has_the_age_it_reports():
     spent = TimeSpent()
     spent.note(WorkerSpent(A, 5, Times(training=70.0, joining=5.0), "training"), [], 20.0)
     spent.note(WorkerExited(A, 0), [], 30.0)
     assert of(spent, A) == Seconds(training=80.0, joining=5.0)
 
 
-def test_thousands_that_are_gone_are_added_up(monkeypatch):
+def test_thousands_of_exited_workers_are_aggregated(monkeypatch):
     monkeypatch.setattr(time_spent, "KEPT", 5)
     spent = TimeSpent()
     for number in range(1, 21):
@@ -187,7 +187,7 @@ def test_thousands_that_are_gone_are_added_up(monkeypatch):
 # ---- the job -------------------------------------------------------------------------------------
 
 
-def test_the_job_is_in_one_stretch_after_another():
+def test_job_is_in_one_state_after_another():
     spent = trains()
     broken(spent, B, 150.0)
     spent.note(ready(A, 2), [published(3, A)], 151.0)
@@ -206,14 +206,14 @@ def test_the_job_is_in_one_stretch_after_another():
     assert (spent.count["recovering"], spent.count["changing"]) == (1, 1)
 
 
-def test_a_change_takes_from_the_first_member_that_stops_until_the_next_world():
+def test_change_lasts_from_the_first_stop_to_the_next_world():
     spent = trains()
     spent.note(ready(A, 2), [], 150.0)
     spent.note(ready(B, 2), [published(3, A, B, C)], 150.5)
     assert spent.stretches()["changing"] == 0.5
 
 
-def test_a_newcomer_that_waits_outside_elastic_run_is_no_beginning_of_the_job():
+def test_newcomer_outside_elastic_run_does_not_mark_the_start_of_the_job():
     spent = trains()
     spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 150.0)
     spent.note(ready(C, 0, running=False), [], 155.0)
@@ -222,7 +222,7 @@ def test_a_newcomer_that_waits_outside_elastic_run_is_no_beginning_of_the_job():
     assert spent.stretches()["starting"] == 10.0
 
 
-def test_another_driver_goes_on_with_a_job_that_trains():
+def test_successor_driver_continues_a_training_job():
     spent = TimeSpent()
     spent.note(DriverRestarted(), [], 500.0)
     spent.note(WorkerSpent(A, 5, Times(training=70.0, lost=2.0), "training"), [], 510.0)
@@ -235,7 +235,7 @@ def test_another_driver_goes_on_with_a_job_that_trains():
     assert of(spent, B).lost == 5.0  # two before, and three by its death
 
 
-def test_a_static_job_has_one_world():
+def test_static_job_has_one_world():
     spent = TimeSpent()
     spent.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
     spent.note(ready(A, 0, running=False), [published(1, A)], 104.0)
@@ -249,11 +249,11 @@ def test_a_static_job_has_one_world():
 
 
 def stalls(spent: TimeSpent, worker: Worker, since: float) -> None:
-    """Waits from here on, and says so after a second."""
+    """Report a wait that begins at ``since``, one second after it began."""
     spent.note(WorkerProgressed(worker, 2, 7, "gradients", 1.0), [], since + 1.0)
 
 
-def test_stalled_time_is_a_part_of_its_own_of_the_job_and_of_all_members():
+def test_stalled_time_is_a_separate_part_for_job_and_members():
     spent = trains()
     stalls(spent, A, 145.0)
     spent.go_on(149.0)
@@ -262,7 +262,7 @@ def test_stalled_time_is_a_part_of_its_own_of_the_job_and_of_all_members():
     lasting = [each.seconds for each in [spent.stalls.current(185.0)] if each is not None]
     assert lasting == [40.0]
     assert spent.stretches()["stalled"] == 40.0 and spent.stretches()["training"] == 35.0
-    # No worker has said anything since: all of it was training, by their own word.
+    # No worker has reported since, so all of it was training in their last reports.
     assert of(spent, A) == of(spent, B) == Seconds(34.0, 1.0, joining=10.0, stalled=40.0)
     assert spent.goodput() == 34.0 / 85.0
     spent.note(WorkerProgressed(A, 2, 7), [], 185.0)
@@ -273,8 +273,8 @@ def test_stalled_time_is_a_part_of_its_own_of_the_job_and_of_all_members():
     assert sum(spent.stretches().values()) == 95.0 == age(of(spent, A))
 
 
-def test_a_stall_is_taken_from_what_each_worker_did_in_it_by_its_own_word():
-    """B waits for its data, and says so in the middle and afterwards."""
+def test_stall_is_subtracted_from_each_workers_reported_activity():
+    """B waits for its data, and reports so during the stall and after it."""
     spent = trains()
     stalls(spent, A, 145.0)
     said = Times(training=29.0, committing=1.0, joining=8.0, data=0.5)
@@ -294,10 +294,11 @@ def test_a_stall_is_taken_from_what_each_worker_did_in_it_by_its_own_word():
     assert found.stalled == 40.0 and found.data <= 5.0 and age(found) == 90.0
 
 
-def test_a_word_in_the_first_seconds_of_a_stall_leaves_nothing_of_it_out():
+def test_report_in_the_first_seconds_of_a_stall_omits_nothing():
     spent = trains()
     stalls(spent, A, 145.0)
-    for at, training in ((149.0, 38.0), (151.0, 40.0), (190.0, 79.0)):  # one before it is known
+    # one report before the stall is known
+    for at, training in ((149.0, 38.0), (151.0, 40.0), (190.0, 79.0)):
         said = Times(training=training, committing=1.0, joining=8.0)
         spent.note(WorkerSpent(B, 2, said, "training"), [], at)
         if at == 151.0:
@@ -306,7 +307,7 @@ def test_a_word_in_the_first_seconds_of_a_stall_leaves_nothing_of_it_out():
 
 
 @pytest.mark.parametrize("in_the_middle", [False, True])
-def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_lost(in_the_middle):
+def test_wait_of_the_others_is_stalled_not_lost_when_the_culprit_is_killed(in_the_middle):
     spent = trains()
     stalls(spent, A, 145.0)
     said = Times(training=59.0, committing=1.0, joining=8.0)
@@ -316,7 +317,7 @@ def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_l
     spent.note(TimePassed(), [kill, BreakWorld(2, [A], WHY)], 185.0)
     spent.note(WorkerExited(B, -9), [], 185.1)
     spent.note(ready(A, 2), [published(3, A)], 185.2)
-    # It went back to a commit of 144: all since then is lost by its own account.
+    # It rolled back to a commit of 144: everything since is lost in its own account.
     said = Times(training=33.0, committing=1.0, joining=8.0, recovering=0.2, lost=41.0)
     spent.note(WorkerSpent(A, 3, said, "training"), [], 185.2)
     found = msgspec.structs.astuple(of(spent, A))
@@ -325,10 +326,10 @@ def test_where_the_culprit_is_killed_the_wait_of_the_others_is_stalled_and_not_l
     assert spent.stretches()["stalled"] == 40.0
 
 
-# ---- in words ------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------
 
 
-def test_the_summary_is_a_table_with_its_sum():
+def test_summary_is_a_table_with_its_sum():
     spent = trains()
     spent.note(TimePassed(), [EndJob(0, WHY)], 140.0)
     first, head, a, b, everybody, last = summary(spent)
@@ -352,17 +353,17 @@ def test_the_summary_is_a_table_with_its_sum():
     recorded("messages", last.strip())
 
 
-def test_a_job_of_many_shows_some(monkeypatch):
+def test_summary_of_many_workers_shows_some(monkeypatch):
     monkeypatch.setattr(time_spent, "SHOWN", 1)
     assert "  ... and 1 more" in summary(trains())
 
 
-def test_a_job_that_never_had_a_worker_says_no_more_than_that():
+def test_summary_of_a_job_without_workers_is_short():
     recorded("messages", summary(TimeSpent())[0])
 
 
 @pytest.mark.parametrize("doing", ["training", "idle", "data"])
-def test_whatever_it_does_is_booked_until_its_exit(doing):
+def test_every_activity_is_accounted_until_the_exit(doing):
     spent = trains()
     spent.note(WorkerSpent(A, 2, Times(joining=38.0), doing), [], 140.0)
     spent.note(WorkerExited(A, 0), [], 145.0)
@@ -370,11 +371,11 @@ def test_whatever_it_does_is_booked_until_its_exit(doing):
     assert getattr(of(spent, A), doing) == 5.0
 
 
-# ---- since the last word -------------------------------------------------------------------------
+# ---- since the last report -----------------------------------------------------------------------
 
 
-def words(worker: Worker, *at: tuple[float, Part, dict[str, float]]) -> TimeSpent:
-    """Two that trained since 110, of which one says these words."""
+def reported(worker: Worker, *at: tuple[float, Part, dict[str, float]]) -> TimeSpent:
+    """Two workers that have trained since 110, one of which makes these reports."""
     spent = trains()
     for when, doing, said in at:
         spent.note(WorkerSpent(worker, 2, Times(joining=8.0, **said), doing), [], when)
@@ -382,9 +383,9 @@ def words(worker: Worker, *at: tuple[float, Part, dict[str, float]]) -> TimeSpen
 
 
 @pytest.mark.parametrize("doing", ["committing", "data", "training"])
-def test_what_a_worker_did_at_its_last_word_is_not_what_it_does_since(doing):
+def test_time_since_the_last_report_follows_the_mean_activity(doing):
     said = {"training": 38.5, "committing": 1.2, "data": 0.3}
-    spent = words(A, (150.0, doing, said))
+    spent = reported(A, (150.0, doing, said))
     spent.go_on(162.0)
     # as from 140 to 150: 95 % training, 2 % committing, 3 % waiting for data
     assert of(spent, A).committing == pytest.approx(1.2 + 0.02 * 12)
@@ -393,9 +394,9 @@ def test_what_a_worker_did_at_its_last_word_is_not_what_it_does_since(doing):
     assert age(of(spent, A)) == pytest.approx(62.0)
 
 
-def test_one_that_has_said_little_is_taken_to_go_on_as_the_others_do():
+def test_worker_with_few_reports_is_assumed_to_behave_like_the_others():
     said = {"training": 38.0, "committing": 2.0}
-    spent = words(A, (150.0, "training", said))
+    spent = reported(A, (150.0, "training", said))
     first = Times(training=0.01, committing=0.09, joining=1.0)
     spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
     spent.note(ready(C, 2), [published(3, A, B, C)], 152.0)
@@ -406,7 +407,7 @@ def test_one_that_has_said_little_is_taken_to_go_on_as_the_others_do():
     assert age(of(spent, C)) == pytest.approx(12.0)
 
 
-def test_before_anybody_has_said_how_steps_go_they_are_taken_as_training():
+def test_steps_count_as_training_before_any_report():
     spent = trains()
     first = Times(training=0.01, committing=0.09, joining=1.0)
     spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
@@ -418,8 +419,8 @@ def test_before_anybody_has_said_how_steps_go_they_are_taken_as_training():
 
 
 @pytest.mark.parametrize("doing", ["recovering", "storage", "joining", "idle"])
-def test_what_is_no_step_lasts_until_the_next_word(doing):
-    spent = words(A, (150.0, doing, {"training": 39.0, "committing": 1.0}))
+def test_activity_outside_steps_lasts_until_the_next_report(doing):
+    spent = reported(A, (150.0, doing, {"training": 39.0, "committing": 1.0}))
     before = getattr(of(spent, A), doing)
     spent.go_on(162.0)
     assert getattr(of(spent, A), doing) == pytest.approx(before + 12.0)

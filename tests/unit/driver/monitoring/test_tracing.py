@@ -1,4 +1,4 @@
-"""Who is told what about a timeline, what ends it, and what stands in the file: real files, no network."""
+"""Timelines: notifications of workers, their end, and the contents of the file. Real files, no network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 class Talk:
-    """Notes what workers are told."""
+    """Records the messages to workers."""
 
     def __init__(self, folder) -> None:
         self.path = folder / "t.json"
@@ -39,7 +39,8 @@ class Talk:
 
     def hello(self, *workers) -> None:
         for worker in workers:
-            assert not self.tracing.heard(worker, messages.Hello(worker, 1))  # others hear it too
+            # other components receive it too
+            assert not self.tracing.heard(worker, messages.Hello(worker, 1))
 
     def hear(self, worker, message) -> None:
         assert self.tracing.heard(worker, message)
@@ -58,7 +59,7 @@ class Talk:
 
 
 def talk(test):
-    """Runs an async test with a Talk."""
+    """Run an async test with a Talk."""
 
     async def run(tmp_path) -> None:
         talk = Talk(tmp_path)
@@ -70,7 +71,7 @@ def talk(test):
 
 
 @talk
-async def test_everybody_records_and_what_is_written_is_confirmed(t):
+async def test_all_workers_record_and_written_records_are_confirmed(t):
     t.hello(A)
     t.tracing.open(str(t.path), mark_cycles=True)
     t.hello(B)  # a newcomer
@@ -85,18 +86,18 @@ async def test_everybody_records_and_what_is_written_is_confirmed(t):
 
 
 @talk
-async def test_the_time_is_told(t):
+async def test_time_is_sent_to_workers(t):
     t.hear(A, messages.ClockAsked(7))
     [(_, answer)] = t.told
     assert answer.asked_ns == 7 and 0 < answer.heard_ns <= answer.told_ns
 
 
 @talk
-async def test_a_script_starts_and_stops_one(t):
+async def test_script_starts_and_stops_a_timeline(t):
     t.hello(A, B)
     t.hear(A, messages.TimelineWanted(1, str(t.path), False))
     assert (A, messages.TimelineAnswer(1, 1, str(t.path))) in t.told
-    # The others ask for the same, or for what only they want.
+    # The others make the same request, or one that only they want.
     t.hear(B, messages.TimelineWanted(1, str(t.path) + "x", False))
     assert (B, messages.TimelineAnswer(1, 1, str(t.path))) in t.told
     recorded("log", t.log[-1])
@@ -109,12 +110,12 @@ async def test_a_script_starts_and_stops_one(t):
     t.hear(B, messages.TracedAll(1))
     await t.until_told(A, messages.TimelineAnswer(2, 1))
     recorded("messages", t.names())
-    t.hear(B, messages.TimelineUnwanted(2, 1))  # it is over, and that is what B wants
+    t.hear(B, messages.TimelineUnwanted(2, 1))  # B wanted it to end, and it has ended
     assert (B, messages.TimelineAnswer(2, 1)) in t.told
 
 
 @talk
-async def test_a_second_one_waits_for_the_end_of_the_first_and_a_late_stop_does_not_end_it(t):
+async def test_second_timeline_waits_for_the_first_and_ignores_a_late_stop(t):
     t.hello(A, B)
     t.hear(A, messages.TimelineWanted(1, str(t.path), False))
     t.hear(A, messages.TimelineUnwanted(2, 1))
@@ -127,11 +128,11 @@ async def test_a_second_one_waits_for_the_end_of_the_first_and_a_late_stop_does_
     t.hear(B, messages.TimelineUnwanted(1, 1))
     assert (B, messages.Tracing(2, False)) not in t.told
     await t.tracing.close()
-    assert json.loads(again.read_text())[0]["ph"] == "M"  # it is whole, with its head
+    assert json.loads(again.read_text())[0]["ph"] == "M"  # the file is complete, with its header
 
 
 @talk
-async def test_a_worker_that_is_gone_is_not_waited_for(t):
+async def test_exited_worker_is_not_awaited(t):
     t.hello(A, B)
     t.tracing.open(str(t.path))
     t.hear(A, messages.TimelineUnwanted(1, 1))
@@ -142,7 +143,7 @@ async def test_a_worker_that_is_gone_is_not_waited_for(t):
 
 
 @talk
-async def test_a_bad_path_is_refused_with_a_reason(t):
+async def test_invalid_path_is_rejected_with_a_reason(t):
     t.hear(A, messages.TimelineWanted(1, "/no/such/folder/t.json", False))
     t.hear(A, messages.TimelineWanted(2, "t.json", False))
     first, second = (message for _, message in t.told)
@@ -154,7 +155,7 @@ async def test_a_bad_path_is_refused_with_a_reason(t):
 
 
 @talk
-async def test_records_of_what_is_over_are_not_taken(t):
+async def test_records_of_an_ended_timeline_are_ignored(t):
     t.trace(A, "too early")
     t.tracing.open(str(t.path))
     t.trace(A, "of another", number=7)
@@ -162,7 +163,7 @@ async def test_records_of_what_is_over_are_not_taken(t):
     assert t.names() == [] and not t.told
 
 
-async def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypatch):
+async def test_full_disk_ends_the_timeline_but_not_the_job(tmp_path, monkeypatch):
     @talk
     async def go(t):
         t.hello(A)
@@ -183,7 +184,7 @@ async def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypat
     await go(tmp_path)
 
 
-async def test_a_driver_that_cannot_keep_up_drops_and_says_how_many(tmp_path, monkeypatch):
+async def test_overloaded_driver_drops_records_and_reports_their_number(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "WAITING_LIMIT", 0)
 
     @talk
@@ -208,7 +209,7 @@ def own(rank, **variables):
     return tracing
 
 
-def test_without_a_driver_each_rank_writes_its_own_file(tmp_path, monkeypatch):
+def test_each_rank_writes_its_own_file_without_a_driver(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for rank in (0, 1):
         tracing = own(rank, HOROVOD_TIMELINE="t.json", HOROVOD_TIMELINE_MARK_CYCLES="1")
@@ -224,12 +225,12 @@ def test_without_a_driver_each_rank_writes_its_own_file(tmp_path, monkeypatch):
         assert shown == ["CYCLE_START", "QUEUE", "ALLREDUCE"]
 
 
-def test_without_a_driver_a_script_may_start_it(tmp_path):
+def test_script_may_start_a_timeline_without_a_driver(tmp_path):
     tracing = own(0, HOROVOD_TIMELINE="DYNAMIC")
     assert not timeline.on
-    tracing.stop()  # nothing to end
+    tracing.stop()  # no effect
     tracing.start(str(tmp_path / "a.json"), False)
-    tracing.start(str(tmp_path / "a.json"), False)  # again: it is there
+    tracing.start(str(tmp_path / "a.json"), False)  # no effect: it exists
     with raises(Invalid):
         tracing.start(str(tmp_path / "b.json"), False)
     timeline.tick("w", 3)
@@ -240,18 +241,18 @@ def test_without_a_driver_a_script_may_start_it(tmp_path):
     assert json.loads((tmp_path / "b.json").read_text())
 
 
-def test_without_a_driver_a_bad_path_fails_init():
+def test_invalid_path_fails_init_without_a_driver():
     with raises(Invalid):
         own(0, HOROVOD_TIMELINE="/no/such/folder/t.json")
     assert not timeline.on
 
 
-# ---- named by the script, before init() ----------------------------------------------------------
+# ---- requested by the script before init() -------------------------------------------------------
 
 
 @pytest.fixture
 def asking(monkeypatch):
-    """A worker's side, in whose environment a timeline is named; what it says; and what the driver answers."""
+    """The worker's side with a timeline in its environment, its messages, and the driver's answers."""
     said: list = []
     errors = [""]
 
@@ -267,7 +268,7 @@ def asking(monkeypatch):
     timeline.stop()
 
 
-def test_a_timeline_that_the_script_has_named_is_asked_for_by_rank_0(asking):
+def test_timeline_of_the_script_is_requested_by_rank_0(asking):
     made, said, _ = asking
     made.begin(Place(1, 2, 1, 2, 0, 1))
     assert said == []
@@ -275,14 +276,14 @@ def test_a_timeline_that_the_script_has_named_is_asked_for_by_rank_0(asking):
     assert said == [messages.TimelineWanted(1, "/t.json", True)]
 
 
-def test_the_jobs_own_timeline_is_not_asked_for_again(asking):
+def test_timeline_of_the_job_is_not_requested_again(asking):
     made, said, _ = asking
     made.receive(messages.Tracing(1, True))
     made.begin(Place(0, 2, 0, 2, 0, 1))
     assert not any(isinstance(message, messages.TimelineWanted) for message in said)
 
 
-def test_a_timeline_that_cannot_be_written_is_told_by_its_variable(asking):
+def test_unwritable_timeline_is_reported_with_its_variable(asking):
     made, _, errors = asking
     errors[0] = "no room"
     with raises(Invalid):

@@ -1,4 +1,4 @@
-"""Hosts on a Ray cluster, told by a fake one: what is yielded, what is asked of Ray, and what is said about it."""
+"""Discovery of hosts on a fake Ray cluster: yielded lists, requests to Ray, and log lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Step = Callable[[], object]
 
 
 class Told:
-    """A discovery on this cluster. ``watched``: what it yields while these steps are made, one a pause."""
+    """A discovery on this cluster. ``watched`` returns what it yields while these steps run, one per pause."""
 
     def __init__(self, ray: FakeRay, wanted: Wanted, **rest: Any) -> None:
         self.ray = ray
@@ -43,7 +43,7 @@ class Told:
         )
 
     async def sleep(self, seconds: float) -> None:
-        assert 1.0 <= seconds <= PAUSE_S  # longer where a look has cost much
+        assert 1.0 <= seconds <= PAUSE_S  # longer after an expensive query
         self.now += 1.0
         if self.steps:
             self.steps.pop(0)()
@@ -68,18 +68,18 @@ class Told:
 
 
 def nothing() -> None:
-    """Only time passes."""
+    """Let time pass."""
 
 
 def started(*, most: int = 3, resources: dict[str, float] = ONE, **rooms: int) -> Told:
-    """All that fits is placed."""
+    """Start a discovery, with every claim placed that fits."""
     told = Told(FakeRay(**rooms), Wanted(most, resources))
     told.place(min(most, sum(rooms.values())), 10)
     told.ray.said.clear()
     return told
 
 
-def test_as_many_claims_are_made_as_are_wanted_and_those_that_are_placed_are_listed():
+def test_wanted_number_of_claims_is_made_and_the_placed_ones_are_listed():
     told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(3, ONE))
     assert told.watched(told.ray.tick, nothing) == [[], [(A, 1), (B, 1)]]
     assert told.ray.said == ["make 0", "make 1", "make 2"]
@@ -89,15 +89,15 @@ def test_as_many_claims_are_made_as_are_wanted_and_those_that_are_placed_are_lis
     assert told.log == []
 
 
-def test_a_node_that_comes_gets_what_waits():
+def test_new_node_receives_waiting_claims():
     told = started(aaaa=1)
     lists = told.watched(lambda: told.ray.add("bbbb", 5), told.ray.tick, nothing)
     assert lists == [[(A, 1)], [(A, 1), (B, 2)]]
     assert told.ray.said == []
 
 
-async def test_a_node_that_drains_is_off_the_list_before_its_claims_are_removed():
-    told = await asyncio.to_thread(started, aaaa=2, bbbb=1, cccc=2)  # in a loop of its own
+async def test_draining_node_is_unlisted_before_its_claims_are_removed():
+    told = await asyncio.to_thread(started, aaaa=2, bbbb=1, cccc=2)  # in its own event loop
     ray, removed_at = told.ray, []
     told.steps = [lambda: ray.drain("aaaa"), ray.tick, nothing]
     async for hosts in told.discovery.watch():
@@ -111,7 +111,7 @@ async def test_a_node_that_drains_is_off_the_list_before_its_claims_are_removed(
     assert told.log == [("info", f"{A} drains: its workers leave, replacements are requested")]
 
 
-def test_a_node_that_dies_loses_its_slots_and_ray_places_its_claims_elsewhere():
+def test_dead_node_loses_its_slots_and_ray_places_its_claims_elsewhere():
     told = started(aaaa=1, bbbb=5)
     lists = told.watched(lambda: told.ray.kill("aaaa"), told.ray.tick, nothing)
     assert lists == [[(A, 1), (B, 2)], [(B, 2)], [(B, 3)]]
@@ -119,7 +119,7 @@ def test_a_node_that_dies_loses_its_slots_and_ray_places_its_claims_elsewhere():
     assert told.discovery.node_of(A) == "aaaa"
 
 
-def test_ray_that_does_not_answer_changes_nothing_and_is_told_once():
+def test_ray_outage_changes_nothing_and_is_logged_once():
     told = started(aaaa=1, bbbb=2)
     ray = told.ray
 
@@ -137,7 +137,7 @@ def test_ray_that_does_not_answer_changes_nothing_and_is_told_once():
     ]
 
 
-def test_ray_that_has_forgotten_everything_changes_nothing():
+def test_restarted_ray_without_state_changes_nothing():
     told = started(aaaa=1, bbbb=2)
     groups, nodes = told.ray.groups, told.ray.table
 
@@ -152,14 +152,14 @@ def test_ray_that_has_forgotten_everything_changes_nothing():
     assert told.ray.said == []
 
 
-def test_another_driver_finds_the_claims_and_makes_none_twice():
+def test_successor_driver_finds_the_claims_and_duplicates_none():
     told = started(aaaa=1, bbbb=2)
     other = Told(told.ray, Wanted(4, ONE), detached=True)
     assert other.watched(nothing) == [[(A, 1), (B, 2)]]
     recorded("log", other.ray.said)
 
 
-def test_as_many_are_held_as_the_driver_needs_now():
+def test_number_of_claims_follows_the_drivers_need():
     told = started(most=1, aaaa=1, bbbb=2)
     needs = [Need(1, {A: 1}), Need(3, {A: 1}), Need(3, {A: 1}), Need(2, {A: 1, B: 1})]
     told.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0])
@@ -168,13 +168,13 @@ def test_as_many_are_held_as_the_driver_needs_now():
     assert told.ray.said == ["make 1", "make 2", "remove 2"]
 
 
-def test_a_host_that_is_drained_stays_and_others_are_asked_for():
+def test_drained_host_stays_and_replacements_are_requested():
     told = started(most=1, aaaa=1, bbbb=2)
     told.discovery.follow(lambda: Need(1, {A: 1}, [A]))
     assert told.watched(told.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
 
 
-def test_claims_of_others_are_left_alone():
+def test_foreign_claims_are_left_alone():
     ray = FakeRay(aaaa=9)
     for name in ("hvd-elastic:j2:0", "hvd-elastic:j:5:0", "hvd-elastic:j:x", "mine"):
         ray.make(name, ONE, detached=False)
@@ -185,7 +185,7 @@ def test_claims_of_others_are_left_alone():
     assert set(ray.live) == others
 
 
-def test_what_an_earlier_job_has_left_is_removed_if_it_asks_for_something_else():
+def test_different_claims_of_an_earlier_job_are_removed():
     ray = FakeRay(aaaa=3)
     ray.make("hvd-elastic:j:0", {"CPU": 2}, detached=True)
     ray.said.clear()
@@ -197,7 +197,7 @@ def test_what_an_earlier_job_has_left_is_removed_if_it_asks_for_something_else()
 # ---- GPUs
 
 
-def test_the_gpus_of_a_host_are_told_in_the_order_of_its_slots():
+def test_gpus_of_a_host_are_reported_in_the_order_of_its_slots():
     told = started(most=4, resources=GPU, aaaa=2)
     assert told.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0"]
     told.ray.table["aaaa"].room = 3
@@ -206,12 +206,12 @@ def test_the_gpus_of_a_host_are_told_in_the_order_of_its_slots():
     assert told.discovery.gpus_of("nowhere") == []
 
 
-def test_a_slot_with_several_gpus_has_them_all():
+def test_slot_with_several_gpus_has_them_all():
     told = started(most=1, resources={"GPU": 2}, aaaa=1)
     assert told.discovery.gpus_of(A) == ["aaaa000.0,aaaa000.1"]
 
 
-def test_a_slot_is_listed_once_its_gpus_are_known():
+def test_slot_is_listed_once_its_gpus_are_known():
     ray = FakeRay(aaaa=1)
     told = Told(ray, Wanted(1, GPU))
     ray.gpus_known = False
@@ -222,7 +222,7 @@ def test_a_slot_is_listed_once_its_gpus_are_known():
     assert told.watched(ray.tick, nothing, known, nothing) == [[], [(A, 1)]]
 
 
-def test_the_first_list_of_another_driver_waits_until_it_is_whole_but_not_for_ever():
+def test_first_list_of_a_successor_waits_a_limited_time_for_completeness():
     told = started(most=1, resources=GPU, aaaa=1)
     ray = told.ray
     ray.gpus_known = False
@@ -237,20 +237,20 @@ def test_the_first_list_of_another_driver_waits_until_it_is_whole_but_not_for_ev
     assert Told(ray, Wanted(1, GPU)).watched(*[nothing] * 12) == [[]]
 
 
-def test_no_list_is_told_before_ray_has_answered():
+def test_no_list_is_yielded_before_ray_has_answered():
     told = started(aaaa=1)
     told.ray.trouble = "down"
     assert Told(told.ray, Wanted(1, ONE)).watched(*[nothing] * 20) == []
 
 
-def test_what_cannot_be_told_of_gpus_is_said(monkeypatch):
+def test_unknown_gpus_are_logged(monkeypatch):
     told = started(most=1, resources=GPU, aaaa=1)
 
     def fails(*_: object) -> None:
         raise Unanswered("no module named elastic")
 
     monkeypatch.setattr(told.ray, "gpus", fails)
-    assert told.watched(nothing, nothing) == [[(A, 1)]]  # what is known is not asked again
+    assert told.watched(nothing, nothing) == [[(A, 1)]]  # known values are not queried again
     assert told.log == []
     other = Told(told.ray, Wanted(1, GPU))
     assert other.watched(*[nothing] * 12) == [[]]
@@ -258,7 +258,7 @@ def test_what_cannot_be_told_of_gpus_is_said(monkeypatch):
     assert len(other.log) == 1
 
 
-def test_a_ray_that_does_not_tell_of_drains_is_said_once():
+def test_ray_that_does_not_report_drains_is_logged_once():
     told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
     told.ray.tells_drains = False
     told.ray.drain("aaaa")
@@ -267,10 +267,10 @@ def test_a_ray_that_does_not_tell_of_drains_is_said_once():
     recorded("log", told.said[0])
 
 
-# ---- placing
+# ---- placement
 
 
-def test_placing_returns_once_there_are_enough():
+def test_placement_returns_once_enough_claims_are_placed():
     told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(5, ONE))
     told.place(2, 10)
     assert told.now == 1.0
@@ -278,7 +278,7 @@ def test_placing_returns_once_there_are_enough():
     assert told.log == []
 
 
-def test_waiting_for_room_is_told():
+def test_waiting_for_room_is_logged():
     told = Told(FakeRay(aaaa=1), Wanted(2, ONE))
     told.place(2, 60, *[told.ray.tick] * 9, lambda: told.ray.add("bbbb", 1))
     assert told.log == [
@@ -286,13 +286,13 @@ def test_waiting_for_room_is_told():
     ]
 
 
-def test_without_room_it_says_what_there_is_and_removes_its_claims():
+def test_missing_room_is_an_error_with_the_resources_and_removes_the_claims():
     told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(4, {"CPU": 99}))
     recorded("messages", refusal_of(told.place, 4, 10))
     assert told.ray.live == {}
 
 
-def test_where_ray_does_not_answer_that_is_said_too():
+def test_ray_outage_during_placement_is_reported():
     told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
     told.ray.trouble = "RpcError: unavailable"
     with raises(Invalid):
@@ -302,14 +302,14 @@ def test_where_ray_does_not_answer_that_is_said_too():
     recorded("messages", last)
 
 
-def test_where_only_the_gpus_are_missing_that_is_said():
+def test_missing_gpus_are_reported():
     told = Told(FakeRay(aaaa=1), Wanted(1, GPU))
     told.ray.gpus_known = False
     with raises(Invalid):
         told.place(1, 3)
 
 
-# ---- a group of the caller's
+# ---- the caller's placement group
 
 
 def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> Told:
@@ -318,7 +318,7 @@ def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> Told:
     return Told(ray, wanted)
 
 
-def test_the_bundles_of_a_group_are_the_slots_and_stay_when_all_is_over():
+def test_bundles_of_a_group_are_the_slots_and_stay_after_the_end():
     told = in_group(ONE, {"CPU": 0.5}, ONE, ONE, in_use={0: ONE})
     told.place(2, 10)
     assert told.watched(nothing) == [[(B, 2)]]
@@ -327,14 +327,14 @@ def test_the_bundles_of_a_group_are_the_slots_and_stay_when_all_is_over():
     assert told.ray.said == []
 
 
-def test_a_bundle_on_a_node_that_drains_is_no_slot_and_nothing_is_removed():
+def test_bundle_on_a_draining_node_is_no_slot_and_nothing_is_removed():
     told = in_group(ONE, ONE, ONE)
     told.place(3, 10)
     assert told.watched(lambda: told.ray.drain("aaaa"), nothing) == [[(A, 2), (B, 1)], [(B, 1)]]
     assert told.ray.said == []
 
 
-def test_the_bundles_that_were_not_lost_stay_slots_while_ray_places_the_others():
+def test_remaining_bundles_stay_slots_while_ray_places_the_others():
     told = in_group(ONE, ONE, ONE, ONE)
     told.place(4, 10)
     ray = told.ray
@@ -342,20 +342,20 @@ def test_the_bundles_that_were_not_lost_stay_slots_while_ray_places_the_others()
     assert ray.groups["aa"].state == "RESCHEDULING"
 
 
-def test_a_group_that_is_removed_has_no_slots():
+def test_removed_group_has_no_slots():
     told = in_group(ONE)
     told.place(1, 10)
     assert told.watched(lambda: told.ray.remove("aa"), nothing) == [[(A, 1)], []]
 
 
-def test_a_group_without_a_suitable_bundle_is_refused_at_once():
+def test_group_without_a_suitable_bundle_is_rejected_at_once():
     told = in_group({"CPU": 0.5})
     with raises(Invalid):
         told.place(1, 100)
     assert told.now == 0.0
 
 
-def test_a_group_that_is_too_small_is_refused_with_the_reason():
+def test_group_that_is_too_small_is_rejected_with_the_reason():
     told = in_group(ONE, ONE)
     with raises(Invalid):
         told.place(3, 3)
@@ -364,7 +364,7 @@ def test_a_group_that_is_too_small_is_refused_with_the_reason():
 # ---- the end
 
 
-async def test_closing_removes_every_claim_and_the_watching_ends():
+async def test_closing_removes_every_claim_and_ends_the_watch():
     told = await asyncio.to_thread(started, most=5, aaaa=1, bbbb=2)
     watching = told.discovery.watch()
     await anext(watching)
@@ -377,7 +377,7 @@ async def test_closing_removes_every_claim_and_the_watching_ends():
 async def closed_while_it_places(
     told: Told, hangs: threading.Event, go_on: threading.Event
 ) -> None:
-    """Ray hangs in a call of its placing, which ends once it is being closed."""
+    """Ray hangs in a call during placement, which ends once the discovery is being closed."""
     placing = asyncio.create_task(told.discovery.place(2, 100))
     await asyncio.to_thread(hangs.wait, 10)
     closing = asyncio.create_task(told.discovery.close())
@@ -388,7 +388,7 @@ async def closed_while_it_places(
     await asyncio.wait({placing})
 
 
-async def test_a_look_under_way_makes_no_claim_once_it_is_closed():
+async def test_query_in_progress_makes_no_claim_after_close():
     told = Told(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
     ray, go_on, told_of = told.ray, threading.Event(), threading.Event()
     claims = ray.claims
@@ -403,7 +403,7 @@ async def test_a_look_under_way_makes_no_claim_once_it_is_closed():
     assert ray.live == {} and ray.said == []
 
 
-async def test_closing_while_claims_are_made_ends_the_making_and_removes_those_that_were_made():
+async def test_closing_while_claims_are_made_removes_those_made():
     told = Told(FakeRay(aaaa=1), Wanted(3, ONE))
     ray, go_on, begun = told.ray, threading.Event(), threading.Event()
     make = ray.make
@@ -418,10 +418,10 @@ async def test_closing_while_claims_are_made_ends_the_making_and_removes_those_t
     assert ray.said == ["make 0", "remove 0"]
 
 
-# ---- calls that block
+# ---- blocking calls
 
 
-def test_a_call_that_hangs_is_told_and_nothing_is_piled_up_behind_it():
+def test_call_that_hangs_is_logged_and_no_others_queue_behind_it():
     told = started(aaaa=1)
     ray, go_on, calls = told.ray, threading.Event(), []
     nodes = ray.nodes
@@ -440,7 +440,7 @@ def test_a_call_that_hangs_is_told_and_nothing_is_piled_up_behind_it():
     recorded("messages", over)
 
 
-async def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
+async def test_calls_run_one_after_another_and_their_errors_are_raised():
     inside: list[int] = []
 
     def call(value: int) -> Callable[[], int]:
@@ -460,7 +460,7 @@ async def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised(
     assert isinstance(got[3], Invalid)
 
 
-# ---- what is wanted
+# ---- requirements
 
 
 @pytest.mark.parametrize(
@@ -475,9 +475,9 @@ async def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised(
         (1, {"GPU": 1.5}),
     ],
 )
-def test_what_makes_no_sense_is_refused(most, resources):
+def test_invalid_requirements_are_rejected(most, resources):
     recorded("messages", refusal_of(Wanted, most, resources))
 
 
-def test_a_host_is_named_by_address_and_node():
+def test_host_is_named_by_address_and_node():
     assert host_of("10.0.0.7", "0cafdea9ba12644a") == "10.0.0.7-0cafdea9"

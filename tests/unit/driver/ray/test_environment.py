@@ -1,4 +1,4 @@
-"""What workers on a Ray node find in their environment, what their agent imports, and why an actor did not start."""
+"""Environment of workers on a Ray node, imports of their agent, and reasons why an actor did not start."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ OF_RAY = {
 }
 
 
-def test_what_ray_has_set_for_its_process_goes_and_the_rest_stays():
+def test_variables_set_by_ray_are_removed_and_others_kept():
     environ = {**OF_RAY, "HOME": "/h", "RAY_USE_TLS": "1", "RAY_TMPDIR": "/t"}
     kept = {"HOME": "/h", "RAY_USE_TLS": "1", "RAY_TMPDIR": "/t"}
     assert without_rays_own(environ, {}, {}) == kept
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"])
-def test_what_the_user_has_given_stays(name):
+def test_variables_set_by_the_user_are_kept(name):
     environ = {**OF_RAY, name: "3"}
     assert without_rays_own(environ, {name: "3"}, {}) == {name: "3"}
 
 
-def test_the_users_breakpoint_comes_back():
+def test_breakpoint_of_the_user_is_restored():
     assert without_rays_own(OF_RAY, {"PYTHONBREAKPOINT": "0"}, {}) == {"PYTHONBREAKPOINT": "0"}
     assert without_rays_own({"PYTHONBREAKPOINT": "my.debugger"}, {}, {}) != {}
 
 
-def test_threads_that_the_nodes_owner_has_set_stay_and_those_of_ray_do_not():
+def test_thread_limits_of_the_nodes_owner_are_kept_and_those_of_ray_removed():
     environ = {"OMP_NUM_THREADS": "1"}
     assert without_rays_own(environ, {}, {"OMP_NUM_THREADS": "1"}) == environ
     assert without_rays_own(environ, {}, {"OMP_NUM_THREADS": "8"}) == {}
@@ -62,12 +62,12 @@ def made(environ: dict[str, str], modules: list[str]) -> dict[str, str]:
     )
 
 
-def test_the_first_programs_are_the_actors_pythons():
+def test_path_starts_with_the_actors_python():
     assert made({"PATH": "/a:/venv/bin:/b"}, [])["PATH"] == "/venv/bin:/a:/b"
     assert made({}, [])["PATH"] == "/venv/bin"
 
 
-def test_workers_import_what_the_actor_does_and_nothing_of_rays_insides():
+def test_workers_import_what_the_actor_does_without_rays_internals():
     own = ["/lib.zip", "/lib", "/lib/lib-dynload", "/venv/site", "/src"]
     path = ["/venv/site/ray/thirdparty_files", "/pkg", "", *own, "/pkg", "/late"]
     modules = users_modules(path, own, "/venv/site/ray")
@@ -76,7 +76,7 @@ def test_workers_import_what_the_actor_does_and_nothing_of_rays_insides():
     assert "PYTHONPATH" not in made({"PYTHONPATH": "/elsewhere"}, [])
 
 
-def test_workers_join_the_same_cluster_and_get_no_gpus_unless_the_driver_says_so():
+def test_workers_join_the_same_cluster_and_get_only_the_drivers_gpus():
     found = made({**OF_RAY, "PWD": "/"}, [])
     assert found == {
         "CUDA_VISIBLE_DEVICES": "",
@@ -88,10 +88,10 @@ def test_workers_join_the_same_cluster_and_get_no_gpus_unless_the_driver_says_so
     }
 
 
-def test_nothing_of_the_users_goes_before_what_an_agent_imports():
+def test_user_files_do_not_precede_the_imports_of_an_agent():
     own = ["/lib.zip", "/lib", "/lib/lib-dynload", "/venv/site"]
     assert agents_path(own, "/venv/site", ["/pkg"]) == [*own, "/pkg"]
-    # It came with the user's files: Python's own modules still go first.
+    # From the user's files; Python's own modules still come first.
     assert agents_path(own, "/pkg", ["/other", "/pkg"]) == [
         *own[:3],
         "/pkg",
@@ -100,7 +100,7 @@ def test_nothing_of_the_users_goes_before_what_an_agent_imports():
     ]
 
 
-def test_an_environment_is_read_as_the_kernel_writes_it():
+def test_environment_is_parsed_as_the_kernel_writes_it():
     block = b"A=1\0B=x=y\0broken\0C=\0raw=\xff\0"
     assert environ_of_bytes(block) == {"A": "1", "B": "x=y", "C": "", "raw": "\ufffd"}
 
@@ -130,11 +130,11 @@ def test_an_environment_is_read_as_the_kernel_writes_it():
         ("RpcError", "failed to connect\nmore"),
     ],
 )
-def test_why_there_is_no_actor(kind, text):
+def test_reason_for_a_missing_actor_is_found(kind, text):
     recorded("messages", why_no_actor("alpha", "ab12cd34ef", kind, text, limit_s=30.0))
 
 
-def test_why_an_actor_is_gone():
+def test_reason_for_a_dead_actor_is_found():
     text = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: AgentActor\n"
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR."

@@ -1,4 +1,4 @@
-"""A journal in Ray's store: drivers that are killed at any call, two that write at once, and a head that is away."""
+"""Journal in Ray's store: drivers killed at any call, two writers at once, and an unavailable head."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def small_pieces(monkeypatch):
 
 
 async def a_day(drive: Drive, entries: Sequence[Any], known: list[bytes]) -> None:
-    """Begins, and takes snapshots of several pieces. ``known``: the states that were recorded, and "settled" if so."""
+    """Begin, and take snapshots of several pieces. ``known`` receives the recorded states, and "settled"."""
     await drive.begin()
     known += [taken(drive.membership), b"settled"]
     for entry in entries:
@@ -62,7 +62,7 @@ async def a_day(drive: Drive, entries: Sequence[Any], known: list[bytes]) -> Non
 
 
 async def killed_at(place: InRay, call: int, entries: Sequence[Any], settings: Settings) -> Any:
-    """What it knew, or None if that was more calls than it makes."""
+    """Return what the driver knew, or None if it made fewer calls."""
     known: list[bytes] = []
     archive = place.archive
     place.archive = lambda: with_life(archive(), place, call)  # type: ignore[method-assign]
@@ -81,8 +81,8 @@ def with_life(archive: RayArchive, place: InRay, calls: int) -> RayArchive:
 
 
 @pytest.mark.slow
-def test_a_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
-    """Between the pieces of a snapshot too, and while the chapters before it are removed."""
+def test_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
+    """Also between the pieces of a snapshot, and while the previous chapters are removed."""
     settings, entries = job
 
     async def story() -> int:
@@ -95,7 +95,7 @@ def test_a_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
             if past is None:
                 assert b"settled" not in known
                 continue
-            # What was settled is there; what was only recorded may be.
+            # Everything settled is in the journal; what was only recorded may be.
             states = [state for state in known if state != b"settled"]
             settled = known.count(b"settled")
             assert taken(past.membership) in (states or [taken(past.membership)])[settled - 1 :]
@@ -106,7 +106,7 @@ def test_a_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
 
 
 @pytest.mark.slow
-async def test_those_who_go_on_may_be_killed_at_any_call(tmp_path, job, small_pieces):
+async def test_successors_may_be_killed_at_any_call(tmp_path, job, small_pieces):
     settings, entries = job
     for call in range(1000):
         place = InRay(tmp_path)
@@ -131,7 +131,9 @@ async def test_those_who_go_on_may_be_killed_at_any_call(tmp_path, job, small_pi
     raise AssertionError("it never ends")
 
 
-async def test_half_of_a_snapshot_is_none_and_the_next_one_removes_it(tmp_path, job, small_pieces):
+async def test_incomplete_snapshot_is_ignored_and_removed_by_the_next_one(
+    tmp_path, job, small_pieces
+):
     settings, entries = job
     place = InRay(tmp_path)
     drive = Drive(place, settings, every=10)
@@ -151,7 +153,7 @@ async def test_half_of_a_snapshot_is_none_and_the_next_one_removes_it(tmp_path, 
     assert not any("/000001-" in key for key in place.kept if "/records/" in key)
 
 
-# ---- two that write at once ------------------------------------------------------------------------------------------
+# ---- two writers at once ---------------------------------------------------------------------------------------------
 
 
 @types.coroutine
@@ -160,7 +162,10 @@ def _one_call() -> Generator[None, None, None]:
 
 
 class InSteps:
-    """Calls that a test lets happen, one at a time. Some are carried out once more, later: given up, but not lost."""
+    """Calls that a test executes one at a time.
+
+    Some run once more later, as requests that were given up but not lost.
+    """
 
     def __init__(
         self, kept: dict[str, bytes], late: list[Callable[[], object]], seed: float
@@ -193,7 +198,7 @@ class InSteps:
 
 @dataclass
 class Told:
-    """In the place of `RecoveredJob`: the entries themselves, by their times."""
+    """In place of `RecoveredJob`: the times of the entries."""
 
     header: Header
     entries: list[float]
@@ -212,9 +217,9 @@ def told(header: Header, lines: Sequence[bytes]) -> Told:
 
 
 class Storm:
-    """Drivers that come, lose touch, come back late and die, in an order that the seed decides.
+    """Drivers that start, lose contact, return late and die, in an order determined by the seed.
 
-    What is claimed: whoever may act knows all that anybody before has acted upon, in its order.
+    Invariant: a driver that may act knows everything that any driver has acted on before, in order.
     """
 
     def __init__(self, seed: int) -> None:
@@ -280,11 +285,11 @@ class Storm:
     "seeds",
     [
         *(pytest.param(range(at, at + 40), marks=pytest.mark.slow) for at in range(0, 200, 40)),
-        [2508],  # deposed while it removes what is obsolete
+        [2508],  # deposed while it removes obsolete records
     ],
     ids=str,
 )
-def test_whoever_may_act_knows_what_was_done(seeds, monkeypatch):
+def test_driver_that_may_act_knows_all_previous_actions(seeds, monkeypatch):
     monkeypatch.setattr("elastic.driver.ray.journal.past_of", told)
     monkeypatch.setattr("elastic.driver.journal.records.PIECE", 100)
     deposed = acted = 0
@@ -299,7 +304,7 @@ def test_whoever_may_act_knows_what_was_done(seeds, monkeypatch):
     assert (deposed > 2 * len(seeds) and acted > 20 * len(seeds)) or len(seeds) == 1
 
 
-async def test_what_a_deposed_driver_wrote_too_late_does_not_count(tmp_path, job):
+async def test_late_writes_of_a_deposed_driver_are_ignored(tmp_path, job):
     settings, entries = job
     place = InRay(tmp_path)
     first = Drive(place, settings, every=8)
@@ -314,7 +319,7 @@ async def test_what_a_deposed_driver_wrote_too_late_does_not_count(tmp_path, job
     assert past is not None and taken(past.membership) == taken(second.membership)
 
 
-async def test_it_is_said_once_that_another_driver_leads(tmp_path):
+async def test_change_of_leader_is_reported_once(tmp_path):
     said: list[tuple[str, str]] = []
     kept: dict[str, bytes] = {}
     first = of(kept, lambda *line: said.append(line))
@@ -334,8 +339,8 @@ async def test_it_is_said_once_that_another_driver_leads(tmp_path):
     recorded("messages", text)
 
 
-async def test_a_turn_whose_answer_got_lost_is_taken_all_the_same(tmp_path):
-    """Otherwise it would wait behind itself."""
+async def test_turn_whose_answer_was_lost_is_taken(tmp_path):
+    """Otherwise the driver would wait for itself."""
 
     def unheard(change: Callable[[], Any]) -> Any:
         change()
@@ -355,10 +360,10 @@ async def test_a_turn_whose_answer_got_lost_is_taken_all_the_same(tmp_path):
     assert past is not None and past.replayed == 1
 
 
-# ---- forgotten -------------------------------------------------------------------------------------------------------
+# ---- deletion --------------------------------------------------------------------------------------------------------
 
 
-async def test_nothing_is_left_of_what_is_forgotten_and_others_stay(tmp_path):
+async def test_deletion_removes_one_job_and_keeps_the_others(tmp_path):
     kept: dict[str, bytes] = {}
     for name in ("night", "night2"):
         archive = of(kept, job=name)
@@ -371,8 +376,8 @@ async def test_nothing_is_left_of_what_is_forgotten_and_others_stay(tmp_path):
 
 
 @pytest.mark.parametrize("calls", range(3))
-async def test_half_forgotten_is_as_it_was_or_gone(tmp_path, calls):
-    """Ray may start the driver again, which must not go on with half of a job. Removing may be cut off as well."""
+async def test_interrupted_deletion_leaves_the_job_unchanged_or_removed(tmp_path, calls):
+    """Ray may restart the driver, which must not resume from half of a job. The removal may be interrupted too."""
     kept: dict[str, bytes] = {}
     kv = FakeKeyValues(kept)
     archive = RayArchive("night", kv=Insistent(kv, quiet))
@@ -395,8 +400,8 @@ async def test_half_forgotten_is_as_it_was_or_gone(tmp_path, calls):
     assert (past.replayed if past else None) == (8 if calls == 0 else None)
 
 
-async def test_what_comes_after_it_was_forgotten_belongs_to_no_job(tmp_path):
-    """A driver that was cut off wakes when all is over, and writes. The next job has its name and its turn."""
+async def test_writes_after_the_deletion_belong_to_no_job(tmp_path):
+    """A driver that was disconnected writes after the end. The next job has its name and turn."""
     kept: dict[str, bytes] = {}
     archive = of(kept)
     await archive.past()
@@ -414,7 +419,7 @@ async def test_what_comes_after_it_was_forgotten_belongs_to_no_job(tmp_path):
         await journal.settle()
 
 
-async def test_forgetting_has_a_bound(tmp_path):
+async def test_deletion_has_a_time_limit(tmp_path):
     said: list[tuple[str, str]] = []
     kept: dict[str, bytes] = {"journal/night/writers/000001": b"0123456789ab"}
     kv = FakeKeyValues(kept)
@@ -427,11 +432,11 @@ async def test_forgetting_has_a_bound(tmp_path):
     recorded("messages", text)
 
 
-# ---- read ------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
-    """A chapter of records of up to 4 bytes a piece."""
+    """A chapter of records in pieces of up to 4 bytes."""
     chapter: dict[int, bytes] = {}
     for data, more in records:
         record = Piecewise(bytearray(data), **more)
@@ -441,7 +446,7 @@ def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
     return chapter
 
 
-def test_what_counts_is_found_from_the_end(monkeypatch):
+def test_valid_records_are_found_from_the_end(monkeypatch):
     monkeypatch.setattr("elastic.driver.journal.records.PIECE", 4)
     a, b, c, d = (chapter_name(turn, 0, "0123456789ab") for turn in range(1, 5))
     old = written((b"old", {"begins": True}), (b"gone", {}))
@@ -460,7 +465,7 @@ def test_what_counts_is_found_from_the_end(monkeypatch):
         counting({a: written((b"x", {}))})
 
 
-async def test_a_journal_with_a_hole_is_noticed(tmp_path, job):
+async def test_missing_record_is_detected(tmp_path, job):
     settings, entries = job
     place = InRay(tmp_path)
     drive = Drive(place, settings)
@@ -472,7 +477,7 @@ async def test_a_journal_with_a_hole_is_noticed(tmp_path, job):
         await place.archive().past()
 
 
-async def test_snapshots_keep_it_small(tmp_path, job):
+async def test_snapshots_keep_the_journal_small(tmp_path, job):
     settings, entries = job
     place = InRay(tmp_path)
     drive = Drive(place, settings, every=20)
@@ -486,17 +491,17 @@ async def test_snapshots_keep_it_small(tmp_path, job):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\nb"])
-def test_names_that_would_be_other_keys_are_refused(name):
+def test_names_that_would_form_other_keys_are_rejected(name):
     with raises(Invalid):
         of({}, job=name)
 
 
-async def test_without_a_look_at_what_is_there_nothing_begins(tmp_path):
+async def test_journal_does_not_begin_without_reading_the_existing_state(tmp_path):
     with pytest.raises(RuntimeError):
         await of({}).begin(HEADER)
 
 
-# ---- a head that is away ---------------------------------------------------------------------------------------------
+# ---- unavailable head ------------------------------------------------------------------------------------------------
 
 
 def away(change: Callable[[], Any]) -> Any:
@@ -518,7 +523,7 @@ def of(
 
 
 class Hours:
-    """A clock on which only pauses take time."""
+    """A clock that only advances during pauses."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -543,7 +548,7 @@ async def begun(insistent: Insistent) -> RayJournal:
     return await archive.begin(HEADER)
 
 
-async def test_while_the_head_is_away_it_waits_and_says_so_once():
+async def test_outage_of_the_head_is_waited_for_and_logged_once():
     hours, kv = Hours(), FakeKeyValues({})
     journal = await begun(hours.insistent(kv))
     kv.troubles = [away] * 20
@@ -566,7 +571,7 @@ async def test_while_the_head_is_away_it_waits_and_says_so_once():
     assert past is not None and past.replayed == 2
 
 
-async def test_a_short_silence_is_not_worth_a_line():
+async def test_short_outage_is_not_logged():
     hours, kv = Hours(), FakeKeyValues({})
     journal = await begun(hours.insistent(kv))
     for _ in range(20):
@@ -576,7 +581,7 @@ async def test_a_short_silence_is_not_worth_a_line():
     assert not hours.said and sum(hours.pauses) > 10
 
 
-async def test_what_is_recorded_while_it_is_away_is_written_together():
+async def test_records_during_an_outage_are_written_together():
     kv = FakeKeyValues({})
     journal = await begun(Insistent(kv, quiet, pause=no_pause))
     back = threading.Event()
@@ -601,8 +606,8 @@ async def test_what_is_recorded_while_it_is_away_is_written_together():
     assert past is not None and past.replayed == 99
 
 
-async def test_a_call_that_hangs_has_a_deadline_and_those_after_it_wait_their_turn():
-    """The fake fails where two are made at once."""
+async def test_call_that_hangs_times_out_and_later_calls_wait_their_turn():
+    """The fake fails if two calls run at once."""
     hours, kv = Hours(), FakeKeyValues({})
     journal = await begun(hours.insistent(kv, answer_s=0.01))
     back = threading.Event()
@@ -627,7 +632,7 @@ async def test_a_call_that_hangs_has_a_deadline_and_those_after_it_wait_their_tu
     assert past is not None and past.replayed == 1
 
 
-async def test_a_bug_is_not_taken_for_silence():
+async def test_bug_is_not_treated_as_an_outage():
     kv = FakeKeyValues({})
 
     def bug(change: Callable[[], Any]) -> Any:

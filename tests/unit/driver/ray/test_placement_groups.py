@@ -1,4 +1,4 @@
-"""Claims on a Ray cluster: what becomes of them as nodes come, drain and die, whatever the order."""
+"""Claims on a Ray cluster while nodes appear, drain and die, in any order."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def gone(*numbers: int) -> list[Claim]:
 # ---- one claim, one row of the table
 
 
-def test_at_first_as_many_are_made_as_are_wanted():
+def test_wanted_number_of_claims_is_made_at_first():
     claims = Claims(3)
     assert claims.decide([], UP).make == [0, 1, 2]
     decision = claims.decide(waiting(0, 1, 2), UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [])
 
 
-def test_those_that_are_placed_are_slots_and_the_others_are_waited_for():
+def test_placed_claims_are_slots_and_the_others_are_awaited():
     decision = Claims(3).decide([*on("b", 1, 0), *waiting(2)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({"b": [0, 1]}, [], [])
     assert decision.placed == 2
 
 
-def test_the_node_of_the_oldest_comes_first_and_those_that_come_later_stand_behind():
+def test_node_of_the_oldest_claim_comes_first_and_new_ones_are_appended():
     claims = Claims(4)
     decision = claims.decide([*on("b", 1), *on("a", 2), *waiting(0, 3)], UP)
     assert list(decision.seats) == ["b", "a"]
@@ -62,7 +62,7 @@ def test_the_node_of_the_oldest_comes_first_and_those_that_come_later_stand_behi
     assert list(decision.seats.items()) == [("b", [1, 3]), ("a", [2, 0])]
 
 
-def test_a_node_that_drains_loses_its_claims_and_others_are_made_at_once():
+def test_draining_node_loses_its_claims_and_others_are_made_at_once():
     claims = Claims(3)
     claims.decide([*on("a", 0, 1), *on("b", 2)], UP)
     decision = claims.decide([*on("a", 0, 1), *on("b", 2)], {"a": DRAINING, "b": ALIVE})
@@ -72,7 +72,7 @@ def test_a_node_that_drains_loses_its_claims_and_others_are_made_at_once():
     assert (decision.make, decision.remove, decision.drained) == ([], [0], [])
 
 
-def test_a_claim_that_is_to_go_is_removed_wherever_it_is_placed_meanwhile():
+def test_claim_to_be_removed_is_removed_wherever_it_is_placed_meanwhile():
     claims = Claims(1)
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
     decision = claims.decide([*on("b", 0), *waiting(1)], {"a": DEAD, "b": ALIVE})
@@ -80,45 +80,46 @@ def test_a_claim_that_is_to_go_is_removed_wherever_it_is_placed_meanwhile():
     assert claims.decide([*gone(0), *on("b", 1)], UP).remove == []
 
 
-def test_a_node_that_drained_once_never_has_slots_again():
+def test_node_that_drained_once_never_has_slots_again():
     claims = Claims(1)
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
     decision = claims.decide([*gone(0), *on("a", 1)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [2], [1])
 
 
-def test_the_claim_on_a_dead_node_is_kept_and_ray_places_it_elsewhere():
+def test_claim_on_a_dead_node_is_kept_and_placed_elsewhere():
     claims = Claims(2)
     claims.decide([*on("a", 0), *on("b", 1)], UP)
     decision = claims.decide([*on("a", 0), *on("b", 1)], {"a": DEAD, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({"b": [1]}, [], [])
     assert claims.decide([*waiting(0), *on("b", 1)], {"a": DEAD, "b": ALIVE}).make == []
     decision = claims.decide([*on("b", 0, 1)], {"a": DEAD, "b": ALIVE})
-    assert decision.seats == {"b": [1, 0]}  # who was there keeps its slot
+    assert decision.seats == {"b": [1, 0]}  # the remaining claim keeps its slot
 
 
-def test_a_node_that_is_not_known_yet_has_no_slots():
+def test_unknown_node_has_no_slots():
     decision = Claims(1).decide(on("c", 0), UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [])
 
 
-def test_a_claim_that_somebody_else_removed_is_made_anew_under_another_number():
+def test_claim_removed_by_others_is_made_again_with_another_number():
     claims = Claims(2)
     claims.decide(on("a", 0, 1), UP)
     assert claims.decide([*gone(0), *on("a", 1)], UP).make == [2]
-    assert claims.decide(on("a", 1), UP).make == [3]  # it was not made, nor is it told any more
+    # the number was not used, and is no longer reported
+    assert claims.decide(on("a", 1), UP).make == [3]
 
 
-def test_no_number_is_used_twice_though_another_driver_used_it():
+def test_no_number_is_used_twice_even_across_drivers():
     assert Claims(2).decide([*gone(7), *waiting(3)], UP).make == [8]
 
 
-def test_what_asks_for_something_else_was_left_by_an_earlier_job():
+def test_claims_with_other_requirements_belong_to_an_earlier_job():
     decision = Claims(2).decide([Claim(0, ClaimStage.PLACED, "a", fits=False), *on("a", 1)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({"a": [1]}, [2], [0])
 
 
-def test_of_more_than_are_wanted_those_that_wait_go_first_and_the_youngest_of_them():
+def test_surplus_claims_are_removed_waiting_and_youngest_first():
     found = [*waiting(0), *on("a", 1, 2), *on("b", 3), *waiting(4)]
     assert Claims(4).decide(found, UP).remove == [4]
     for nodes, surplus in ((UP, [0, 3, 4]), ({"a": DEAD, "b": ALIVE}, [1, 2, 4])):
@@ -128,16 +129,16 @@ def test_of_more_than_are_wanted_those_that_wait_go_first_and_the_youngest_of_th
         assert claims.decide(found, nodes).remove == surplus
 
 
-def test_before_its_driver_has_said_who_runs_no_place_is_given_up():
-    """The driver before this one was asked for more than the job began with."""
+def test_no_slot_is_given_up_before_the_driver_has_reported_its_workers():
+    """The previous driver was scaled up beyond the initial size."""
     decision = Claims(1).decide([*on("a", 0, 1), *waiting(2)], UP)
     assert (decision.make, decision.remove) == ([], [2])
     claims = Claims(1)
-    claims.want(1, {"a": 1}, [])  # nothing is known of the order of its slots
+    claims.want(1, {"a": 1}, [])  # the order of its slots is unknown
     assert claims.decide(on("a", 0, 1), UP).remove == []
 
 
-def test_more_are_made_as_more_are_wanted():
+def test_more_claims_are_made_when_more_are_wanted():
     claims = Claims(1)
     claims.decide(on("a", 0), UP)
     claims.want(3, {"a": 1}, [])
@@ -147,29 +148,29 @@ def test_more_are_made_as_more_are_wanted():
     assert decision.seats == {"a": [0], "b": [1, 2]}
 
 
-def test_as_fewer_are_wanted_those_without_a_worker_go_and_nobody_changes_its_slot():
+def test_scaling_down_removes_claims_without_a_worker_and_keeps_slots():
     claims = Claims(4)
     found = [*on("a", 0, 1), *on("b", 2, 3)]
     claims.decide(found, UP)
-    claims.want(1, {"a": 2, "b": 1}, [])  # the worker of a's first slot has left, or leaves
+    claims.want(1, {"a": 2, "b": 1}, [])  # the worker in a's first slot has left, or is leaving
     decision = claims.decide(found, UP)
     assert (decision.seats, decision.remove) == ({"a": [0, 1], "b": [2]}, [3])
     claims.want(1, {"a": 2}, [])
     assert claims.decide([*on("a", 0, 1), *on("b", 2)], UP).seats == {"a": [0, 1]}
 
 
-def test_a_host_that_an_operator_drains_keeps_its_places_and_others_are_asked_for():
+def test_drained_host_keeps_its_slots_and_replacements_are_requested():
     claims = Claims(2)
     found = [*on("a", 0), *on("b", 1)]
     claims.decide(found, UP)
     claims.want(2, {"a": 1}, ["b"])
     decision = claims.decide(found, UP)
     assert (decision.seats, decision.make) == ({"a": [0], "b": [1]}, [2])
-    claims.want(2, {"a": 1}, [])  # no longer
+    claims.want(2, {"a": 1}, [])  # not drained any more
     assert claims.decide([*found, *waiting(2)], UP).remove == [2]
 
 
-def test_a_claim_is_no_slot_before_all_is_known_about_it():
+def test_claim_is_no_slot_before_everything_is_known_about_it():
     claims = Claims(2)
     found = [Claim(0, ClaimStage.PLACED, "a", ready=False), *on("a", 1)]
     assert claims.decide(found, UP).seats == {"a": [1]}
@@ -179,7 +180,7 @@ def test_a_claim_is_no_slot_before_all_is_known_about_it():
 
 
 @pytest.mark.parametrize(("found", "nodes"), [([], UP), (on("a", 0), {}), ([], {})])
-def test_an_answer_that_holds_nothing_changes_nothing(found, nodes):
+def test_empty_answer_changes_nothing(found, nodes):
     claims = Claims(2)
     claims.decide([*on("a", 0), *waiting(1)], UP)
     decision = claims.decide(found, nodes)
@@ -187,18 +188,18 @@ def test_an_answer_that_holds_nothing_changes_nothing(found, nodes):
     assert claims.decide([*on("a", 0), *on("b", 1)], UP).seats == {"a": [0], "b": [1]}
 
 
-def test_bundles_of_somebody_elses_group_are_neither_made_nor_removed():
+def test_bundles_of_a_foreign_group_are_neither_made_nor_removed():
     claims = Claims(2, ours=False)
     found = [*on("a", 1, 2), *on("b", 3)]
     decision = claims.decide(found, UP)
     assert (decision.seats, decision.make, decision.remove) == ({"a": [1, 2]}, [], [])
-    # One more than is wanted takes the place of one that is lost.
+    # One more than wanted replaces a lost one.
     decision = claims.decide(found, {"a": DRAINING, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({"b": [3]}, [], [])
     assert claims.decide(gone(1, 2, 3), UP).seats == {}
 
 
-# ---- whatever happens
+# ---- any events
 
 EVENTS = st.lists(
     st.one_of(
@@ -212,7 +213,7 @@ EVENTS = st.lists(
 
 
 class Conversation:
-    """A job's claims on a cluster to which things happen; what has to hold is asserted at every look."""
+    """Claims of a job on a cluster under random events. The invariants are asserted at every query."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -228,7 +229,7 @@ class Conversation:
                 ray.add(f"n{len(ray.table)}", index)
             case "drain" | "kill" if len(ray.table) > index:
                 getattr(ray, event)(f"n{index}")
-            case "take" if ray.live:  # somebody else removes one
+            case "take" if ray.live:  # removed by others
                 victims = [g for g in ray.groups.values() if g.name in ray.live]
                 victims[index % len(victims)].state = "REMOVED"
             case "tick":
@@ -295,7 +296,7 @@ class Conversation:
         present = {claim.number for claim in found if claim.stage is not ClaimStage.GONE}
         assert set(decision.remove) <= present
         assert not set(decision.make) & {claim.number for claim in found}
-        # None is leaked: what is there and does not go is what is wanted.
+        # No claim is leaked: the remaining ones are those wanted.
         assert len(present - set(decision.remove)) + len(decision.make) == self.most
         if acts:
             for number in decision.make:
@@ -305,7 +306,7 @@ class Conversation:
                     self.ray.remove(id)
 
     def settle(self) -> None:
-        """Nothing happens any more."""
+        """No further events."""
         for _ in range(4):
             self.look()
             self.ray.tick()
@@ -314,7 +315,7 @@ class Conversation:
 
 @given(st.integers(1, 5), EVENTS)
 @settings(max_examples=3 * settings().max_examples)
-def test_whatever_happens_no_slot_is_too_many_and_no_claim_is_lost(most, events):
+def test_slots_never_exceed_the_maximum_and_no_claim_is_lost_for_any_events(most, events):
     conversation = Conversation(most)
     conversation.look()
     for event, index in events:
@@ -342,14 +343,14 @@ def test_every_bundle_with_room_is_a_slot():
     assert suitable(bundles, {"CPU": 1, "GPU": 0}) == [0, 1]
 
 
-def test_bundles_that_are_in_use_are_left_out():
+def test_bundles_in_use_are_omitted():
     assert suitable({0: ONE, 1: ONE, 2: ONE}, ONE, {1: ONE}) == [0, 2]
     assert suitable({0: ONE, 1: ONE}, ONE, {0: {"CPU": 0.5}}) == [1]
     assert suitable({0: {"CPU": 2.0}, 1: ONE}, ONE, {0: ONE}) == [0, 1]
     assert suitable({0: ONE, 1: ONE}, ONE, {}) == [0, 1]
 
 
-def test_what_a_caller_holds_is_told_by_the_names_of_its_resources():
+def test_resources_held_by_a_caller_are_found_by_their_names():
     ids = {
         "CPU": [(0, 9.0)],
         "CPU_group_aa": [(0, 1.0)],
@@ -365,7 +366,7 @@ def test_what_a_caller_holds_is_told_by_the_names_of_its_resources():
 
 
 @pytest.mark.parametrize("in_use", [{}, {1: {"CPU": 1}}, {1: {"CPU": 1}, 0: {"CPU": 0.5}}])
-def test_a_group_without_a_suitable_bundle_is_refused_with_what_it_has(in_use):
+def test_group_without_a_suitable_bundle_is_rejected_with_its_bundles(in_use):
     recorded(
         "messages",
         refusal_of(
@@ -374,14 +375,14 @@ def test_a_group_without_a_suitable_bundle_is_refused_with_what_it_has(in_use):
     )
 
 
-def test_what_asks_for_the_same():
+def test_equal_requirements_are_recognized():
     assert same({"CPU": 1, "GPU": 0}, {"CPU": 1.0})
     assert same({"CPU": 0.1}, {"CPU": 0.1 + 1e-9})
     assert not same({"CPU": 1}, {"CPU": 2})
     assert not same({"CPU": 1}, {"CPU": 1, "GPU": 0.5})
 
 
-def test_a_shortage_says_what_was_asked_what_there_is_and_what_to_do():
+def test_shortage_names_request_resources_and_remedy():
     told: dict[str, Any] = {
         "at_least": 4,
         "placed": 1,

@@ -1,7 +1,7 @@
-"""RayStarter without Ray: the contract of starters, what happens when Ray is slow or gone, what agents leave behind.
+"""RayStarter without Ray: the contract of starters, a slow or dead Ray, and cleanup after agents.
 
-The actors are real, and so are their agents' folders and sockets; only that they run in this process, one event loop
-with the starter, and Ray's part is played by a dictionary.
+Actors, folders and sockets of agents are real, but the actors run in this process, in one event loop with the starter,
+and a dictionary plays Ray's part.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from harness.starter_contract import (
 from harness.waiting import until
 
 CALL = b"a pickled call"
-RAYLET = [0]  # the last one's process number; 0: none is watched
+RAYLET = [0]  # process ID of the latest one; 0: none is watched
 
 
 class Died(Exception):
-    """As Ray's ActorDiedError."""
+    """Like Ray's ActorDiedError."""
 
 
 class Engine(InRay):
@@ -66,19 +66,19 @@ class Engine(InRay):
 
 
 class Fake:
-    """Named actors in this event loop. What is set on it happens in Ray instead."""
+    """Named actors in this event loop. Its attributes simulate the behavior of Ray."""
 
     def __init__(self, python: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.python = python
         self.living: dict[str, AgentActor] = {}
         self.made: list[tuple[str, str, bool]] = []
-        self.silent: set[str] = set()  # nodes where nothing answers
+        self.silent: set[str] = set()  # nodes that do not answer
         self.release = ""
-        self.head = threading.Event()  # answers
+        self.head = threading.Event()  # set while the head answers
         self.head.set()
         self.making = threading.Lock()
-        self.sending_s = 0.0  # an answer is lost if its actor's process exits meanwhile
+        self.sending_s = 0.0  # an answer is lost if the process of its actor exits meanwhile
 
     def make(self, name: str, node: str, *, detached: bool) -> AgentActor:
         assert threading.current_thread() is not threading.main_thread()
@@ -106,7 +106,7 @@ class Fake:
         call = self._ask(actor, method, *args)
         try:
             return asyncio.run_coroutine_threadsafe(call, self.loop)
-        except RuntimeError:  # the test is over, and nobody waits for this thread any more
+        except RuntimeError:  # the test has ended, and this thread is no longer awaited
             call.close()
             raise
 
@@ -141,7 +141,7 @@ class Fake:
         self.loop.call_soon_threadsafe(self.drop, actor)
 
     def drop(self, actor: AgentActor) -> None:
-        """The actor's process is gone, and what the kernel had of it."""
+        """The actor's process and its kernel resources are gone."""
         for name in [name for name, each in self.living.items() if each is actor]:
             del self.living[name]
         actor._unused.cancel()
@@ -201,7 +201,7 @@ class TestRay(StarterContract):
         async with bench_in(folder) as bench:
             yield bench
 
-    async def test_the_actor_is_on_the_hosts_node_under_a_name_of_its_own(self, opened):
+    async def test_actor_is_on_the_hosts_node_with_a_unique_name(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             await bench.starter.start(bootstrap("beta", outlives=True))
@@ -210,7 +210,7 @@ class TestRay(StarterContract):
                 ("hvd-elastic-agent:trains:beta", "node-of-beta", True),
             ]
 
-    async def test_an_agent_knows_its_files_and_its_workers_are_as_the_user_wants(
+    async def test_agent_knows_its_files_and_its_workers_have_the_users_environment(
         self, opened, short_folder
     ):
         async with opened as bench:
@@ -231,7 +231,7 @@ class TestRay(StarterContract):
             await bench.starter.close()
             assert not call.parent.exists()
 
-    async def test_the_first_python_in_the_workers_path_is_the_actors(self, opened):
+    async def test_first_python_in_the_workers_path_is_the_actors(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             first = noted(bench.folder, "alpha")["environ"]["PATH"].split(":")[0]
@@ -239,9 +239,9 @@ class TestRay(StarterContract):
                 f"{first}/python", "-c", "", stdout=asyncio.subprocess.PIPE
             )
             said, _ = await process.communicate()
-            assert json.loads(said)  # it is the stand-in, which tells its path
+            assert json.loads(said)  # it is the stand-in, which prints its path
 
-    async def test_when_the_agent_ends_its_actor_does_and_that_is_said_once(self, opened):
+    async def test_end_of_an_agent_ends_its_actor_and_is_logged_once(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             bench.end("alpha")
@@ -249,7 +249,7 @@ class TestRay(StarterContract):
             await until(lambda: bool(bench.log), "a line")
             assert bench.log == [("warning", "the agent on alpha was killed by signal 9")]
 
-    async def test_when_the_actor_dies_its_agent_does_and_that_is_said_once(self, opened):
+    async def test_death_of_an_actor_ends_its_agent_and_is_logged_once(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             bench.fake.drop(bench.fake.living[name_of("trains", "alpha")])
@@ -262,7 +262,7 @@ class TestRay(StarterContract):
                 )
             ]
 
-    async def test_with_the_raylet_the_agent_and_the_actor_end(self, opened, short_folder):
+    async def test_agent_and_actor_end_with_the_raylet(self, opened, short_folder):
         async with opened as bench:
             raylet = await asyncio.create_subprocess_exec("sleep", "100")
             RAYLET.append(raylet.pid)
@@ -276,14 +276,14 @@ class TestRay(StarterContract):
             await until(lambda: bench.log == [("warning", why)], "a line")
             await raylet.wait()
 
-    async def test_what_an_agent_warns_of_is_logged(self, opened):
+    async def test_warnings_of_an_agent_are_logged(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "chatty"))
             await until(lambda: len(bench.log) >= 20, "its lines")
             recorded("log", bench.log[0])
             recorded("log", bench.log[19][1])
 
-    async def test_another_agent_takes_the_place_of_one_that_still_runs(self, opened):
+    async def test_new_agent_replaces_a_running_one(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             earlier = noted(bench.folder, "alpha")["pid"]
@@ -291,7 +291,7 @@ class TestRay(StarterContract):
             assert not lives(earlier) and bench.runs("alpha")
             assert len(bench.fake.living) == 1
 
-    async def test_an_actor_that_ends_its_agent_exits_after_it_has_answered(self, opened):
+    async def test_actor_that_ends_its_agent_exits_after_its_answer(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             (actor,) = bench.fake.living.values()
@@ -300,14 +300,14 @@ class TestRay(StarterContract):
             assert not bench.runs("alpha")
             await until(lambda: not bench.fake.living, "the end of the actor")
 
-    async def test_a_failed_start_leaves_no_actor(self, opened):
+    async def test_failed_start_leaves_no_actor(self, opened):
         async with opened as bench:
             for job in ("wrong", "killed", "old"):
                 await failure(bench.starter, bootstrap("alpha", job))
                 await until(lambda: not bench.fake.living, "the end of the actor")
 
 
-async def test_a_node_that_does_not_answer_fails_the_start_in_time_and_blocks_nobody(tmp_path):
+async def test_unresponsive_node_fails_the_start_in_time_without_blocking(tmp_path):
     async with bench_in(tmp_path, start_s=0.5) as bench:
         bench.fake.silent = {"node-of-alpha"}
         silent = asyncio.create_task(failure(bench.starter, bootstrap("alpha")))
@@ -316,9 +316,7 @@ async def test_a_node_that_does_not_answer_fails_the_start_in_time_and_blocks_no
         await until(lambda: not bench.fake.living, "the end of the actor that never ran")
 
 
-async def test_a_head_that_does_not_answer_fails_the_start_in_time_and_what_it_makes_later_is_killed(
-    tmp_path,
-):
+async def test_unresponsive_head_fails_the_start_in_time_and_late_actors_are_killed(tmp_path):
     async with bench_in(tmp_path, start_s=0.5) as bench:
         bench.fake.head.clear()
         assert "within 0.5 s" in await failure(bench.starter, bootstrap("alpha"))
@@ -326,7 +324,7 @@ async def test_a_head_that_does_not_answer_fails_the_start_in_time_and_what_it_m
         await until(lambda: bool(bench.fake.made) and not bench.fake.living, "making and killing")
 
 
-async def test_another_release_is_refused_before_it_is_told_anything(tmp_path):
+async def test_other_release_is_rejected_before_it_receives_anything(tmp_path):
     async with bench_in(tmp_path) as bench:
         bench.fake.release = "0.0.1"
         text = await failure(bench.starter, bootstrap("alpha"))
@@ -334,13 +332,13 @@ async def test_another_release_is_refused_before_it_is_told_anything(tmp_path):
         assert not (bench.folder / "alpha").exists()
 
 
-async def test_a_host_that_ray_does_not_list_is_refused(tmp_path):
+async def test_host_not_listed_by_ray_is_rejected(tmp_path):
     nodes: dict[str, str] = {}
     starter = RayStarter(nodes.__getitem__, b"", print, job="j", actors=Fake("python"))
     recorded("messages", await failure(starter, bootstrap("alpha")))
 
 
-async def test_the_next_driver_redirects_and_hears_agents_that_are_there(tmp_path):
+async def test_successor_driver_redirects_existing_agents(tmp_path):
     async with bench_in(tmp_path, detached=True) as bench:
         await bench.starter.start(bootstrap("alpha"))
         await bench.starter.close()
@@ -364,7 +362,7 @@ async def test_the_next_driver_redirects_and_hears_agents_that_are_there(tmp_pat
         await later.close()
 
 
-async def test_a_head_that_is_away_is_said_where_agents_are_to_be_redirected(tmp_path):
+async def test_unavailable_head_is_logged_if_agents_must_be_redirected(tmp_path):
     async with bench_in(tmp_path, start_s=0.2) as bench:
         bench.fake.head.clear()
         await bench.starter.redirect(["a:1"])
@@ -373,7 +371,7 @@ async def test_a_head_that_is_away_is_said_where_agents_are_to_be_redirected(tmp
 
 
 class Worker:
-    """One that serves calls, as the test says."""
+    """A worker that serves calls as the test requires."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -422,7 +420,7 @@ async def test_calls_reach_the_worker_of_their_rank_in_order(tmp_path):
             worker.writer.close()
 
 
-async def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(tmp_path):
+async def test_exited_worker_fails_its_calls_and_names_its_rank(tmp_path):
     async with bench_in(tmp_path) as bench:
         (worker,) = await served(bench, [3])
         with pytest.raises(CallFailed, match="rank 2"):
@@ -437,7 +435,7 @@ async def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(tmp_path
             await bench.starter.call(3, b"f")
 
 
-async def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(tmp_path):
+async def test_answer_to_a_timed_out_call_is_not_used_for_the_next(tmp_path):
     async with bench_in(tmp_path) as bench:
         (worker,) = await served(bench, [0])
         with raises(CallFailed):
@@ -453,7 +451,7 @@ async def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"rank": -1}\n', b"[]\n", b"x" * 70_000, b""])
-async def test_who_does_not_say_its_rank_is_hung_up_on(tmp_path, said):
+async def test_peer_without_a_rank_is_disconnected(tmp_path, said):
     async with bench_in(tmp_path) as bench:
         await served(bench, [])
         folder = Path(noted(bench.folder, "alpha")["environ"]["ELASTIC_CALL"]).parent
@@ -466,7 +464,7 @@ async def test_who_does_not_say_its_rank_is_hung_up_on(tmp_path, said):
         writer.close()
 
 
-def test_folders_of_actors_that_were_killed_are_swept_and_no_others(short_folder):
+def test_only_folders_of_killed_actors_are_removed(short_folder):
     kept, lock = make_folder()
     left, other = make_folder()
     os.close(other)
@@ -477,14 +475,14 @@ def test_folders_of_actors_that_were_killed_are_swept_and_no_others(short_folder
     os.close(lock)
 
 
-def test_an_actor_that_is_told_nothing_leaves_by_its_engine():
-    """Here the process is one of pytest: an actor that a test has lost sight of must not end that."""
+def test_actor_without_a_configuration_exits_through_its_engine():
+    """It runs in pytest's process, which a forgotten actor must not end."""
     engine = Engine()
     AgentActor(engine=engine, unused_s=0.0)
     assert engine.left.wait(10.0)
 
 
-async def test_an_actor_that_is_told_nothing_leaves():
+async def test_actor_without_a_configuration_exits():
     program = (
         "from elastic.driver.ray.node.agent_actor import AgentActor\n"
         "import time; AgentActor(unused_s=0.05); time.sleep(60)"

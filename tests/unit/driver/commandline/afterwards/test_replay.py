@@ -1,4 +1,4 @@
-"""`elasticrun replay`: the live page of a job that was, by its journal."""
+"""`elasticrun replay`: the live page of a finished job, from its journal."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from harness.kept_journals import unpacked
 from unit.driver.monitoring.explain.test_explain import HERE
 
 
-def test_its_clock_runs_faster_than_ours_and_stops():
+def test_replay_clock_runs_faster_than_real_time_and_stops():
     now = [100.0]
     clock = ReplayClock(5000.0, 10.0, lambda: now[0])
     assert clock.now() == 5000.0
@@ -23,7 +23,7 @@ def test_its_clock_runs_faster_than_ours_and_stops():
     assert clock.now() == 5030.0
 
 
-def test_the_page_comes_to_the_end_of_the_job(tmp_path):
+def test_page_reaches_the_end_of_the_job(tmp_path):
     file = unpacked(HERE / "jobs" / "stuck.jsonl.xz", tmp_path)
     model = PageModel(name="stuck", command=["python"], least=2, most=3)
     with JournalEntries(file) as found:
@@ -38,7 +38,7 @@ def test_the_page_comes_to_the_end_of_the_job(tmp_path):
     recorded("log", shown["add"]["log"])
 
 
-def test_a_film_is_written_and_its_size_said(tmp_path, capsys):
+def test_film_is_written_and_its_size_printed(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     assert replay_cli.main([str(file), "--svg", str(tmp_path / "film.svg"), "--length", "12"]) == 0
     recorded("output", capsys.readouterr().out)
@@ -48,7 +48,7 @@ def test_a_film_is_written_and_its_size_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags", [[], ["--speed", "-1", "FILE"], ["--svg", "no/such/film.svg", "FILE"], ["nothing"]]
 )
-def test_mistakes_are_told(flags, tmp_path):
+def test_invalid_flags_are_rejected(flags, tmp_path):
     file = str(unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path))
     with raises(Invalid):
         replay_cli.main([file if flag == "FILE" else flag for flag in flags])

@@ -1,4 +1,4 @@
-"""``elasticrun k8s``: what flags become for the chart, and what is refused before anything is installed."""
+"""``elasticrun k8s``: chart values from flags, and rejections before anything is installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_flags_become_values_of_the_chart():
         ("train@sha256:ab", ("train", "", "sha256:ab")),
     ],
 )
-def test_an_image_has_parts(image, parts):
+def test_image_is_split_into_its_parts(image, parts):
     assert image_parts(image) == parts
 
 
@@ -73,7 +73,7 @@ def test_an_image_has_parts(image, parts):
         "--image a@sha256:ab --workers 2 x",
     ],
 )
-def test_what_does_not_fit_together_is_told(line):
+def test_inconsistent_flags_are_rejected(line):
     recorded("messages", refusal_of(values, line))
 
 
@@ -89,7 +89,7 @@ def test_what_does_not_fit_together_is_told(line):
         ["run", "--image", "a", "--workers", "2", "--name=-x", "--", "x"],
     ],
 )
-def test_words_that_are_missing_or_too_many_are_told(words):
+def test_missing_or_surplus_arguments_are_rejected(words):
     recorded("messages", refusal_of(main, words))
 
 
@@ -119,13 +119,13 @@ def release(monkeypatch):
 
 
 @pytest.mark.parametrize("pods", ["1.5", "many", "100001", "99999999999999"])
-def test_a_number_of_pods_that_is_none_or_cannot_be_meant_is_refused(release, pods):
+def test_invalid_number_of_pods_is_rejected(release, pods):
     with raises(Invalid):
         main(["scale", "bert", pods])
     release.scale.assert_not_called()
 
 
-def test_a_job_that_is_there_already_is_left_alone(release):
+def test_existing_job_is_left_alone(release):
     release.exists.return_value = True
     release.taken.return_value = NameTaken("has a job bert already")
     with raises(Invalid):
@@ -134,15 +134,15 @@ def test_a_job_that_is_there_already_is_left_alone(release):
     release.uninstall.assert_not_called()
 
 
-def test_a_job_that_another_has_just_installed_is_left_alone(release):
-    """Both looked before either had installed anything."""
+def test_job_just_installed_by_another_process_is_left_alone(release):
+    """Both checked before either had installed anything."""
     release.install.side_effect = NameTaken("has a job bert already")
     with handlers_put_back(), raises(NameTaken):
         main(RUN)
     release.uninstall.assert_not_called()
 
 
-def test_a_job_whose_output_nobody_reads_any_more_goes_on(release, capsys):
+def test_job_continues_after_its_output_is_closed(release, capsys):
     release.follow.side_effect = BrokenPipeError
     with handlers_put_back(), pytest.raises(BrokenPipeError):
         main(RUN)
@@ -150,7 +150,7 @@ def test_a_job_whose_output_nobody_reads_any_more_goes_on(release, capsys):
     recorded("output", capsys.readouterr().err)
 
 
-def test_what_helm_has_made_of_a_job_that_it_could_not_install_is_removed(release):
+def test_failed_installation_is_removed(release):
     release.install.side_effect = Invalid("helm install failed: too much")
     with handlers_put_back(), raises(Invalid):
         main(RUN)
@@ -172,7 +172,7 @@ def test_flags_may_follow_the_name(monkeypatch):
     assert asked == [("bert", "lab"), ("bert", "lab")]
 
 
-def test_ctrl_c_removes_it_and_another_one_does_not_stop_that(release):
+def test_ctrl_c_removes_the_job_and_a_second_one_does_not_interrupt_that(release):
     handlers = {}
 
     def uninstall(**_):
@@ -189,7 +189,7 @@ def test_ctrl_c_removes_it_and_another_one_does_not_stop_that(release):
         release.install.side_effect = None
 
 
-def test_what_cannot_be_removed_is_told_with_the_command_for_later(release, capsys):
+def test_failed_removal_is_reported_with_the_command_to_repeat_it(release, capsys):
     release.follow.side_effect = KeyboardInterrupt
     release.uninstall.side_effect = Invalid("helm uninstall failed: no answer")
     with handlers_put_back(), raises(Invalid):
@@ -197,14 +197,14 @@ def test_what_cannot_be_removed_is_told_with_the_command_for_later(release, caps
     recorded("output", capsys.readouterr().err)
 
 
-def test_a_failed_install_is_told_though_nothing_can_be_removed_either(release):
+def test_failed_installation_is_reported_even_if_its_removal_fails(release):
     release.install.side_effect = Invalid("helm install failed: first")
     release.uninstall.side_effect = Invalid("helm uninstall failed: second")
     with handlers_put_back(), pytest.raises(Invalid, match="first"):
         main(RUN)
 
 
-def test_a_silence_is_told_once_and_so_is_its_end(monkeypatch):
+def test_outage_of_the_api_is_logged_once_with_its_end(monkeypatch):
     now = [0.0]
     said: list[str] = []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -225,7 +225,7 @@ def test_a_silence_is_told_once_and_so_is_its_end(monkeypatch):
     "content",
     ["{{{", "[]", "", "kind: Config", "clusters: []\ncontexts: []\nusers: []\ncurrent-context: x"],
 )
-def test_a_kubeconfig_without_a_context_to_use_is_told(content, tmp_path, monkeypatch):
+def test_kubeconfig_without_a_usable_context_is_reported(content, tmp_path, monkeypatch):
     pytest.importorskip("kubernetes")
     from kubernetes.config import kube_config
 

@@ -1,4 +1,4 @@
-"""What `elasticrun k8s` makes of a Job and its pods."""
+"""State of a release, as `elasticrun k8s` derives it from a Job and its pods."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def a_job(*conditions: str) -> Any:
     return {"metadata": {"name": "bert-driver"}, "status": {"conditions": found}}
 
 
-def test_drivers_are_followed_one_after_the_other_until_the_job_is_over():
+def test_drivers_are_followed_one_after_another_until_the_job_ends():
     first, second = a_pod("bert-driver-x", 1, ended(137)), a_pod("bert-driver-a", 2, RUNNING)
     assert next_step(a_job(), [second, first], set()) == Follow("bert-driver-x")
     assert next_step(a_job(), [second, first], {"bert-driver-x"}) == Follow("bert-driver-a")
@@ -69,12 +69,12 @@ def test_drivers_are_followed_one_after_the_other_until_the_job_is_over():
     assert next_step(a_job("Complete"), [second, first], both) == JobOver(0)
 
 
-def test_a_job_that_is_over_is_read_to_its_end_first():
+def test_log_of_a_finished_job_is_read_to_its_end_first():
     driver = a_pod("bert-driver-x", 1, ended(0))
     assert next_step(a_job("Complete"), [driver], set()) == Follow("bert-driver-x")
 
 
-def test_a_failed_job_has_its_last_drivers_exit_code():
+def test_failed_job_has_the_exit_code_of_its_last_driver():
     drivers = [a_pod("bert-driver-x", 1, ended(143)), a_pod("bert-driver-y", 2, ended(7))]
     names = {pod.name for pod in drivers}
     assert next_step(a_job("Failed"), drivers, names) == JobOver(7)
@@ -83,7 +83,7 @@ def test_a_failed_job_has_its_last_drivers_exit_code():
     assert next_step(untrue, drivers, names) == Wait("waiting for a driver pod")
 
 
-def test_why_a_driver_does_not_run_is_said_in_kubernetes_words():
+def test_reason_why_a_driver_does_not_run_is_that_of_kubernetes():
     unplaced = {
         "type": "PodScheduled",
         "status": "False",
@@ -103,7 +103,7 @@ def test_why_a_driver_does_not_run_is_said_in_kubernetes_words():
     assert next_step(a_job(), [making], set()) == Wait("waiting for a driver pod")
 
 
-def test_a_table_counts_who_serves_and_says_who_does_not():
+def test_table_counts_ready_pods_and_names_the_others():
     ready = [{"type": "Ready", "status": "True"}]
     pods = [
         a_pod("bert-worker-10", state=RUNNING, conditions=ready),
@@ -129,7 +129,7 @@ def test_a_table_counts_who_serves_and_says_who_does_not():
     recorded("messages", table(a_job("Failed"), pods, 4)[0])
 
 
-# ---- what Kubernetes has warned of ----------------------------------------------------------------
+# ---- warnings of Kubernetes -----------------------------------------------------------------------
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
 
@@ -140,7 +140,7 @@ def an_event(name: str, reason: str, text: str = "", kind: str = "Pod", **rest: 
     return {**event, "lastTimestamp": "2026-01-01T11:59:30Z", **rest}
 
 
-def test_warnings_are_told_with_the_newest_first_and_as_often_as_they_came():
+def test_warnings_are_shown_newest_first_with_their_counts():
     events = [
         an_event("bert-worker-1", "FailedScheduling", "0/2 nodes\n are available", count=4),
         an_event(
@@ -158,13 +158,13 @@ def test_warnings_are_told_with_the_newest_first_and_as_often_as_they_came():
     recorded("messages", warnings(events, "bert", NOW))
 
 
-def test_the_same_of_two_events_is_one_line():
+def test_equal_warnings_share_a_line():
     events = [an_event("bert-worker-1", "BackOff", "x", count=2) for _ in range(3)]
     [_, line] = warnings(events, "bert", NOW)
     assert line.startswith("  30 s ago, 6 times: ")
 
 
-def test_other_releases_warnings_are_left_out():
+def test_warnings_of_other_releases_are_omitted():
     names = ("bert2-worker-1", "bert-worker", "bert-driver", "bert-worker-1-x", "my-bert-worker-1")
     assert warnings([an_event(name, "Failed") for name in names], "bert", NOW) == []
     for name, lines in {"bert-2-journal": 0, "bert-journal": 2}.items():
@@ -173,7 +173,7 @@ def test_other_releases_warnings_are_left_out():
     assert warnings([], "bert", NOW) == []
 
 
-def test_many_warnings_are_cut_and_so_are_long_ones():
+def test_many_or_long_warnings_are_truncated():
     events = [an_event(f"bert-worker-{n}", "Failed", "x" * 1000) for n in range(25)]
     lines = warnings(events, "bert", NOW)
     assert len(lines) == 12
@@ -181,12 +181,12 @@ def test_many_warnings_are_cut_and_so_are_long_ones():
     assert max(map(len, lines)) < 400
 
 
-def test_an_event_that_lacks_everything_is_no_trouble():
+def test_event_without_fields_is_accepted():
     assert len(warnings([an_event("bert-worker-1", "", lastTimestamp=None)], "bert", NOW)) == 2
     assert warnings([{}], "bert", NOW) == []
 
 
-def test_a_job_with_a_folder_for_checkpoints_outlives_its_pods():
+def test_job_with_a_checkpoint_folder_outlives_its_pods():
     def job(*arguments: str) -> Any:
         command = ["--", "python", "train.py", "--checkpoint-dir", "/of/the/program"]
         driver = {"name": "driver", "args": ["--job", "bert", *arguments, *command], "env": env}
@@ -203,7 +203,7 @@ def test_a_job_with_a_folder_for_checkpoints_outlives_its_pods():
 @pytest.mark.parametrize(
     ("least", "slots", "pods"), [("1", "1", 1), ("3", "1", 3), ("9", "8", 2), ("16", "8", 2)]
 )
-def test_a_job_needs_pods_for_as_many_workers_as_it_goes_on_with(least, slots, pods):
+def test_number_of_pods_suffices_for_the_minimum_of_workers(least, slots, pods):
     def owner(*words: str) -> Any:
         return {"spec": {"template": {"spec": {"containers": [{"args": [*words]}]}}}}
 

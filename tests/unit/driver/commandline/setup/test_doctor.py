@@ -1,4 +1,4 @@
-"""What elasticrun doctor says of a host: each thing that is missing is told, with what to do."""
+"""Checks of elasticrun doctor: each missing requirement is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build(**changes: Any) -> dict[str, Any]:
     return {"build": dataclasses.replace(BUILD, **changes)}
 
 
-def test_a_host_that_has_everything_passes():
+def test_complete_host_passes():
     assert levels(HOST) == {}
     assert levels(HOST, ahead_s=None) == {}
 
@@ -71,17 +71,17 @@ def test_a_host_that_has_everything_passes():
         ({"foreign": ["/site/elastic/elastic.py"]}, {}, "packages", Level.FAIL),
     ],
 )
-def test_what_is_missing_is_told(changes, about, what, level):
+def test_missing_requirement_is_reported(changes, about, what, level):
     assert levels(msgspec.structs.replace(HOST, **changes), **about) == {what: level}
 
 
-def test_a_host_alone_needs_no_network_and_one_without_gpus_no_nccl():
+def test_single_host_needs_no_network_and_a_host_without_gpus_no_nccl():
     assert levels(msgspec.structs.replace(HOST, addresses=[]), several=False) == {}
     bare = msgspec.structs.replace(HOST, driver_gpus=0, **build(gpus=0, nccl=False))
     assert levels(bare) == {}
 
 
-def test_without_torch_nothing_is_said_of_what_it_would_tell():
+def test_checks_that_need_torch_are_skipped_without_it():
     broken = msgspec.structs.replace(HOST, driver_gpus=0, build=Build(trouble="no torch"))
     assert levels(broken) == {"torch": Level.FAIL, "library": Level.WARN}
 
@@ -97,16 +97,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asked")
-def test_the_screen_has_a_line_for_each_check(capsys):
+def test_output_has_a_line_for_each_check(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) <= 24 and sum(line.split()[0] == "ok" for line in out) >= 8
 
 
 @pytest.mark.usefixtures("asked")
-def test_another_host_that_cannot_be_reached_fails_with_the_others_checked(
-    capsys, tmp_path, monkeypatch
-):
+def test_unreachable_host_fails_and_the_others_are_checked(capsys, tmp_path, monkeypatch):
     (tmp_path / "ssh").write_text(
         "#!/bin/sh\necho 'ssh: connect to host x port 22: refused' >&2\nexit 255\n"
     )
@@ -122,7 +120,7 @@ def test_another_host_that_cannot_be_reached_fails_with_the_others_checked(
 
 
 def installed(site: Path) -> None:
-    """Ours, as pip leaves it."""
+    """Our package, as installed by pip."""
     rows = []
     for name, text in {
         "elastic/__init__.py": "ours\n",
@@ -144,7 +142,7 @@ def installed(site: Path) -> None:
     )
 
 
-def test_files_in_our_folders_that_are_not_ours_are_found(tmp_path, monkeypatch):
+def test_foreign_files_in_our_folders_are_found(tmp_path, monkeypatch):
     installed(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "elastic/__pycache__").mkdir()
@@ -161,7 +159,7 @@ def test_files_in_our_folders_that_are_not_ours_are_found(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("package", "mark"), [("elastic", "elastic.py"), ("horovod", "common/basics.py")]
 )
-def test_an_import_beside_the_other_package_warns_once(tmp_path, monkeypatch, package, mark):
+def test_import_beside_another_horovod_warns_once(tmp_path, monkeypatch, package, mark):
     monkeypatch.delenv("ELASTIC_WORKER", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -175,7 +173,7 @@ def test_an_import_beside_the_other_package_warns_once(tmp_path, monkeypatch, pa
     other_packages.warn_of_others(package, str(tmp_path))
 
 
-def test_we_have_none_of_the_marks_of_the_others():
+def test_our_package_has_no_marks_of_the_others():
     root = Path(__file__).parents[5]
     marks = [root / package / mark for package, of in other_packages.MARKS.items() for mark in of]
     assert len(marks) >= 6 and not [mark for mark in marks if mark.exists()]

@@ -1,4 +1,5 @@
-"""When the same command has finished before: only if nothing that could decide how long it trains has changed."""
+"""Detection of a command that has finished before: only if nothing changed that could affect its training.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ENVIRON = {"PATH": "/bin", "EPOCHS": "3", "SHLVL": "1"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's, with a script, its settings and a module that it imports."""
+    """The user's folder, with a script, its settings and a module that it imports."""
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     (tmp_path / "library").mkdir()
@@ -36,12 +37,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     layers.__file__ = str(tmp_path / "library/layers.py")
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
     monkeypatch.setattr(read_paths, "_observed", ReadPaths())
-    monkeypatch.setattr(read_paths, "compiled", set)  # of what other tests have imported
+    monkeypatch.setattr(read_paths, "compiled", set)  # imported by other tests
     return tmp_path
 
 
 def reads(path: Path) -> None:
-    """A worker's script opens a file or lists a folder."""
+    """Let a worker's script open a file or list a folder."""
     observed = read_paths.observed()
     assert observed is not None
     (observed.folders if path.is_dir() else observed.files).add(str(path))
@@ -60,7 +61,7 @@ def commit(name: Name) -> None:
 
 
 def returned(name: Name, began_at: float | None = None) -> None:
-    """On both ranks, each of which is this process."""
+    """Report the return of both ranks, each of which is this process."""
     began_at = time.time() if began_at is None else began_at
     for rank in range(2):
         finished.note_read(Storage("ck"), name, rank, began_at)
@@ -68,7 +69,7 @@ def returned(name: Name, began_at: float | None = None) -> None:
 
 
 def train(*more: str) -> bool:
-    """A job from its start to exit code 0."""
+    """Run a job from its start to exit code 0."""
     job = started(*more)
     assert job is not None and job.finished_before() is None
     commit(LAST)
@@ -84,14 +85,14 @@ def again(*more: str, environ: dict[str, str] = ENVIRON) -> Name | None:
     return None if found is None else found.name
 
 
-def test_the_same_command_has_finished(folder):
+def test_same_command_has_finished(folder):
     (folder / "run/results.csv").write_text("what the job wrote")
     assert train()
     assert again() == LAST
     assert again(environ=ENVIRON | {"SHLVL": "2", "SSH_TTY": "/dev/pts/3"}) == LAST
 
 
-def test_one_that_began_anew_has_finished_for_the_command_without_that_flag():
+def test_fresh_job_has_finished_for_the_command_without_that_flag():
     assert train("--fresh")
     assert again() == LAST
     assert again("--fresh") is None and again("--from", f"ck@{LAST}") is None
@@ -111,7 +112,7 @@ def test_one_that_began_anew_has_finished_for_the_command_without_that_flag():
         lambda folder: (folder / "run/ck" / FINISHED).write_text("{"),
     ],
 )
-def test_a_job_has_not_finished_once_anything_around_it_has_changed(folder, change):
+def test_any_change_around_the_job_means_not_finished(folder, change):
     assert train()
     change(folder)
     assert again() is None
@@ -128,7 +129,7 @@ def test_a_job_has_not_finished_once_anything_around_it_has_changed(folder, chan
         ["--data", "linked"],
     ],
 )
-def test_a_job_has_not_finished_once_data_that_its_command_names_have_changed(folder, words):
+def test_changed_data_named_by_the_command_means_not_finished(folder, words):
     def job() -> SameCommand:
         command = ["-np", "2", "--checkpoint-dir", "ck", "python", "train.py", *words]
         found = same_command_of(flags.parse(command), ENVIRON)
@@ -150,7 +151,7 @@ def test_a_job_has_not_finished_once_data_that_its_command_names_have_changed(fo
 
 
 @pytest.mark.parametrize(("holds", "finished"), [("", True), ("data.bin", False)])
-def test_a_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
+def test_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
     folder, holds, finished
 ):
     (folder / "named").mkdir()
@@ -177,10 +178,10 @@ def test_other_arguments_flags_environment_or_folders_are_another_job(folder, mo
 
 
 @pytest.mark.parametrize("path", ["run/train.py", "run/job.yaml", "library/layers.py"])
-def test_what_changes_while_it_trains_leaves_it_unknown(folder, path):
+def test_change_during_training_leaves_it_unknown(folder, path):
     job = started()
     assert job is not None
-    began_at = time.time() - 0.1  # the clock of a file system is coarse
+    began_at = time.time() - 0.1  # file system clocks are coarse
     (folder / path).write_text("epochs: 4\n")
     commit(LAST)
     returned(LAST, began_at)
@@ -188,12 +189,12 @@ def test_what_changes_while_it_trains_leaves_it_unknown(folder, path):
     assert again() is None
 
 
-def test_a_training_that_did_not_return_has_not_finished():
+def test_training_that_did_not_return_has_not_finished():
     job = started()
     assert job is not None
     commit(LAST)
     assert not job.has_finished(LAST.run)
-    returned(Name(2, 2, 100))  # of a run before
+    returned(Name(2, 2, 100))  # of an earlier run
     assert not job.has_finished(LAST.run)
 
 
@@ -206,19 +207,19 @@ def test_a_training_that_did_not_return_has_not_finished():
         ["--etcd", "e:1", "--job", "j"],
     ],
 )
-def test_of_a_job_that_may_run_elsewhere_nothing_is_known(more):
+def test_job_that_may_run_elsewhere_is_unknown(more):
     assert started(*more) is None
 
 
 @pytest.mark.parametrize("limit", ["MOST_FILES", "MOST_READ"])
-def test_a_folder_with_too_much_in_it_leaves_it_unknown(folder, monkeypatch, limit):
+def test_folder_with_too_many_files_leaves_it_unknown(folder, monkeypatch, limit):
     assert program_files(["python"], str(folder), "") is not None
     monkeypatch.setattr(f"elastic.driver.commandline.setup.finished_job.{limit}", 1)
     assert program_files(["python"], str(folder), "") is None
     assert not train()
 
 
-def test_it_is_said_with_exit_code_0_and_nothing_is_started(folder, capfd, monkeypatch):
+def test_finished_command_exits_with_0_and_starts_nothing(folder, capfd, monkeypatch):
     for name in [*os.environ]:
         monkeypatch.delenv(name) if name.startswith(("PYTEST", "ELASTIC", "HOROVOD")) else None
     (folder / "run/train.py").write_text("open('was-started', 'w')\n")
@@ -236,7 +237,7 @@ def test_it_is_said_with_exit_code_0_and_nothing_is_started(folder, capfd, monke
 
 @pytest.fixture
 def data(folder: Path) -> Path:
-    """That no argument of the command names."""
+    """A folder that no argument of the command names."""
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere/a.csv").write_text("1")
     for path in ("elsewhere/a.csv", "elsewhere"):
@@ -253,7 +254,7 @@ def data(folder: Path) -> Path:
         lambda data: (data / "missing.csv").write_text("1"),
     ],
 )
-def test_a_job_has_not_finished_once_what_its_workers_read_has_changed(data, change):
+def test_changed_file_that_workers_read_means_not_finished(data, change):
     for path in (data, data / "a.csv", data / "missing.csv"):
         reads(path)
     assert train()
@@ -262,7 +263,7 @@ def test_a_job_has_not_finished_once_what_its_workers_read_has_changed(data, cha
     assert again() is None
 
 
-def test_it_is_unknown_where_data_changed_while_the_job_ran(data):
+def test_data_changed_during_the_job_leaves_it_unknown(data):
     reads(data / "a.csv")
     job = started()
     assert job is not None
@@ -272,7 +273,7 @@ def test_it_is_unknown_where_data_changed_while_the_job_ran(data):
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
-def test_it_is_unknown_without_what_every_rank_has_read(ranks):
+def test_missing_read_list_of_a_rank_leaves_it_unknown(ranks):
     job = started()
     assert job is not None
     commit(LAST)
@@ -282,7 +283,7 @@ def test_it_is_unknown_without_what_every_rank_has_read(ranks):
     assert not job.has_finished(LAST.run)
 
 
-def test_it_is_unknown_where_a_worker_may_have_read_what_was_not_seen(monkeypatch):
+def test_possibly_unobserved_read_leaves_it_unknown(monkeypatch):
     observed = read_paths.observed()
     assert observed is not None
     observed.unseen.add("subprocess.Popen")

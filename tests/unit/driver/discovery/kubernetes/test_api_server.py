@@ -1,4 +1,4 @@
-"""The client of the API, beside answers that a real API server (1.20.2) gave: conversation.json."""
+"""Client of the Kubernetes API, tested with answers of a real API server (1.20.2): conversation.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORDED = {
 
 
 class Replay:
-    """A server that gives these answers, one after the other, and keeps the questions."""
+    """A server that gives these answers in order, and records the requests."""
 
     def __init__(self, *names: str) -> None:
         left = [RECORDED[name] for name in names]
@@ -50,7 +50,7 @@ class Replay:
                 self.end_headers()
                 for line in recorded["lines"]:
                     data = json.dumps(line).encode() + b"\n"
-                    for part in (data[:7], data[7:]):  # a line may come in pieces
+                    for part in (data[:7], data[7:]):  # a line may arrive in pieces
                         self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
                 self.wfile.write(b"0\r\n\r\n")
 
@@ -74,7 +74,7 @@ class Replay:
 
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``ask(*answers)``: a client, and the server which will give them."""
+    """Return ``ask(*answers)``, which creates a client and the server with these answers."""
     servers = []
 
     def begin(*names: str, namespace: str | None = None) -> tuple[KubernetesApi, Replay]:
@@ -99,7 +99,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         server.close()
 
 
-def test_a_list_of_several_pages_and_the_version_to_watch_from(ask):
+def test_list_of_several_pages_and_its_version(ask):
     api, server = ask("page 1", "page 2")
     pods, version = api.all(Resource.PODS)
     assert [pod["metadata"]["name"] for pod in pods] == ["w-0", "w-1"] and version == "224"
@@ -109,7 +109,7 @@ def test_a_list_of_several_pages_and_the_version_to_watch_from(ask):
     assert then["continue"] == [RECORDED["page 1"]["lines"][0]["metadata"]["continue"]]
 
 
-def test_a_watch_gives_each_event_until_the_server_ends_it(ask):
+def test_watch_yields_each_event_until_the_server_ends_it(ask):
     api, server = ask("watch")
     events = [*api.events(Resource.PODS, "224")]
     assert [(each["type"], each["object"]["metadata"].get("name")) for each in events] == [
@@ -122,7 +122,7 @@ def test_a_watch_gives_each_event_until_the_server_ends_it(ask):
     assert asked["resourceVersion"] == ["224"] and asked["allowWatchBookmarks"] == ["true"]
 
 
-def test_a_version_that_is_forgotten_comes_as_an_event(ask):
+def test_expired_version_is_an_event(ask):
     api, _ = ask("watch from before the restart")
     [event] = api.events(Resource.PODS, "1")
     assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
@@ -131,14 +131,14 @@ def test_a_version_that_is_forgotten_comes_as_an_event(ask):
 @pytest.mark.parametrize(
     ("answer", "why"), [("unknown token", Refusal.UNAUTHORIZED), ("no right", Refusal.FORBIDDEN)]
 )
-def test_refusals_say_what_the_server_said(ask, answer, why):
+def test_rejections_contain_the_servers_message(ask, answer, why):
     api, _ = ask(answer)
     with raises(ApiTrouble) as raised:
         api.all(Resource.PODS)
     assert raised.value.why is why and "secret" not in str(raised.value)
 
 
-def test_a_pod_reads_its_token_anew_for_each_question_and_one_that_is_missing_is_a_refusal(
+def test_pod_reads_its_token_for_each_request_and_a_missing_one_is_a_rejection(
     tmp_path, monkeypatch
 ):
     token, authority = tmp_path / "token", tmp_path / "ca.crt"
@@ -160,7 +160,7 @@ def test_a_pod_reads_its_token_anew_for_each_question_and_one_that_is_missing_is
     assert raised.value.why is Refusal.UNAUTHORIZED
 
 
-def test_nodes_have_no_namespace_and_a_watch_is_refused_at_once(ask):
+def test_nodes_have_no_namespace_and_a_watch_is_rejected_at_once(ask):
     api, server = ask("no right to nodes")
     with raises(ApiTrouble):
         api.events(Resource.NODES, "1")
@@ -168,7 +168,7 @@ def test_nodes_have_no_namespace_and_a_watch_is_refused_at_once(ask):
 
 
 @pytest.mark.parametrize("answer", ["delete with another uid", "delete of none"])
-def test_a_pod_that_is_gone_needs_no_deletion(ask, answer):
+def test_missing_pod_needs_no_deletion(ask, answer):
     api, server = ask(answer)
     api.delete_by_force("w-0", "uid-1")
     [(asked, _, body)] = server.questions
@@ -177,7 +177,7 @@ def test_a_pod_that_is_gone_needs_no_deletion(ask, answer):
     assert options["gracePeriodSeconds"] == 0 and options["preconditions"] == {"uid": "uid-1"}
 
 
-def test_a_server_that_is_not_there_is_a_trouble(ask):
+def test_unreachable_server_is_an_error(ask):
     api, server = ask()
     server.close()
     with pytest.raises(ApiTrouble) as raised:
@@ -185,13 +185,13 @@ def test_a_server_that_is_not_there_is_a_trouble(ask):
     assert raised.value.why is Refusal.UNREACHABLE
 
 
-def test_a_namespace_of_ones_own_choice(ask):
+def test_namespace_may_be_chosen(ask):
     api, server = ask("page 2", namespace="other")
     api.all(Resource.PODS)
     assert api.namespace == "other" and "/namespaces/other/" in server.questions[0][0]
 
 
-def test_without_a_cluster_it_says_what_it_looked_for(tmp_path, monkeypatch):
+def test_missing_cluster_is_reported_with_the_places_searched(tmp_path, monkeypatch):
     missing = str(tmp_path / "none")
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", missing)
     with raises(Invalid):

@@ -1,4 +1,4 @@
-"""Hosts behind a headless service: what becomes of them when names change, when pods go, when nobody answers."""
+"""Hosts behind a headless service: changing names, missing pods, and a failing name server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LATE = OSError("workers.lab could not be resolved within 5 s")
 
 
 class OutOfAnswers(Exception):
-    """The conversation is over."""
+    """The conversation has ended."""
 
 
 def watched(*answers: list[str] | OSError) -> tuple[list[list[str]], list[tuple[str, str]]]:
-    """The lists of hosts that are yielded, and what is logged, while the name server gives these answers."""
+    """Return the yielded lists of hosts and the log while the name server gives these answers."""
     left = list(answers)
     log: list[tuple[str, str]] = []
 
@@ -57,16 +57,16 @@ def watched(*answers: list[str] | OSError) -> tuple[list[list[str]], list[tuple[
     return asyncio.run(conversation()), log
 
 
-def test_pods_come_and_go():
+def test_pods_are_added_and_removed():
     assert watched([A], [A, B], [A, B], [B]) == ([[A], [A, B], [B]], [])
 
 
-def test_the_order_is_numerical_and_hosts_that_stay_keep_it():
+def test_order_is_numerical_and_existing_hosts_keep_it():
     lists, _ = watched([C, B], [A, C, B], [C, A, B], [D, C, B, A], [D, A, B])
     assert lists == [[B, C], [B, C, A], [B, C, A, D], [B, A, D]]
 
 
-def test_a_name_server_that_fails_changes_nothing():
+def test_failing_name_server_changes_nothing():
     assert watched([A, B], LATE, LATE, NOT_KNOWN, [B, A], [A]) == (
         [[A, B], [A]],
         [
@@ -84,26 +84,26 @@ def test_a_name_server_that_fails_changes_nothing():
     )
 
 
-def test_no_pod_at_all_changes_nothing():
+def test_answer_without_pods_changes_nothing():
     lists, log = watched([A], [], [], [A])
     assert lists == [[A]]
     recorded("log", [text for _, text in log])
 
 
-def test_pods_may_come_later():
+def test_pods_may_appear_later():
     lists, log = watched(NOT_KNOWN, NOT_KNOWN, [A])
     assert lists == [[A]]
     recorded("log", log[0][1])
     assert [level for level, _ in log] == ["warning", "info"]
 
 
-def test_a_pod_with_both_families_is_one_host():
+def test_pod_with_both_families_is_one_host():
     assert watched([A6, A, B6, B], [A6, A])[0] == [[A, B], [A]]
     assert watched([A6, B6], [B6])[0] == [[A6, B6], [B6]]
 
 
-def test_half_an_answer_is_none():
-    """The question for A records has failed, the one for AAAA has not: the pods are still there."""
+def test_partial_answer_is_ignored():
+    """The query for A records failed but the one for AAAA did not: the pods still exist."""
     lists, log = watched([A6, A, B6, B], [A6, B6], [A6, A, B6, B])
     assert lists == [[A, B]]
     assert [level for level, _ in log] == ["warning", "info"]

@@ -1,4 +1,4 @@
-"""What the driver hears of its pods: hosts, ends, and one line for each trouble."""
+"""Discovery of pods: hosts, their announced ends, and one log line for each failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPOT = "aws-node-termination-handler/spot-itn"
 
 
 class Stage:
-    """A cluster that answers as it is told, and the discovery that asks it. ``lists`` and ``log`` grow."""
+    """A cluster with given answers, and the discovery that queries it. ``lists`` and ``log`` grow."""
 
     def __init__(self, *pods: Any, fallback: Any = None, refused: Sequence[Resource] = ()) -> None:
         self.answers: dict[Resource, queue.Queue[Any]] = {kind: queue.Queue() for kind in Resource}
@@ -78,7 +78,7 @@ class Stage:
         await within(looking(), 5.0)
 
 
-def test_pods_come_and_go_and_are_introduced_by_their_names():
+def test_pods_are_added_and_removed_and_logged_with_their_names():
     stage = Stage(pod("w-0", A))
 
     async def play() -> None:
@@ -94,7 +94,7 @@ def test_pods_come_and_go_and_are_introduced_by_their_names():
     assert stage.told == []
 
 
-def test_a_deletion_is_a_notice_with_the_time_that_is_left_and_no_second_word_comes_when_it_is_gone():
+def test_deletion_is_one_notice_with_the_remaining_time():
     stage = Stage(pod("w-0", A), pod("w-1", B))
 
     async def play() -> None:
@@ -107,7 +107,7 @@ def test_a_deletion_is_a_notice_with_the_time_that_is_left_and_no_second_word_co
     assert stage.told == [HostLeaving(A, Notice("Kubernetes deletes pod w-0", 30.0))]
 
 
-def test_a_taint_is_a_notice_and_without_it_the_host_stays():
+def test_taint_is_a_notice_that_ends_with_the_taint():
     stage = Stage(pod("w-0", A))
 
     async def play() -> None:
@@ -122,7 +122,7 @@ def test_a_taint_is_a_notice_and_without_it_the_host_stays():
     assert stage.told == [HostLeaving(A, notice), HostStaying(A)]
 
 
-def test_what_hangs_on_a_lost_node_is_deleted_by_force():
+def test_pod_stuck_on_a_lost_node_is_deleted_by_force():
     stage = Stage(pod("w-0", A, ends_at=90, uid="u0"), pod("w-1", B, node="n2"))
 
     async def play() -> None:
@@ -136,7 +136,7 @@ def test_what_hangs_on_a_lost_node_is_deleted_by_force():
     recorded("log", stage.log[-1])
 
 
-def test_without_the_right_to_delete_it_says_so_once():
+def test_missing_permission_to_delete_is_logged_once():
     stage = Stage(pod("w-0", A, ends_at=90), pod("w-1", B, node="n2"))
     stage.cluster.delete_by_force.side_effect = FORBIDDEN
 
@@ -152,7 +152,7 @@ def test_without_the_right_to_delete_it_says_so_once():
     recorded("log", stage.log[-1][1])
 
 
-def test_no_right_to_list_pods_is_said_with_the_role_and_the_name_server_is_asked():
+def test_missing_permission_to_list_pods_is_logged_and_the_name_server_used():
     stage = Stage(fallback=StaticDiscovery({"10.9.9.9": 1}), refused=[Resource.PODS])
 
     async def play() -> None:
@@ -169,7 +169,7 @@ def test_no_right_to_list_pods_is_said_with_the_role_and_the_name_server_is_aske
     ]
 
 
-def test_no_right_to_watch_nodes_is_said_once_and_pods_are_hosts():
+def test_missing_permission_to_watch_nodes_is_logged_once():
     stage = Stage(pod("w-0", A), refused=[Resource.NODES])
 
     async def play() -> None:
@@ -180,7 +180,7 @@ def test_no_right_to_watch_nodes_is_said_once_and_pods_are_hosts():
     recorded("log", stage.log)
 
 
-def test_while_the_api_server_is_away_all_stays_as_it_is():
+def test_outage_of_the_api_server_changes_nothing():
     stage = Stage(pod("w-0", A))
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""Which pods are hosts, which announce their end, which nobody will ever say is gone."""
+"""State of the pods: hosts, announced ends, and pods that must be deleted by force."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def of(*objects, slots=None):
     return pods
 
 
-def test_a_pod_is_a_host_from_when_it_runs_until_it_has_ended():
+def test_pod_is_a_host_while_it_runs():
     pods = of(pod("w-0", phase="Pending"))
     assert pods.hosts(0) == {}
     pods.changed(pod("w-0", A, phase="Pending"), deleted=False)
@@ -26,43 +26,43 @@ def test_a_pod_is_a_host_from_when_it_runs_until_it_has_ended():
     assert pods.hosts(0) == {}
 
 
-def test_one_that_is_gone_is_no_host():
+def test_deleted_pod_is_no_host():
     pods = of(pod("w-0", A), pod("w-1", B))
     pods.changed(pod("w-0", A), deleted=True)
     assert pods.hosts(0) == {B: 1}
 
 
-def test_a_new_list_is_all_there_is():
+def test_new_list_replaces_all_pods():
     pods = of(pod("w-0", A), pod("w-1", B))
     pods.listed([pod("w-1", B)])
     assert pods.hosts(0) == {B: 1}
 
 
-def test_slots_are_gpus_or_one_or_what_was_said():
+def test_slots_are_the_gpus_or_one_or_the_given_number():
     assert of(pod("w-0", A, gpus=8), pod("w-1", B)).hosts(0) == {A: 8, B: 1}
     assert of(pod("w-0", A, gpus=8), pod("w-1", B), slots=2).hosts(0) == {A: 2, B: 2}
 
 
-def test_hosts_keep_their_order_and_others_follow_by_number():
+def test_hosts_keep_their_order_and_new_ones_follow_by_number():
     pods = of(pod("w-10", C), pod("w-9", B))
     assert list(pods.hosts(0)) == [B, C]
     pods.changed(pod("w-0", A), deleted=False)
     assert list(pods.hosts(0)) == [B, C, A]
 
 
-def test_an_address_that_is_given_again_belongs_to_the_later_pod():
+def test_reused_address_belongs_to_the_later_pod():
     pods = of(pod("w-0", A, gpus=4, created=1), pod("w-1", A, gpus=8, created=2))
     assert pods.hosts(0) == {A: 8}
     recorded("messages", pods.place_of(A))
 
 
-def test_a_deletion_is_an_end_with_a_time_and_the_pod_stays_a_host():
+def test_deletion_is_an_end_with_a_time_and_the_pod_stays_a_host():
     pods = of(pod("w-0", A, ends_at=130), pod("w-1", B))
     assert pods.hosts(100) == {A: 1, B: 1}
     assert pods.endings(100) == {A: PodEnding("Kubernetes deletes pod w-0", 130)}
 
 
-def test_a_pod_that_should_be_gone_is_no_host():
+def test_overdue_pod_is_no_host():
     pods = of(pod("w-0", A, ends_at=130), pod("w-1", B))
     assert pods.next_look(100) == 32
     assert pods.hosts(131.9) == {A: 1, B: 1}
@@ -70,9 +70,9 @@ def test_a_pod_that_should_be_gone_is_no_host():
     assert pods.next_look(132) is None
 
 
-def test_it_is_deleted_by_force_only_if_its_node_is_not_heard_of():
+def test_pod_is_deleted_by_force_only_if_its_node_is_unreachable():
     pods = of(pod("w-0", A, ends_at=130), pod("w-1", B, ends_at=130, node="n2"), pod("w-2", C))
-    assert pods.overdue(200) == []  # nodes are not known
+    assert pods.overdue(200) == []  # the nodes are unknown
     pods.nodes_listed([node("n1", ready="Unknown"), node("n2")], 0)
     assert [each.name for each in pods.overdue(200)] == ["w-0"]
     assert pods.overdue(131) == []
@@ -81,13 +81,13 @@ def test_it_is_deleted_by_force_only_if_its_node_is_not_heard_of():
 
 
 @pytest.mark.parametrize("ready", ["True", "False"])
-def test_a_node_whose_kubelet_speaks_is_heard_of(ready):
+def test_node_with_a_reporting_kubelet_is_reachable(ready):
     pods = of(pod("w-0", A, ends_at=130))
     pods.nodes_listed([node("n1", ready=ready)], 0)
     assert pods.overdue(200) == []
 
 
-def test_a_taint_of_its_node_is_an_end_from_when_it_was_seen():
+def test_taint_of_a_node_is_an_end_from_its_first_observation():
     pods = of(pod("w-0", A), pod("w-1", B, node="n2"))
     pods.nodes_listed([node("n1"), node("n2")], 0)
     pods.node_changed(
@@ -101,7 +101,7 @@ def test_a_taint_of_its_node_is_an_end_from_when_it_was_seen():
     assert pods.endings(100) == {}
 
 
-def test_of_several_ends_the_first_counts():
+def test_earliest_of_several_ends_counts():
     pods = of(pod("w-0", A, ends_at=130))
     pods.nodes_listed([node("n1", taints=("karpenter.sh/disrupted",))], 0)
     assert pods.endings(100) == {A: PodEnding("Kubernetes deletes pod w-0", 130)}
@@ -111,13 +111,13 @@ def test_of_several_ends_the_first_counts():
     assert pods.endings(100) == {A: PodEnding("node n1: Google Cloud terminates it", 120)}
 
 
-def test_a_cordon_and_taints_of_others_end_nothing():
+def test_cordon_and_other_taints_end_nothing():
     pods = of(pod("w-0", A))
     pods.nodes_listed([node("n1", cordoned=True, taints=("nvidia.com/gpu", "dedicated"))], 0)
     assert pods.hosts(0) == {A: 1} and pods.endings(0) == {}
 
 
-def test_what_is_no_pod_is_passed_over():
+def test_invalid_pod_is_ignored():
     strange = [
         {},
         {"metadata": None},
@@ -135,7 +135,7 @@ def test_what_is_no_pod_is_passed_over():
     assert pods.hosts(0) == {A: 1} and pods.endings(0) == {}
 
 
-def test_what_is_news_of_ends():
+def test_differences_of_ends_are_found():
     soon, later = PodEnding("x", 10), PodEnding("x", 20)
     assert [*differences({}, {A: soon})] == [(A, soon)]
     assert [*differences({A: soon}, {A: soon})] == []

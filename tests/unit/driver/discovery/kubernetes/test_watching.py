@@ -1,4 +1,4 @@
-"""What one watch tells while the API server answers, forgets, refuses and goes away."""
+"""Watch of one kind of objects while the API server answers, expires versions, rejects and is away."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def bookmark(version: int) -> dict[str, Any]:
 
 
 class OutOfAnswers(BaseException):
-    """The conversation is over."""
+    """The conversation has ended."""
 
 
 def conversation(*answers: Any) -> tuple[list[str], list[Any], list[float]]:
-    """What was asked, what was told, and the longest pauses between. A list of events answers a watch, a number is the
-    version of a list.
+    """Return the requests, the updates, and the longest pauses between.
+
+    A list of events answers a watch, a number is the version of a list.
     """
     left = [*answers]
     asked: list[str] = []
@@ -60,7 +61,7 @@ def conversation(*answers: Any) -> tuple[list[str], list[Any], list[float]]:
 LISTED = Listed(Resource.PODS, [pod("w-0")])
 
 
-def test_a_list_and_then_what_changes_from_its_version_on():
+def test_list_is_followed_by_changes_from_its_version():
     asked, told, _ = conversation(7, [modified("w-1", 8, "ADDED"), modified("w-1", 9, "DELETED")])
     assert asked == ["pods?", "from 7?"]
     came, went = pod("w-1", version=8), pod("w-1", version=9)
@@ -71,46 +72,46 @@ def test_a_list_and_then_what_changes_from_its_version_on():
     ]
 
 
-def test_a_watch_that_ends_goes_on_where_it_was_and_not_at_once():
+def test_ended_watch_continues_from_its_version_after_a_pause():
     asked, _, pauses = conversation(7, [modified("w-1", 8)], [bookmark(12)], [])
     assert asked == ["pods?", "from 7?", "from 8?", "from 12?"]
     assert pauses == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("forgotten", [GONE, [TOO_OLD]])
-def test_a_version_that_is_forgotten_is_followed_by_a_new_list(forgotten):
+def test_expired_version_is_followed_by_a_new_list(forgotten):
     asked, told, _ = conversation(7, forgotten, 90, [])
     assert asked == ["pods?", "from 7?", "pods?", "from 90?"]
     assert told == [LISTED, LISTED]
 
 
-def test_trouble_is_told_once_and_once_that_it_is_over():
+def test_failure_and_its_end_are_reported_once():
     asked, told, pauses = conversation(7, AWAY, AWAY, AWAY, [], [])
     assert asked == ["pods?"] + 5 * ["from 7?"]
     assert told == [LISTED, WatchFailed(Resource.PODS, AWAY), WatchFailed(Resource.PODS, None)]
     assert pauses[:3] == [0.2, 0.4, 0.8]
 
 
-def test_who_may_list_but_not_watch_lists_again_and_again():
+def test_account_that_may_not_watch_lists_repeatedly():
     asked, told, pauses = conversation(7, FORBIDDEN, 8, FORBIDDEN, 9, FORBIDDEN)
     assert asked == ["pods?", "from 7?", "pods?", "from 8?", "pods?", "from 9?"]
     assert told == [LISTED, WatchFailed(Resource.PODS, FORBIDDEN), LISTED, LISTED]
     assert pauses == [2.0, 4.0, 8.0]
 
 
-def test_another_trouble_is_news():
+def test_different_failure_is_reported():
     _, told, _ = conversation(AWAY, FORBIDDEN, AWAY)
     assert [each.error.why for each in told] == [AWAY.why, FORBIDDEN.why, AWAY.why]
 
 
-def test_pauses_grow_to_a_bound_and_are_longer_where_rights_are_missing():
+def test_pauses_grow_to_a_limit_and_are_longer_without_permission():
     _, _, pauses = conversation(*(9 * [AWAY]))
     assert pauses[-1] == 10.0
     _, _, pauses = conversation(*(9 * [FORBIDDEN]))
     assert (pauses[0], pauses[-1]) == (2.0, 30.0)
 
 
-def test_what_is_no_event_and_what_the_client_raises_are_troubles():
+def test_invalid_events_and_client_errors_are_failures():
     events: Any
     for events in (
         [{}],
@@ -123,7 +124,7 @@ def test_what_is_no_event_and_what_the_client_raises_are_troubles():
     assert "KeyError" in str(told[0].error)
 
 
-def test_nothing_is_told_once_it_is_closed():
+def test_nothing_is_reported_after_close():
     told: list[Any] = []
     cluster = create_autospec(ApiServer, instance=True)
     watching = Watching(cluster, Resource.NODES, told.append)

@@ -1,4 +1,4 @@
-"""Operators and the desk that hears them, over real connections: who is let in, what becomes of what they ask."""
+"""Operator service over real connections: authorization, and the effect of requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ A, B = Worker("h", 0), Worker("h", 1)
 
 
 class Job:
-    """A desk, and a driver that answers at once."""
+    """An operator service, and a driver that answers at once."""
 
     def __init__(self, folder: Path, *, standby: bool = False) -> None:
         self.page = LivePage(PageModel(name="bert", command=["train.py"], least=1, most=2))
@@ -117,7 +117,7 @@ def run(folder: Path, test: Callable[[Job], Awaitable[None]]) -> None:
     asyncio.run(in_time())
 
 
-async def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
+async def test_request_becomes_an_event_and_its_answer_is_returned(tmp_path):
     async with running(tmp_path) as job:
         assert (await job.ask(messages.AskScale, 3)) == Told(1, True, "scaled from 2 to 3 workers")
         await job.ask(messages.AskDrain, "h", True)
@@ -131,7 +131,7 @@ async def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path
         ]
 
 
-async def test_a_digit_too_many_starts_nobody(tmp_path):
+async def test_excessive_number_of_workers_starts_none(tmp_path):
     async with running(tmp_path) as job:
         own = OwnSlots({"h": 4})
         about = create_autospec(DriverJob, instance=True)
@@ -151,20 +151,20 @@ async def test_a_digit_too_many_starts_nobody(tmp_path):
 
 
 async def drained(hosts: AsyncIterator[dict[str, int]], first: Awaitable[object]) -> None:
-    """Reads on, as a driver does."""
+    """Continue reading, as a driver does."""
     await first
     async for _ in hosts:
         pass
 
 
 @pytest.mark.parametrize("count", ["x", "0", "2.5"])
-async def test_what_is_no_number_is_refused_as_wrong_usage(tmp_path, count):
+async def test_invalid_number_is_a_usage_error(tmp_path, count):
     async with running(tmp_path) as job:
         with raises(Invalid, count):
             await asyncio.to_thread(job_commands.main, "scale", ["bert", count], job.environ)
 
 
-async def test_there_are_no_lines_of_who_was_never_there(tmp_path):
+async def test_log_of_an_unknown_worker_is_rejected(tmp_path):
     async with running(tmp_path) as job:
         told = await job.ask(messages.AskLogs, "9")
         assert not told.done
@@ -175,7 +175,7 @@ async def test_there_are_no_lines_of_who_was_never_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["2", "-1", "h:7", "h:0#2", "", "x"])
-async def test_nobody_of_that_name(tmp_path, name):
+async def test_unknown_worker_is_rejected(tmp_path, name):
     async with running(tmp_path) as job:
         told = await job.ask(messages.AskRemove, name)
         assert not told.done
@@ -183,7 +183,7 @@ async def test_nobody_of_that_name(tmp_path, name):
         assert not job.told
 
 
-async def test_a_refusal_is_told_with_its_reason(tmp_path):
+async def test_rejection_is_returned_with_its_reason(tmp_path):
     async with running(tmp_path) as job:
 
         def no(event: Event) -> None:
@@ -196,7 +196,7 @@ async def test_a_refusal_is_told_with_its_reason(tmp_path):
         recorded("messages", told.text)
 
 
-async def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
+async def test_driver_that_does_not_decide_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "ANSWER_S", 0.01)
     async with running(tmp_path) as job:
         job.driver.tell.side_effect = None
@@ -205,7 +205,7 @@ async def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
         recorded("messages", told.text)
 
 
-async def test_status_and_logs(tmp_path):
+async def test_status_and_logs_are_returned(tmp_path):
     async with running(tmp_path) as job:
         state = json.loads((await job.ask(messages.AskStatus)).data)
         assert state["set"]["job"]["size"] == 2
@@ -219,7 +219,7 @@ async def test_status_and_logs(tmp_path):
         assert json.loads((await job.ask(messages.AskLogs, "", last)).data) == [4, []]
 
 
-async def test_a_terminal_obeys_nobody_who_prints_or_chooses_names(tmp_path, capsys):
+async def test_control_characters_from_workers_and_names_are_escaped(tmp_path, capsys):
     async with running(tmp_path) as job:
         job.page.model.line("info", "1", "\x1b]0;owned\x07\x1b[2Jloss\t0.5", 20.0)
         job.page.model.report(0, {"\x1b[31mloss": 0.5}, 20.0)
@@ -230,7 +230,7 @@ async def test_a_terminal_obeys_nobody_who_prints_or_chooses_names(tmp_path, cap
         assert "\x1b" not in said
 
 
-async def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatch):
+async def test_stacks_are_those_written_after_the_request(tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "QUIET_S", 0.0)
     monkeypatch.setattr(steering, "STACKS_S", 0.2)
     async with running(tmp_path) as job:
@@ -251,7 +251,7 @@ async def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatc
     ("flags", "printed", "logged"),
     [([], False, False), (["--all-threads"], True, False), (["--log"], False, True)],
 )
-async def test_stacks_show_the_script_and_are_logged_where_that_is_wanted(
+async def test_stacks_show_the_script_and_are_logged_on_request(
     tmp_path, monkeypatch, capsys, flags, printed, logged
 ):
     monkeypatch.setattr(steering, "QUIET_S", 0.0)
@@ -276,7 +276,7 @@ async def test_stacks_show_the_script_and_are_logged_where_that_is_wanted(
         assert not any("train.py" in line[3] for line in job.page.model.state.series["log"])
 
 
-async def test_stop_says_who_asks(tmp_path):
+async def test_stop_names_the_requester(tmp_path):
     async with running(tmp_path) as job:
         assert (await job.ask(messages.AskStop)).done
         [(reason, code)] = [call.args for call in job.driver.stop.call_args_list]
@@ -284,7 +284,7 @@ async def test_stop_says_who_asks(tmp_path):
         recorded("messages", reason)
 
 
-async def test_a_job_with_the_name_of_one_that_runs_says_so(tmp_path):
+async def test_name_of_a_running_job_is_reported(tmp_path):
     first = LeftRecord({"XDG_RUNTIME_DIR": str(tmp_path)}, record("bert", 1))
     async with running(tmp_path) as job:
         recorded("log", job.lines)
@@ -295,10 +295,10 @@ async def test_a_job_with_the_name_of_one_that_runs_says_so(tmp_path):
         assert not job.lines
 
 
-# ---- strangers -------------------------------------------------------------------------------------------------------
+# ---- unauthorized peers ----------------------------------------------------------------------------------------------
 
 
-async def test_who_does_not_know_the_key_is_not_heard(tmp_path):
+async def test_peer_without_the_key_is_rejected(tmp_path):
     async with running(tmp_path) as job:
         there = find_job("bert", job.environ)
         for key in (SECRET, b"x" * 32, key_of(b"other" * 8)):
@@ -308,8 +308,8 @@ async def test_who_does_not_know_the_key_is_not_heard(tmp_path):
         recorded("log", job.lines)
 
 
-def test_a_driver_that_is_stopped_does_not_refuse(monkeypatch):
-    """Its kernel takes the connection, and nobody speaks."""
+def test_stopped_driver_times_out(monkeypatch):
+    """Its kernel accepts the connection, but nothing answers."""
     monkeypatch.setattr(client, "CONNECT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -317,7 +317,7 @@ def test_a_driver_that_is_stopped_does_not_refuse(monkeypatch):
             JobClient(JobAddress("x", address, SECRET))
 
 
-def test_a_job_that_speaks_no_protocol_is_no_job(tmp_path):
+def test_port_without_the_protocol_is_no_job(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -333,7 +333,7 @@ def test_a_job_that_speaks_no_protocol_is_no_job(tmp_path):
         run(tmp_path, test)
 
 
-async def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
+async def test_ended_job_does_not_answer(tmp_path):
     async with running(tmp_path) as job:
         there = find_job("bert", job.environ)
         await job.desk.close()
@@ -374,7 +374,7 @@ def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
     assert records(environ) == []
 
 
-def test_a_name_that_is_also_a_process_or_a_file_means_the_job_of_that_name(tmp_path, monkeypatch):
+def test_name_that_is_also_a_process_or_file_means_the_job_of_that_name(tmp_path, monkeypatch):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     monkeypatch.chdir(tmp_path)
     Path("bert").touch()
@@ -389,15 +389,15 @@ def test_a_name_that_is_also_a_process_or_a_file_means_the_job_of_that_name(tmp_
         each.close()
 
 
-def test_what_a_killed_driver_has_left_is_removed(tmp_path):
+def test_record_of_a_killed_driver_is_removed(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     left = LeftRecord(environ, record("bert", 1))
     assert left.path.stat().st_mode & 0o777 == 0o600
-    os.close(left._fd)  # as the end of its process does
+    os.close(left._fd)  # as when its process exits
     assert records(environ) == [] and not left.path.exists()
 
 
-def test_a_folder_that_others_may_enter_is_not_used(tmp_path):
+def test_folder_accessible_to_others_is_not_used(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     runtime_folder(environ).mkdir(mode=0o700)
     runtime_folder(environ).chmod(0o755)
@@ -411,7 +411,7 @@ def test_a_folder_that_others_may_enter_is_not_used(tmp_path):
         records(environ)
 
 
-def test_the_journal_of_another_user_names_who_may_ask(tmp_path):
+def test_journal_of_another_user_names_its_owner(tmp_path):
     theirs = tmp_path / "j"
     theirs.touch()
     if os.geteuid() == 0:
@@ -423,19 +423,19 @@ def test_the_journal_of_another_user_names_who_may_ask(tmp_path):
         find_job(str(theirs), environ)
 
 
-def test_a_folder_that_is_not_ours_to_enter_is_named(tmp_path, monkeypatch):
+def test_inaccessible_folder_is_named(tmp_path, monkeypatch):
     refused = create_autospec(Path.exists, side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "exists", refused)
     with raises(Invalid, tmp_path):
         records({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
-async def test_a_job_without_a_folder_goes_on(tmp_path):
+async def test_job_continues_without_a_folder(tmp_path):
     (tmp_path / "hvd-elastic").write_text("")
     async with running(tmp_path) as job:
         recorded("log", job.lines)
 
 
-def test_a_record_shows_no_key():
+def test_record_does_not_show_its_key():
     assert "c0ffee" not in repr(JobRecord("x", 1, "h:1", "c0ffee"))
     assert "c0ffee" not in repr(JobAddress("x", "h:1", b"c0ffee"))

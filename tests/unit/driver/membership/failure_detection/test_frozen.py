@@ -1,6 +1,6 @@
-"""Workers that can't run, or can't be reached: fenced at once, because their world stands still.
+"""Workers that are stopped or unreachable: killed at once, since the collectives of their world cannot complete.
 
-The usual courses are among the scenarios.
+The scenarios cover the common cases.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from harness.conversation import (
 )
 from harness.golden import recorded
 
-# ---- frozen -------------------------------------------------------------------------------------
+# ---- stopped ------------------------------------------------------------------------------------
 
 
-def test_it_is_fenced_once_and_what_is_said_of_it_later_changes_nothing():
+def test_frozen_worker_is_killed_once_and_later_reports_are_ignored():
     talk = running(3)
     talk.tell(frozen("h:2"))
     assert talk.tell(frozen("h:2"), thawed("h:2")) == []
@@ -53,8 +53,8 @@ def test_it_is_fenced_once_and_what_is_said_of_it_later_changes_nothing():
     assert talk.tell(frozen("h:2"), thawed("h:2")) == []
 
 
-def test_who_says_that_it_is_ready_runs_whatever_its_agent_saw_last():
-    """Continued between two looks of its agent, it speaks before it is seen."""
+def test_ready_worker_is_running_whatever_its_agent_reported_last():
+    """It was continued between two samples of its agent, so its message arrives first."""
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
     talk.connect("h:0", "h:1")
@@ -65,21 +65,21 @@ def test_who_says_that_it_is_ready_runs_whatever_its_agent_saw_last():
     assert order(the(PublishWorld, actions)) == ["h:0#1", "h:1#1"]
 
 
-def test_newcomers_that_wait_are_no_reason_to_kill_the_only_one_that_has_learned():
+def test_only_holder_of_a_commit_is_not_killed_for_waiting_newcomers():
     talk = running(1, workers_min=1, workers_max=2)
     talk.tell(hosts(h=2))
     talk.join("h:1")
     assert not has(KillWorker, [*talk.tell(frozen("h:0")), *talk.wait(1000)])
 
 
-def test_the_last_one_holds_what_was_learned_and_stays_until_the_elastic_timeout():
+def test_last_frozen_holder_stays_until_the_elastic_timeout():
     talk = running(2, workers_min=1)
     talk.tell(exited("h:0"))
     assert "h:1#1" not in names([*talk.tell(frozen("h:1")), *talk.wait(590)], KillWorker)
     assert "h:1#1" in names(talk.wait(20), KillWorker)
 
 
-def test_of_two_that_freeze_the_first_is_fenced_and_the_second_left_alone():
+def test_second_of_two_frozen_workers_is_not_killed():
     talk = running(2, workers_min=1)
     assert names(talk.tell(frozen("h:0")), KillWorker) == ["h:0#1"]
     actions = talk.tell(frozen("h:1"))
@@ -89,7 +89,7 @@ def test_of_two_that_freeze_the_first_is_fenced_and_the_second_left_alone():
     assert has(BreakWorld, talk.tell(exited("h:0")))
 
 
-def test_frozen_while_the_survivors_gather():
+def test_worker_frozen_while_survivors_gather_is_killed():
     talk = running(4)
     talk.tell(exited("h:0"))
     talk.ready("h:1", commit=(2, 5))
@@ -100,7 +100,7 @@ def test_frozen_while_the_survivors_gather():
 
 
 @pytest.mark.parametrize("phase", ["preparing", "stopping"])
-def test_frozen_during_a_planned_change(phase):
+def test_worker_frozen_during_a_planned_change_is_killed(phase):
     talk = running(3)
     talk.tell(leaving("h:2"))
     if phase == "stopping":
@@ -112,13 +112,13 @@ def test_frozen_during_a_planned_change(phase):
     assert worker("h:2") in broken.members
 
 
-def test_frozen_after_it_has_returned_while_others_train():
+def test_worker_frozen_after_it_returned_is_handled_while_others_train():
     talk = running(3)
     talk.tell(returned("h:2", 2))
     assert names(talk.tell(frozen("h:2")), KillWorker) == ["h:2#1"]
 
 
-def test_frozen_at_the_end_is_named_because_the_job_waits_for_its_exit():
+def test_worker_frozen_at_the_end_is_named_since_the_job_waits_for_its_exit():
     talk = running(2)
     talk.tell(returned("h:0", 2), returned("h:1", 2))
     actions = talk.tell(frozen("h:1"))
@@ -126,7 +126,7 @@ def test_frozen_at_the_end_is_named_because_the_job_waits_for_its_exit():
     recorded("log", said(actions))
 
 
-def test_one_that_starts_is_only_awaited_where_it_is_awaited_today():
+def test_frozen_starting_worker_is_awaited_as_any_starting_worker():
     talk = Talk(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     assert not has(KillWorker, talk.tell(frozen("h:2")))
@@ -137,7 +137,7 @@ def test_one_that_starts_is_only_awaited_where_it_is_awaited_today():
     assert names(actions, KillWorker) == ["h:2#1"] and has(PublishWorld, actions)
 
 
-def test_one_that_is_ready_is_fenced_because_the_others_are_about_to_train_with_it():
+def test_frozen_ready_worker_is_killed_before_the_others_train_with_it():
     talk = Talk(np=3)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1", "h:2")
@@ -151,8 +151,8 @@ def test_one_that_is_ready_is_fenced_because_the_others_are_about_to_train_with_
     assert names(newcomer.tell(frozen("h:2")), KillWorker) == ["h:2#1"]
 
 
-def test_a_word_that_was_long_under_way_wakes_nobody():
-    """Its agent says again and again that it is frozen."""
+def test_delayed_message_does_not_mark_a_worker_as_running():
+    """Its agent keeps reporting that it is frozen."""
     talk = running(2, workers_max=3)
     talk.tell(hosts(h=3))
     talk.connect("h:2")
@@ -161,12 +161,12 @@ def test_a_word_that_was_long_under_way_wakes_nobody():
     assert names(talk.tell(frozen("h:2")), KillWorker) == ["h:2#1"]
 
 
-def test_in_the_world_of_init_it_is_fenced_too():
+def test_worker_frozen_in_the_world_of_init_is_killed():
     talk = started(3)
     assert names(talk.tell(frozen("h:1")), KillWorker) == ["h:1#1"]
 
 
-def test_a_job_that_is_not_elastic_ends_and_names_it():
+def test_frozen_worker_ends_a_static_job_and_is_named():
     talk = static(3)
     assert names(talk.tell(frozen("h:1")), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
@@ -181,10 +181,10 @@ def test_a_job_that_is_not_elastic_ends_and_names_it():
     )
 
 
-# ---- who can't be killed ------------------------------------------------------------------------
+# ---- workers that cannot be killed --------------------------------------------------------------
 
 
-def test_who_does_not_die_within_a_second_is_gone_on_without():
+def test_worker_that_survives_sigkill_for_a_second_is_left_behind():
     talk = running(3, kill_s=1.0)
     talk.tell(frozen("h:1", "its container is paused"))
     assert not has(BreakWorld, talk.wait(0.9))
@@ -200,19 +200,19 @@ def test_who_does_not_die_within_a_second_is_gone_on_without():
     assert order(the(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 5)))) == ["h:0#1", "h:2#1"]
 
 
-def test_its_slot_stays_taken_until_its_exit():
+def test_slot_of_an_unkillable_worker_is_taken_until_its_exit():
     talk = running(3, cooldown_min_s=1.0)
     talk.tell(frozen("h:1"))
     talk.wait(2)
     talk.ready("h:0", "h:2", commit=(2, 5))
     assert not has(StartWorker, talk.wait(1000))
-    talk.tell(thawed("h:1"), ready("h:1", 2, (2, 5)))  # it wakes: nobody listens
+    talk.tell(thawed("h:1"), ready("h:1", 2, (2, 5)))  # it continues, but is ignored
     assert talk.m.phase is Phase.TRAINING
     talk.tell(exited("h:1"))
     assert names(talk.wait(2)) == ["h:1#2"]
 
 
-def test_a_job_that_is_not_elastic_does_not_wait_for_an_exit_either():
+def test_static_job_does_not_wait_for_the_exit_of_a_frozen_worker():
     talk = static(2)
     talk.tell(frozen("h:1"))
     end = the(EndJob, talk.wait(2))
@@ -227,7 +227,7 @@ def test_a_job_that_is_not_elastic_does_not_wait_for_an_exit_either():
     )
 
 
-def test_those_told_to_leave_keep_their_time():
+def test_workers_asked_to_leave_keep_their_time_limit():
     talk = running(3, leave_s=30)
     talk.tell(leaving("h:1"))
     talk.stop_all()
@@ -235,28 +235,28 @@ def test_those_told_to_leave_keep_their_time():
     assert names(talk.wait(2), KillWorker) == ["h:1#1"]
 
 
-# ---- cut off ------------------------------------------------------------------------------------
+# ---- unreachable --------------------------------------------------------------------------------
 
 
-def test_a_worker_whose_host_acknowledges_nothing_is_fenced_at_once():
+def test_worker_whose_host_acknowledges_nothing_is_killed_at_once():
     talk = running(3)
     actions = talk.tell(disconnected("h:2", silent=True))
     assert the(KillWorker, actions).reason == because(Why.CUT_OFF)
     assert has(BreakWorld, talk.wait(1.1))  # the kill did not reach it either
 
 
-def test_a_connection_that_was_closed_gives_the_exit_a_moment():
+def test_closed_connection_leaves_a_moment_for_the_exit():
     talk = running(3, disconnect_s=2.0)
     assert not has(KillWorker, talk.tell(disconnected("h:2")))
     assert not has(KillWorker, talk.wait(1.9))
     assert names(talk.wait(0.2), KillWorker) == ["h:2#1"]
 
 
-# ---- a lost host --------------------------------------------------------------------------------
+# ---- lost hosts ---------------------------------------------------------------------------------
 
 
 def spread(**settings) -> Talk:
-    """Two members on each of two hosts."""
+    """Train with two workers on each of two hosts."""
     talk = Talk(np=4, **settings)
     talk.tell(hosts(g=2, h=2))
     everybody = ["g:0", "g:1", "h:0", "h:1"]
@@ -268,7 +268,7 @@ def spread(**settings) -> Talk:
     return talk
 
 
-def test_a_lost_host_takes_its_workers_with_it_at_once():
+def test_lost_host_loses_its_workers_at_once():
     talk = spread()
     actions = talk.tell(host_lost("g"))
     broken = the(BreakWorld, actions)
@@ -276,24 +276,24 @@ def test_a_lost_host_takes_its_workers_with_it_at_once():
         Why.LOST_WITH_HOST, host="g", text="its agent was not heard of for 2 s", workers=2
     )
     assert broken.members == [worker("h:0"), worker("h:1")]
-    assert not has(KillWorker, actions)  # nobody would hear it
+    assert not has(KillWorker, actions)  # the host is unreachable
     world = the(PublishWorld, talk.ready("h:0", "h:1", commit=(2, 5)))
     assert order(world) == ["h:0#1", "h:1#1"]
     assert not has(StartWorker, talk.wait(1000))  # its slots are taken
 
 
-def test_what_its_workers_still_say_is_no_news():
+def test_messages_of_workers_on_a_lost_host_are_ignored():
     talk = spread()
     talk.tell(host_lost("g"))
     woken = talk.tell(ready("g:0", 2, (2, 9)))
-    assert has(LetGo, woken) and has(KillWorker, woken)  # should it be reached now
+    assert has(LetGo, woken) and has(KillWorker, woken)  # in case it is reachable now
     late = [frozen("g:1"), disconnected("g:0"), disconnected("g:1")]
     assert talk.tell(*late, host_lost("g"))[:-1] == []
     assert not has(KillWorker, talk.wait(100))
     assert has(PublishWorld, talk.ready("h:0", "h:1", commit=(2, 5)))
 
 
-def test_a_host_that_is_lost_while_the_survivors_gather():
+def test_host_lost_while_survivors_gather():
     talk = spread(workers_min=1)
     talk.tell(exited("h:0"))
     talk.ready("h:1", commit=(2, 5))
@@ -301,18 +301,18 @@ def test_a_host_that_is_lost_while_the_survivors_gather():
     assert order(world) == ["h:1#1"]
 
 
-def test_the_last_host_is_awaited_because_nobody_could_go_on_without_it():
+def test_last_host_is_awaited_since_no_other_worker_could_continue():
     talk = spread(elastic_timeout_s=600)
     talk.tell(host_lost("g"))
     talk.ready("h:0", "h:1", commit=(2, 5))
     talk.resume()
     recorded("log", said(talk.tell(host_lost("h"), host_lost("h"))))
-    assert talk.m.phase is Phase.TRAINING  # for all that is known
+    assert talk.m.phase is Phase.TRAINING  # as far as is known
     recorded("log", said(talk.tell(HostReported("h", [worker("h:0"), worker("h:1")]))))
     assert not has(EndJob, talk.wait(1000))
 
 
-def test_but_not_for_ever():
+def test_last_host_is_awaited_for_a_limited_time():
     talk = spread(elastic_timeout_s=600)
     talk.tell(host_lost("g"), host_lost("h"))
     assert not has(EndJob, talk.wait(599))
@@ -338,12 +338,12 @@ def test_but_not_for_ever():
     )
 
 
-def test_a_host_that_runs_nobody_is_only_named():
+def test_lost_host_without_workers_is_only_named():
     talk = spread()
     recorded("log", said(talk.tell(host_lost("x"))))
 
 
-def test_a_lost_host_ends_a_job_that_is_not_elastic():
+def test_lost_host_ends_a_static_job():
     talk = spread(elastic=False, workers_min=4)
     end = the(EndJob, talk.tell(host_lost("h")))
     assert end.reason == because(
@@ -355,7 +355,7 @@ def test_a_lost_host_ends_a_job_that_is_not_elastic():
     )
 
 
-def test_of_members_that_are_all_frozen_one_stays_and_can_be_continued():
+def test_one_of_several_frozen_members_is_kept_and_may_continue():
     talk = running(2)
     assert names(talk.tell(frozen("h:0")), KillWorker) == ["h:0#1"]
     actions = [*talk.tell(frozen("h:1"), exited("h:0")), *talk.wait(100)]
@@ -367,7 +367,7 @@ def test_of_members_that_are_all_frozen_one_stays_and_can_be_continued():
     assert talk.members == ["h:1#1", "h:0#2"]
 
 
-def test_frozen_after_the_outcome_is_known_is_said_once():
+def test_worker_frozen_after_the_outcome_is_logged_once():
     talk = running(2)
     talk.tell(returned("h:0", 2), returned("h:1", 2))
     assert talk.m.over

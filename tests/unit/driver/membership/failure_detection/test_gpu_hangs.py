@@ -1,4 +1,4 @@
-"""All wait on their GPUs and nobody has died: whose GPU hangs, or whether it is the network."""
+"""All ranks wait for their GPUs and none has died: finds the GPU that hangs, or blames the network."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from harness.conversation import (
 from harness.golden import recorded
 
 SETTINGS = Settings(np=4, workers_min=1, workers_max=4, elastic=True)
-WAITS = (7, 7, 6)  # launched, arrived, done: its GPU waits for the others'
+WAITS = (7, 7, 6)  # launched, arrived, done: its GPU waits for the others
 HANGS = (7, 6, 6)
-ABSENT = (6, 6, 6)  # its host has not launched it
-FAILED = "failed"  # CUDA says so
+ABSENT = (6, 6, 6)  # its host has not launched the collective
+FAILED = "failed"  # as reported by CUDA
 ENDED = (7, 7, 7)
 
 
@@ -47,7 +47,7 @@ def launches(what, size: int = 4, took_s: float = 0.0) -> Launches:
 
 
 def group(*ranks, for_s: float, took_s: float = 0.0) -> list[Witness]:
-    """All have said the same for so long."""
+    """Make all ranks report the same state for ``for_s`` seconds."""
     told = [launches(each, len(ranks), took_s) for each in ranks]
     return [Witness(Worker("h", n), each, 100.0, 100.0 + for_s) for n, each in enumerate(told)]
 
@@ -57,7 +57,8 @@ def group(*ranks, for_s: float, took_s: float = 0.0) -> list[Witness]:
     [
         ((WAITS, WAITS, WAITS, HANGS), 10, Hang.GPU, [3]),
         ((HANGS, WAITS, WAITS, WAITS, HANGS), 10, Hang.GPU, [0, 4]),
-        ((WAITS, WAITS, HANGS, HANGS), 30, Hang.GPU, [2, 3]),  # who is it? half have come
+        # only half have arrived, so neither half is certain
+        ((WAITS, WAITS, HANGS, HANGS), 30, Hang.GPU, [2, 3]),
         ((WAITS, HANGS), 30, Hang.GPU, [1]),
         ((WAITS, HANGS, HANGS), 180, Hang.UNCLEAR, []),  # the first may have less to compute
         ((HANGS, HANGS, HANGS, HANGS), 180, Hang.UNCLEAR, []),
@@ -65,10 +66,10 @@ def group(*ranks, for_s: float, took_s: float = 0.0) -> list[Witness]:
         ((ENDED, WAITS, ENDED, ENDED), 30, Hang.NETWORK, []),
         ((WAITS, WAITS, FAILED, WAITS), 10, Hang.FAILED, [2]),
         ((WAITS, HANGS, FAILED, WAITS), 10, Hang.FAILED, [2]),
-        ((FAILED, FAILED), 30, Hang.NETWORK, []),  # nobody would be left
+        ((FAILED, FAILED), 30, Hang.NETWORK, []),  # no rank would be left
     ],
 )
-def test_who_is_to_blame_and_from_when_on(ranks, after_s, hang, blamed):
+def test_hang_is_blamed_on_ranks_after_a_limit(ranks, after_s, hang, blamed):
     assert judge(group(*ranks, for_s=after_s - 0.1), SETTINGS, 0) is None
     found = judge(group(*ranks, for_s=after_s), SETTINGS, 0)
     assert found is not None
@@ -78,38 +79,38 @@ def test_who_is_to_blame_and_from_when_on(ranks, after_s, hang, blamed):
 @pytest.mark.parametrize(
     "ranks",
     [
-        (WAITS, WAITS, WAITS, ABSENT),  # inside, but in another collective
-        (WAITS, HANGS, WAITS, ABSENT),  # which may be what it waits for
+        (WAITS, WAITS, WAITS, ABSENT),  # inside a collective, but a different one
+        (WAITS, HANGS, WAITS, ABSENT),  # the rank that the others may wait for
         (ENDED, ENDED, ENDED, ENDED),
     ],
 )
-def test_who_has_not_launched_is_not_judged_here_and_nobody_else_is(ranks):
+def test_rank_that_has_not_launched_excuses_all_ranks_here(ranks):
     assert judge(group(*ranks, for_s=10_000), SETTINGS, 3) is None
 
 
-def test_a_rank_that_is_not_there_works_on_its_host_for_as_long_as_it_takes():
-    """Loading data, compiling, writing a checkpoint: it does not wait in the collective, so it says nothing of it."""
+def test_absent_rank_may_work_on_its_host_without_limit():
+    """It loads data, compiles or writes a checkpoint: it does not wait in the collective, so it does not report it."""
     there = group(WAITS, HANGS, WAITS, WAITS, for_s=10_000)
     assert judge(there, SETTINGS, 3) is not None
     assert judge(there[:3], SETTINGS, 3) is None
 
 
-def test_a_gpu_that_is_slower_has_as_long_again_as_the_others_took():
-    """Steps of a minute, launched in a second: the slowest GPU may be twice as slow as the others."""
+def test_slower_gpu_gets_the_same_time_again_as_the_others_took():
+    """Steps of a minute, launched within a second: the slowest GPU may take twice as long as the others."""
     ranks = (WAITS, WAITS, WAITS, HANGS)
     assert judge(group(*ranks, for_s=59, took_s=60), SETTINGS, 0) is None
     assert judge(group(*ranks, for_s=60, took_s=60), SETTINGS, 0) is not None
-    assert judge(group(*ranks, for_s=180, took_s=1000), SETTINGS, 0) is not None  # but not more
+    assert judge(group(*ranks, for_s=180, took_s=1000), SETTINGS, 0) is not None  # but not longer
 
 
-def test_the_time_counts_from_when_the_last_of_the_others_came():
+def test_time_limit_starts_when_the_last_of_the_other_ranks_arrives():
     slow, *others = group(HANGS, WAITS, WAITS, WAITS, for_s=12)
     late = Witness(others[0].worker, others[0].launches, 105.0, 112.0)
     assert judge([slow, *others], SETTINGS, 0) is not None
     assert judge([slow, late, *others[1:]], SETTINGS, 0) is None
 
 
-def test_what_it_has_not_said_lately_does_not_count():
+def test_outdated_reports_are_ignored():
     slow, *others = group(HANGS, WAITS, WAITS, WAITS, for_s=12)
     silent = Witness(slow.worker, slow.launches, 100.0, 101.0)
     assert judge([silent, *others], SETTINGS, 0) is None
@@ -124,14 +125,14 @@ def test_what_it_has_not_said_lately_does_not_count():
         ((WAITS, WAITS, WAITS, WAITS), []),
     ],
 )
-def test_a_network_that_hangs_again_has_twice_as_long_and_blames_a_minority_at_most(ranks, blamed):
+def test_second_network_hang_gets_twice_the_time_and_blames_a_minority_at_most(ranks, blamed):
     assert judge(group(*ranks, for_s=59.9), SETTINGS, 1) is None
     found = judge(group(*ranks, for_s=60), SETTINGS, 1)
     assert found is not None and found.hang is Hang.NETWORK
     assert [w.slot for w in found.blamed] == blamed
 
 
-def test_it_can_be_turned_off():
+def test_limit_0_disables_the_detection():
     off = Settings(np=4, workers_min=1, workers_max=4, elastic=True, gpu_hang_s=0.0)
     assert judge(group(WAITS, WAITS, WAITS, HANGS, for_s=10_000), off, 0) is None
 
@@ -140,8 +141,8 @@ ANY = st.sampled_from([WAITS, HANGS, ABSENT, FAILED, ENDED, (8, 7, 6), (9, 9, 8)
 
 
 @given(st.lists(ANY, min_size=2, max_size=9), st.integers(0, 4), st.floats(0, 1000))
-def test_whatever_they_say(ranks, before, for_s):
-    """What hangs ends within the limit, somebody is always left, and who has come is never blamed for who has not."""
+def test_hang_ends_within_the_limit_for_any_reports(ranks, before, for_s):
+    """At least one rank is kept, and a rank that has arrived is never blamed instead of one that has not."""
     witnesses = group(*ranks, for_s=for_s)
     found = judge(witnesses, SETTINGS, before)
     told = [w.launches for w in witnesses]
@@ -166,7 +167,7 @@ def waits(name: str, generation: int, seconds: int, said: Launches) -> Event:
 
 
 def told(talk: Talk, *ranks, for_s: float) -> list:
-    """All wait, and say so every five seconds for so long; everything that is answered."""
+    """Report every five seconds that all ranks wait, and return all actions."""
     generation, actions = talk.m.generation, []
     for seconds in range(1, int(for_s) + 2, 5):
         for name, what in zip(talk.members, ranks, strict=True):
@@ -178,7 +179,7 @@ def told(talk: Talk, *ranks, for_s: float) -> list:
     return actions
 
 
-def test_a_worker_whose_gpu_hangs_is_fenced_and_the_others_go_on():
+def test_worker_with_a_hung_gpu_is_killed_and_the_others_continue():
     talk = running(4)
     actions = told(talk, WAITS, HANGS, WAITS, WAITS, for_s=16)
     assert names(actions, KillWorker) == ["h:1#1"]
@@ -189,7 +190,7 @@ def test_a_worker_whose_gpu_hangs_is_fenced_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("missing", [1, 3])
-def test_nobody_is_fenced_for_a_gpu_while_a_rank_works_on_its_host(missing):
+def test_no_worker_is_killed_for_a_gpu_while_a_rank_works_on_its_host(missing):
     talk = running(4, idle_s=0.0)
     talk.works(f"h:{missing}", cpu=1.0)
     ranks = [WAITS, WAITS, HANGS, WAITS]
@@ -204,7 +205,7 @@ def test_nobody_is_fenced_for_a_gpu_while_a_rank_works_on_its_host(missing):
         assert not has(KillWorker, actions) and not has(BreakWorld, actions)
 
 
-def test_a_network_that_hangs_costs_a_world_twice_and_ends_the_job_the_third_time():
+def test_network_hang_breaks_the_world_twice_and_ends_the_job_the_third_time():
     talk = running(4)
     for patience_s in (30, 60):
         actions = told(talk, WAITS, WAITS, WAITS, WAITS, for_s=patience_s + 10)
@@ -220,7 +221,7 @@ def test_a_network_that_hangs_costs_a_world_twice_and_ends_the_job_the_third_tim
     assert hang_in(reason.facts["cause"]) == (Why.NETWORK_HANGS, 120.093, 7, "gradients", 2)
 
 
-def test_a_commit_between_makes_it_the_first_time_again():
+def test_commit_resets_the_count_of_network_hangs():
     talk = running(4)
     for _ in range(5):
         generation = talk.m.generation
@@ -230,7 +231,7 @@ def test_a_commit_between_makes_it_the_first_time_again():
     assert talk.m.phase.value == "training"
 
 
-def test_what_was_said_in_an_old_world_does_not_count_in_a_new_one():
+def test_reports_of_an_older_world_are_ignored():
     talk = running(4)
     told(talk, WAITS, WAITS, WAITS, WAITS, for_s=40)
     talk.ready(*talk.members, commit=(2, 3))
@@ -238,14 +239,14 @@ def test_what_was_said_in_an_old_world_does_not_count_in_a_new_one():
     assert not has(BreakWorld, told(talk, WAITS, WAITS, WAITS, WAITS, for_s=5))
 
 
-def test_a_job_of_a_fixed_size_ends_and_says_why():
+def test_gpu_hang_ends_a_static_job_with_a_reason():
     talk = static(2)
     reason = the(EndJob, told(talk, WAITS, WAITS, for_s=40)).reason
     assert hang_in(reason) == (Why.NETWORK_HANGS, 30.011, 7, "gradients", 0)
 
 
 def hang_in(reason: Any) -> tuple[Why, float, int, str, int]:
-    """Its kind and facts, the time in whole milliseconds."""
+    """Return kind and facts of a reason, with times in whole milliseconds."""
     facts = reason.facts
     for_s = round(facts["for_s"], 3)
     return reason.kind, for_s, facts["number"], facts["group"], facts["before"]

@@ -1,4 +1,4 @@
-"""A world in which no rank completes a step, though none waits for another."""
+"""Worlds in which no rank completes a step, although none waits for another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warnings(actions: list[Action]) -> list[Report]:
 
 
 def told(talk: Talk) -> list[Report]:
-    """What is logged once it is known where the ranks are."""
+    """Return the log lines once the ranks' positions are known."""
     asked = talk.wait(LEAST_S)
     assert the(ProbeWorkers, asked).workers == [worker("h:0"), worker("h:1")]
     assert not warnings(asked)
@@ -32,7 +32,7 @@ def told(talk: Talk) -> list[Report]:
     return warnings(talk.wait(LOCATE_S))
 
 
-def test_ranks_that_all_stopped_are_named_with_their_lines_once():
+def test_stopped_ranks_are_named_once_with_their_lines():
     talk = trained()
     [line] = told(talk)
     assert all(f"rank {n}" in line.text and f"train.py:{n + 5}" in line.text for n in range(2))
@@ -41,17 +41,17 @@ def test_ranks_that_all_stopped_are_named_with_their_lines_once():
     assert len(told(talk)) == 1
 
 
-def test_it_is_known_after_a_snapshot():
+def test_idle_world_is_known_after_a_snapshot():
     talk = trained()
     talk.m = restored(taken(talk.m), talk.m.settings)
     assert len(told(talk)) == 1
 
 
-def test_nothing_is_said_before_the_first_report():
+def test_idle_world_is_not_reported_before_the_first_progress_report():
     assert not running(2).wait(100 * LEAST_S)
 
 
-def test_a_job_of_long_steps_is_waited_for_as_long():
+def test_idle_limit_grows_with_the_length_of_steps():
     talk = running(2, workers_min=1)
     talk.wait(600.0)
     talk.tell(WorkerPaced(worker("h:0"), 2, 1, 10.0, 600.0))
@@ -60,13 +60,13 @@ def test_a_job_of_long_steps_is_waited_for_as_long():
 
 
 @pytest.mark.parametrize("case", ["one waits", "long phase"])
-def test_what_others_answer_for_is_not_said_again(case):
+def test_idle_world_is_not_reported_if_another_check_explains_it(case):
     talk = trained()
     talk.tell(inside("h:0", 2) if case == "one waits" else outside("h:0", 2, phase="evaluation"))
     assert not any("no step" in line.text for line in warnings(talk.wait(LEAST_S + LOCATE_S + 1)))
 
 
-def test_the_next_world_has_its_own_time():
+def test_next_world_starts_its_own_idle_time():
     talk = trained()
     talk.wait(LEAST_S - 1)
     talk.tell(exited("h:1"))

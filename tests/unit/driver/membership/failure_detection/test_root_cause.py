@@ -1,4 +1,4 @@
-"""Whose fault it was: user exceptions, and jobs that can't recover."""
+"""Root causes: user exceptions, and jobs that cannot recover."""
 
 from elastic.driver.events import (
     BreakWorld,
@@ -43,7 +43,7 @@ from harness.golden import recorded
 # ---- user exceptions ----------------------------------------------------------------------------
 
 
-def test_an_exception_in_one_worker_costs_its_slot_a_pause_and_the_job_goes_on():
+def test_exception_in_one_worker_cools_down_its_slot_and_the_job_continues():
     talk = running(3)
     actions = talk.tell(raised("h:1", 2, (2, 4)))
     recorded("log", said(actions))
@@ -53,7 +53,7 @@ def test_an_exception_in_one_worker_costs_its_slot_a_pause_and_the_job_goes_on()
     assert names(talk.wait(1)) == ["h:1#2"]
 
 
-def test_who_calls_sys_exit_is_lost_before_its_interpreter_has_ended():
+def test_worker_that_calls_sys_exit_is_lost_before_its_interpreter_exits():
     talk = running(3)
     broken = the(BreakWorld, talk.tell(has_quit("h:1", 2)))
     assert broken.members == [worker("h:0"), worker("h:2")]
@@ -67,15 +67,15 @@ def test_who_calls_sys_exit_is_lost_before_its_interpreter_has_ended():
     assert names(talk.wait(1)) == ["h:1#2"]
 
 
-def test_an_interpreter_that_does_not_end_is_killed():
+def test_interpreter_that_does_not_exit_is_killed():
     talk = running(3, leave_s=30)
     talk.tell(has_quit("h:1", 2))
     talk.ready("h:0", "h:2", commit=(2, 4))
     assert names(talk.wait(31), KillWorker) == ["h:1#1"]
 
 
-def test_the_last_one_may_take_its_time_to_exit():
-    """Nobody waits for it, and what it does at its exit may matter: nobody kills it for that."""
+def test_last_worker_may_exit_slowly():
+    """No other worker waits for it, and its exit handlers may matter, so it is not killed."""
     talk = running(2, leave_s=30)
     talk.tell(has_quit("h:0", 2), has_quit("h:1", 2))
     assert not has(KillWorker, talk.wait(20))
@@ -86,7 +86,7 @@ def test_the_last_one_may_take_its_time_to_exit():
     assert end.reason == all_lost({"h:0#1": "exit code 0", "h:1#1": "exit code 0"})
 
 
-def test_an_exit_after_the_others_have_returned_is_no_failure_of_theirs():
+def test_exit_after_the_others_returned_is_not_their_failure():
     talk = running(2)
     talk.tell(returned("h:0", 2))
     actions = talk.tell(has_quit("h:1", 2, 0))
@@ -94,7 +94,7 @@ def test_an_exit_after_the_others_have_returned_is_no_failure_of_theirs():
     recorded("log", said(actions))
 
 
-def test_words_of_an_exit_that_change_nothing():
+def test_reports_of_an_exit_that_change_nothing():
     talk = running(3)
     assert talk.tell(has_quit("h:1", 1)) == [], "of an older world"
     assert talk.tell(has_quit("h:7", 2)) == [], "nobody knows it"
@@ -103,13 +103,13 @@ def test_words_of_an_exit_that_change_nothing():
     assert static(2).tell(has_quit("h:1", 1)) == [], "in a static job the exit is the verdict"
 
 
-def test_a_process_that_does_not_end_after_its_exception_is_killed():
+def test_process_that_does_not_exit_after_its_exception_is_killed():
     talk = running(3, leave_s=30)
     talk.tell(raised("h:1", 2, (2, 4)))
     assert names(talk.wait(31), KillWorker) == ["h:1#1"]
 
 
-def test_the_same_exception_from_a_second_worker_ends_the_job():
+def test_same_exception_from_a_second_worker_ends_the_job():
     talk = running(3)
     talk.tell(raised("h:1", 2, (2, 4), "IndexError: 17 of 10"))
     end = the(EndJob, talk.tell(raised("h:2", 2, (2, 4), "IndexError: 23 of 10")))
@@ -122,22 +122,25 @@ def test_the_same_exception_from_a_second_worker_ends_the_job():
     )
 
 
-def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job():
+def test_same_exception_at_the_same_commit_ends_the_job_after_a_regroup():
     talk = running(3)
     talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
     talk.ready("h:0", "h:2", commit=(2, 4))
-    assert has(EndJob, talk.tell(raised("h:2", 3, (3, 0))))  # 3.0 is 2.4 by another name
+    assert has(EndJob, talk.tell(raised("h:2", 3, (3, 0))))  # commit 3.0 is the same as 2.4
 
 
-def test_the_same_exception_elsewhere_in_the_training_is_another_one():
+def test_same_exception_at_another_commit_counts_as_new():
     talk = running(4)
     talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
     talk.ready("h:0", "h:2", "h:3", commit=(2, 4))
     assert not has(EndJob, talk.tell(raised("h:2", 3, (3, 8))))
 
 
-def test_the_same_exception_at_the_beginning_is_the_same_though_nobody_had_got_that_state():
-    """Rank 0 has its own, and raises before it is with anybody else: the next world begins with nothing, too."""
+def test_same_exception_before_the_first_commit_counts_as_the_same():
+    """Rank 0 raises with its own state, before any other rank receives it.
+
+    The next world starts without commits too.
+    """
     talk = started(3)
     talk.ready("h:0", "h:1", "h:2")
     talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
@@ -154,14 +157,14 @@ def test_the_same_exception_at_the_beginning_is_the_same_though_nobody_had_got_t
     )
 
 
-def test_the_beginning_is_no_other_place_for_who_goes_on_with_its_state():
+def test_beginning_is_the_same_position_for_a_worker_with_its_state():
     talk = running(3)
     talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
     assert the(PublishWorld, talk.ready("h:1", "h:2", commit=(2, 0))).commit == Commit(2, 0)
     assert has(EndJob, talk.tell(raised("h:1", 3, (3, 0))))
 
 
-def test_the_beginning_is_another_place_once_there_is_a_checkpoint_to_go_on_from():
+def test_beginning_is_another_position_once_a_checkpoint_exists():
     talk = started(2, workers_min=1, restarts=3)
     talk.ready("h:0", "h:1")
     talk.tell(raised("h:0", 2, (2, 0), beginning=True), exited("h:0", 1))
@@ -174,14 +177,14 @@ def test_the_beginning_is_another_place_once_there_is_a_checkpoint_to_go_on_from
     assert has(EndJob, talk.tell(raised("h:1#2", 5, (5, 0), beginning=True)))
 
 
-def test_another_exception_is_another_one():
+def test_different_exception_counts_as_new():
     talk = running(4)
     talk.tell(raised("h:1", 2, (2, 4), "ValueError: x"))
     assert not has(EndJob, talk.tell(raised("h:2", 2, (2, 4), "ValueError: y")))
 
 
-def test_gpus_that_fail_alike_are_not_the_scripts_fault():
-    """One fault of the fabric reaches all GPUs of a host, with one text at one commit."""
+def test_same_gpu_failures_are_not_the_scripts_fault():
+    """One fault of the fabric can affect all GPUs of a host, with the same text at the same commit."""
     talk = running(4)
     illegal = "AcceleratorError: CUDA error: an illegal memory access was encountered"
     actions = talk.tell(
@@ -196,14 +199,14 @@ def test_gpus_that_fail_alike_are_not_the_scripts_fault():
     assert order(world) == ["h:0#1", "h:3#1"]
 
 
-def test_a_gpus_failure_does_not_stand_for_the_scripts_own_later():
+def test_gpu_failure_does_not_count_for_later_script_failures():
     talk = running(4)
     talk.tell(raised("h:1", 2, (2, 4), hardware=True), exited("h:1", 1))
     assert not has(EndJob, talk.tell(raised("h:2", 2, (2, 4))))
     assert has(EndJob, talk.tell(raised("h:3", 2, (2, 4))))
 
 
-def test_newcomers_that_fail_alike_do_not_end_a_job_that_trains():
+def test_failing_newcomers_do_not_end_a_training_job():
     talk = running(2, workers_max=4)
     talk.tell(hosts(h=4))
     talk.connect("h:2", "h:3")
@@ -211,7 +214,7 @@ def test_newcomers_that_fail_alike_do_not_end_a_job_that_trains():
     assert not has(EndJob, actions) and not has(BreakWorld, actions)
 
 
-def test_when_every_worker_raised_something_else_the_job_ends_with_the_last():
+def test_job_ends_with_the_last_exception_if_every_worker_raised_another():
     talk = running(2)
     talk.tell(raised("h:0", 2, (2, 4), "ValueError: x"))
     end = the(EndJob, talk.tell(raised("h:1", 2, (2, 4), "KeyError: y")))
@@ -232,7 +235,7 @@ def test_when_every_worker_raised_something_else_the_job_ends_with_the_last():
     assert str(end.reason).endswith("Traceback ...\nKeyError: y")
 
 
-def test_commits_keep_their_first_name_through_many_worlds():
+def test_commits_keep_their_first_name_across_worlds():
     exceptions = Exceptions()
     exceptions.world_began(2, None)
     exceptions.world_began(3, Commit(2, 0))
@@ -246,7 +249,7 @@ def test_commits_keep_their_first_name_through_many_worlds():
 # ---- static jobs --------------------------------------------------------------------------------
 
 
-def test_a_static_job_fails_as_a_whole_and_names_rank_host_and_exit_code():
+def test_static_job_fails_with_rank_host_and_exit_code_of_the_failed_worker():
     end = the(EndJob, static(3).tell(exited("h:1", 3, "Traceback\nKeyError: 'x'\n")))
     assert end.code == 3
     assert end.reason == because(
@@ -261,7 +264,7 @@ def test_a_static_job_fails_as_a_whole_and_names_rank_host_and_exit_code():
     assert the(EndJob, static(3).tell(exited("h:1", -9))).code == 137
 
 
-def test_before_the_first_world_too():
+def test_static_job_fails_before_its_first_world():
     talk = Talk(np=2, workers_min=2, elastic=False)
     talk.tell(hosts(h1=1, h2=1))
     end = the(EndJob, talk.tell(exited("h2:0", 2)))
@@ -276,15 +279,15 @@ def test_before_the_first_world_too():
     )
 
 
-def test_a_survivor_that_complains_first_is_not_blamed():
+def test_survivor_that_reports_the_failure_first_is_not_blamed():
     talk = static(3)
     assert talk.tell(failed("h:0", 1), stranded("h:2", 1)) == []
-    assert talk.tell(exited("h:0", 1)) == []  # it died of the failure
+    assert talk.tell(exited("h:0", 1)) == []  # it failed because of h:1
     end = the(EndJob, talk.tell(exited("h:1", -9)))
     recorded("messages", (end.code, str(end.reason)))
 
 
-def test_where_nobody_else_exits_the_complaint_is_the_reason():
+def test_reported_failure_is_the_reason_if_no_other_worker_exits():
     talk = static(2, disconnect_s=2)
     talk.tell(failed("h:0", 1), failed("h:1", 1))
     end = the(EndJob, talk.wait(2.1))
@@ -307,10 +310,10 @@ def test_ranks_that_called_different_collectives_have_lost_no_peer():
         assert (end.code, end.reason.kind) == (1, Why.CALLS_DIFFER)
 
 
-def test_a_suspect_may_be_slow_to_exit():
+def test_suspect_may_exit_slowly():
     talk = static(3, disconnect_s=2)
     talk.tell(failed("h:0", 1), failed("h:2", 1), exited("h:0", 1))
-    assert talk.wait(9) == []  # h:1 has not complained
+    assert talk.wait(9) == []  # h:1 has not reported a failure
     assert the(EndJob, talk.tell(exited("h:1", 3))).code == 3
     talk = static(2, disconnect_s=2)
     talk.tell(failed("h:0", 1))
@@ -319,9 +322,9 @@ def test_a_suspect_may_be_slow_to_exit():
     )
 
 
-def test_who_ended_well_but_too_early_is_blamed():
+def test_worker_that_exited_with_0_too_early_is_blamed():
     talk = static(2)
-    assert talk.tell(exited("h:1", 0)) == []  # it may have come to its end
+    assert talk.tell(exited("h:1", 0)) == []  # it may have finished
     talk.tell(stranded("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:0", 1)))
     assert end.reason == because(
@@ -331,7 +334,7 @@ def test_who_ended_well_but_too_early_is_blamed():
     )
 
 
-def test_who_raised_is_blamed_even_if_another_exits_first():
+def test_worker_that_raised_is_blamed_even_if_another_exits_first():
     talk = static(2)
     talk.tell(failed("h:0", 1), raised("h:1", 1, None))
     talk.tell(raised("h:0", 1, None, "CollectiveFailed: closed"), exited("h:0", 1))
@@ -344,7 +347,7 @@ def test_who_raised_is_blamed_even_if_another_exits_first():
     )
 
 
-def test_static_workers_that_all_end_with_0_are_a_success():
+def test_static_job_succeeds_if_all_workers_exit_with_0():
     talk = static(2)
     assert talk.tell(exited("h:0", 0)) == []
     assert the(EndJob, talk.tell(exited("h:1", 0))).code == 0
@@ -362,21 +365,21 @@ def test_static_workers_under_elastic_run():
     recorded("messages", (end.code, str(end.reason)))
 
 
-def test_who_waits_in_init_for_one_that_has_ended_is_not_left_waiting():
+def test_worker_waiting_in_init_for_one_that_exited_is_released():
     talk = static(2)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.tell(exited("h:1", 0)))
     assert end.reason == because(Why.OTHERS_EXITED, exited=1, waiting=1)
 
 
-def test_who_does_not_come_to_init_again_is_named():
+def test_worker_that_does_not_call_init_again_is_named():
     talk = static(2, elastic_timeout_s=60)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.wait(61))
     assert end.reason == because(Why.NOT_ENTERED, who="rank 1 (h:1#1 on h)", for_s=60)
 
 
-def test_a_worker_whose_connection_is_lost_is_killed_and_named():
+def test_worker_whose_connection_is_lost_is_killed_and_named():
     talk = static(2)
     talk.tell(disconnected("h:1"))
     assert names(talk.wait(2.1), KillWorker) == ["h:1#1"]
@@ -392,22 +395,22 @@ def test_a_worker_whose_connection_is_lost_is_killed_and_named():
     )
 
 
-def test_exits_are_worded():
+def test_exits_are_described():
     recorded("messages", describe_exit(3))
     assert describe_exit(-9) == "signal 9 SIGKILL"
     assert describe_exit(-99) == "signal 99"
     assert [exit_code(code) for code in (3, -9, 0)] == [3, 137, 1]
 
 
-def test_a_reason_that_was_given_before_is_named_by_its_first_words():
+def test_repeated_reason_is_shortened_to_its_first_words():
     recorded("messages", brief(because(Why.FROZEN, how="stopped by a signal")))
     recorded("messages", brief(because(Why.IDLE, for_s=30.0, where="in 'loss'")))
     whole = because(Why.NO_INIT, within_s=120.0)
     assert brief(whole) == str(whole) == "it did not call init() within 120 s"
 
 
-def test_a_complaint_is_settled_when_all_who_complained_are_in_a_new_world():
-    """By a retry loop of the script's own. One that is accused of an exception of its own is not forgiven."""
+def test_reported_failure_is_settled_once_all_reporters_are_in_a_new_world():
+    """The script has its own retry loop. A worker blamed for its own exception is not excused."""
     first, second = Worker("h", 0, 1), Worker("h", 1, 1)
     search = RootCauseSearch(
         by=2.0, latest=10.0, verdict=in_words("h:0 lost a peer"), reporters={first}
@@ -418,8 +421,8 @@ def test_a_complaint_is_settled_when_all_who_complained_are_in_a_new_world():
     assert not search.settled([second, first])
 
 
-def test_where_no_worker_could_begin_the_first_that_says_so_ends_the_job():
-    """A checkpoint of another script: the others would find the same, and so would those that are started again."""
+def test_first_worker_that_cannot_begin_ends_the_job_if_none_can():
+    """The checkpoint belongs to another script, so all other workers, even restarted ones, would fail as well."""
     talk = Talk(np=3)
     talk.tell(hosts(h=3))
     talk.join("h:0", "h:1", "h:2")

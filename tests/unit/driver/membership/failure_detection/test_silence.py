@@ -1,4 +1,4 @@
-"""Hosts whose kernel answers and nothing else: given up once all others wait for their workers in vain."""
+"""Hosts whose kernel responds but whose agent does not: lost once all other workers wait for theirs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEASE_S = 2.0
 
 
 def on_hosts(*slots: int, **settings: Any) -> Talk:
-    """All train in generation 2, on hosts a, b, ... with so many slots each."""
+    """Train in generation 2 on hosts a, b, ... with ``slots`` slots each."""
     talk = Talk(np=sum(slots), workers_min=1, silence_s=LEASE_S, **settings)
     there = {chr(ord("a") + n): count for n, count in enumerate(slots)}
     talk.tell(hosts(**there))
@@ -33,7 +33,7 @@ def given_up(actions: list[Any]) -> list[str]:
     return [each.host for each in actions if isinstance(each, GiveUpHost)]
 
 
-def test_a_host_that_does_not_answer_while_all_others_wait_is_given_up_after_a_lease():
+def test_silent_host_is_lost_after_a_lease_if_all_others_wait_for_it():
     talk = on_hosts(1, 1, 2)
     began = talk.now
     talk.wait(1.0)
@@ -54,7 +54,7 @@ def test_a_host_that_does_not_answer_while_all_others_wait_is_given_up_after_a_l
 
 
 @pytest.mark.parametrize("answer", ["to the question", "a word of a worker"])
-def test_a_host_that_answers_is_only_asked_again(answer):
+def test_host_that_answers_is_only_queried_again(answer):
     talk = on_hosts(1, 1)
     if answer == "to the question":
         talk.works("b:0")
@@ -71,8 +71,8 @@ def test_a_host_that_answers_is_only_asked_again(answer):
     assert 4 <= asked <= 8, "once a lease, and now and then what the process does"
 
 
-def test_the_question_is_no_sample_of_what_a_suspect_does():
-    """Two probes at nearly the same time would say of a busy process that it does nothing."""
+def test_query_of_a_host_is_not_a_sample_of_a_suspect():
+    """Two samples at nearly the same time would show no activity of a busy process."""
     talk = on_hosts(1, 1)
     talk.works("b:0", cpu=1.0)
     talk.wait(1.0)
@@ -80,7 +80,7 @@ def test_the_question_is_no_sample_of_what_a_suspect_does():
     assert not has(BreakWorld, talk.wait(100)) and "idle" not in said(talk.wait(100))
 
 
-def test_nobody_is_given_up_while_another_holds_the_others_up_too():
+def test_no_host_is_lost_while_a_worker_elsewhere_is_awaited_too():
     talk = on_hosts(1, 1, 1)
     talk.works("b:0")
     talk.wait(1.0)
@@ -90,7 +90,7 @@ def test_nobody_is_given_up_while_another_holds_the_others_up_too():
     assert given_up(talk.wait(1.2 * LEASE_S)) == ["c"]
 
 
-def test_a_phase_that_is_marked_as_long_excuses_its_worker():
+def test_long_phase_excuses_a_silent_host():
     talk = on_hosts(1, 1)
     talk.tell(outside("b:0", 2, phase="evaluation"))
     talk.wait(1.0)
@@ -98,14 +98,14 @@ def test_a_phase_that_is_marked_as_long_excuses_its_worker():
     assert not given_up(talk.wait(60))
 
 
-def test_a_host_on_which_one_waits_is_not_asked():
+def test_host_with_a_waiting_worker_is_not_queried():
     talk = on_hosts(1, 2)
     talk.wait(1.0)
     talk.tell(inside("a:0", 2), inside("b:0", 2))
     assert not has(ProbeWorkers, talk.wait(LEASE_S))
 
 
-def test_it_counts_in_the_gathering_for_the_next_world_too():
+def test_silent_host_is_detected_while_survivors_gather():
     talk = on_hosts(1, 1, 1)
     talk.works("b:0")
     talk.tell(exited("a:0"))
@@ -114,21 +114,21 @@ def test_it_counts_in_the_gathering_for_the_next_world_too():
     assert given_up(actions) == ["c"]
 
 
-def test_a_short_wait_asks_nothing():
+def test_short_wait_causes_no_query():
     talk = on_hosts(1, 1)
     talk.tell(exited("a:0"))
     actions = talk.ready("b:0", commit=(2, 5))
     assert not has(ProbeWorkers, [*actions, *talk.wait(20)])
 
 
-def test_it_needs_no_limits_for_stuck_workers():
+def test_silent_host_is_detected_without_limits_for_stuck_workers():
     talk = on_hosts(1, 1, idle_s=0, busy_s=0, busy_warning_s=0)
     talk.wait(1.0)
     talk.tell(inside("a:0", 2))
     assert given_up(talk.wait(LEASE_S)) == ["b"]
 
 
-def test_all_on_whom_the_rest_waits_may_be_gone_at_once():
+def test_all_awaited_hosts_may_be_lost_at_once():
     talk = on_hosts(1, 1, 1)
     talk.wait(1.0)
     talk.tell(inside("a:0", 2))
@@ -137,12 +137,12 @@ def test_all_on_whom_the_rest_waits_may_be_gone_at_once():
 
 
 def look(silence: Silence, now: float | None = None) -> frozenset[str]:
-    """At the time of the next look, if no other is given."""
+    """Sample at ``now``, by default at the time of the next sample."""
     assert silence.look_at is not None
     return silence.silent(silence.look_at if now is None else now)
 
 
-def test_who_looks_late_asks_again():
+def test_late_sample_queries_the_host_again():
     silence = Silence(2.0)
     silence.begin(10.0, 11.0)
     assert silence.look_at == 11.0 and not look(silence) and silence.ask(["h"], 11.0)
@@ -153,7 +153,7 @@ def test_who_looks_late_asks_again():
     assert look(silence) == {"h"}
 
 
-def test_an_answer_that_was_only_not_read_yet_counts():
+def test_answer_that_was_not_read_yet_counts():
     silence = Silence(2.0)
     silence.begin(10.0, 11.0)
     look(silence)

@@ -1,4 +1,4 @@
-"""Who holds the others up although everybody gets on: the one that never waits."""
+"""Stragglers: the worker that never waits while all others do, although the training progresses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.conversation import exited, has, inside, outside, paced, running, s
 from harness.golden import recorded
 
 
-def test_the_one_that_never_waits_while_the_others_do_is_named():
+def test_worker_that_never_waits_while_the_others_do_is_named():
     talk = running(4)
     assert talk.tell(paced("h:0", 2, 0.7), paced("h:1", 2, 0.6), paced("h:3", 2, 0.65)) == []
     recorded("log", said(talk.tell(paced("h:2", 2, 0.02))))
     assert talk.m.stragglers == {worker("h:2")}
 
 
-def test_it_is_named_once_until_it_changes():
+def test_straggler_is_named_once_until_it_changes():
     talk = running(3)
     round_of = [paced("h:0", 2, 0.6), paced("h:1", 2, 0.6), paced("h:2", 2, 0.01)]
     assert "h:2#1" in said(talk.tell(*round_of))
@@ -31,19 +31,19 @@ def test_it_is_named_once_until_it_changes():
     assert "rank 1" in said(talk.tell(paced("h:1", 2, 0.0), paced("h:2", 2, 0.6)))
 
 
-def test_in_a_balanced_world_nobody_is_named_however_much_or_little_all_wait():
+def test_no_worker_is_named_in_a_balanced_world():
     talk = running(4)
     for share in (0.0, 0.05, 0.3, 0.95):
         assert talk.tell(*(paced(f"h:{n}", 2, share) for n in range(4))) == []
 
 
-def test_one_report_is_no_comparison():
+def test_single_report_is_not_compared():
     talk = running(4)
     assert talk.tell(paced("h:0", 2, 0.0), paced("h:1", 2, 0.9)) == []
     assert "h:0#1" in said(talk.tell(paced("h:2", 2, 0.9)))  # two of the three others
 
 
-def test_each_world_is_looked_at_anew_and_reports_of_older_ones_are_dropped():
+def test_each_world_is_judged_on_its_own_reports():
     talk = running(3)
     talk.tell(paced("h:0", 2, 0.6), paced("h:1", 2, 0.6), paced("h:2", 2, 0.01))
     talk.tell(exited("h:1"))
@@ -53,7 +53,7 @@ def test_each_world_is_looked_at_anew_and_reports_of_older_ones_are_dropped():
     recorded("log", said(talk.tell(paced("h:0", 3, 0.9))))
 
 
-def test_who_waited_in_a_stall_that_was_named_points_to_no_straggler():
+def test_waits_in_a_reported_stall_do_not_indicate_a_straggler():
     talk = running(3)
     talk.tell(inside("h:0", 2), inside("h:1", 2))
     assert has(ProbeWorkers, talk.wait(20.0))
@@ -66,13 +66,13 @@ def test_who_waited_in_a_stall_that_was_named_points_to_no_straggler():
     assert talk.m.stragglers == {worker("h:2")}
 
 
-def test_alone_nobody_holds_anybody_up():
+def test_single_worker_is_never_a_straggler():
     talk = running(1, workers_min=1)
     assert talk.tell(paced("h:0", 2, 0.0)) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=40))
-def test_counting_finds_whom_the_median_of_the_others_would_find(reports):
+def test_counting_agrees_with_the_median_of_the_others(reports):
     size = 6
     found = Stragglers(size)
     last: dict[int, float] = {}

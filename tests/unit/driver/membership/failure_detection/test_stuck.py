@@ -1,6 +1,6 @@
-"""Members that others wait for: idle is fenced, busy is given time, and who is excused is named.
+"""Members that others wait for: idle ones are killed, busy ones get more time, excused ones are named.
 
-The usual courses are among the scenarios.
+The scenarios cover the common cases.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from harness.golden import recorded
 
 
 def waiting(workers: int = 3, missing: str = "h:2", **settings) -> Talk:
-    """All but one have been inside the collective 'loss' for a second."""
+    """All but one have waited in the collective 'loss' for a second."""
     talk = running(workers, **settings)
     talk.wait(60)
     others = [name for name in talk.members if name != str(worker(missing))]
@@ -76,26 +76,26 @@ def reconnected(name: str, generation: int) -> WorkerReconnected:
 
 
 def probed(actions: list) -> list[list[str]]:
-    """Who was probed, each time."""
+    """Return the workers of each probe."""
     return [[str(w) for w in a.workers] for a in actions if isinstance(a, ProbeWorkers)]
 
 
-# ---- who is looked at, and when -----------------------------------------------------------------
+# ---- probes -------------------------------------------------------------------------------------
 
 
-def test_nobody_is_looked_at_where_nobody_waits():
+def test_no_worker_is_probed_if_none_waits():
     assert running(4).wait(10_000) == []
 
 
-def test_who_is_missing_for_five_seconds_is_probed_again_and_again():
+def test_worker_missing_for_five_seconds_is_probed_repeatedly():
     talk = waiting(4)
-    assert not has(ProbeWorkers, talk.wait(3.9))  # they had waited for a second already
+    assert not has(ProbeWorkers, talk.wait(3.9))  # the others had waited for a second already
     assert probed(talk.wait(0.2)) == [["h:2#1"]]
     assert probed(talk.wait(4.8)) == []
     assert probed(talk.wait(10)) == [["h:2#1"]] * 2
 
 
-def test_a_step_that_takes_less_costs_nothing():
+def test_short_step_causes_no_probe():
     talk = running(2)
     for _ in range(100):
         assert talk.tell(inside("h:0", 2)) == []
@@ -104,37 +104,37 @@ def test_a_step_that_takes_less_costs_nothing():
         assert talk.wait(1.0) == []
 
 
-def test_waits_of_different_steps_do_not_add_up():
+def test_waits_of_different_steps_are_not_added():
     talk = running(3)
     for step in range(50):
-        # Somebody always waits, but never anybody for long.
+        # Some worker always waits, but none for long.
         talk.tell(inside("h:0", 2, entered=2 * step), outside("h:1", 2, entered=2 * step))
         assert talk.wait(1.5) == []
         talk.tell(inside("h:1", 2, entered=2 * step + 1), outside("h:0", 2, entered=2 * step + 1))
         assert talk.wait(1.5) == []
 
 
-def test_who_comes_to_the_collective_is_no_suspect_any_more():
+def test_worker_that_arrives_is_no_longer_suspected():
     talk = waiting()
     talk.wait(6)
     talk.tell(inside("h:2", 2))
     assert not has(ProbeWorkers, talk.wait(20))
 
 
-def test_what_was_said_in_an_older_generation_is_dropped():
+def test_waits_of_an_older_generation_are_ignored():
     talk = running(3)
     assert talk.tell(inside("h:0", 1), outside("h:1", 1, phase="validation")) == []
     assert talk.wait(100) == []
 
 
-def test_an_answer_that_comes_when_nobody_waits_is_no_news():
+def test_probe_result_is_ignored_when_no_worker_waits():
     talk = running(3)
     assert talk.tell(WorkerProbed(worker("h:2"), 1.0, 1, "S")) == []
     talk.tell(exited("h:2"))
     assert talk.tell(WorkerProbed(worker("h:2"), 1.0, 1, "S")) == []
 
 
-def test_alone_nobody_is_waited_for():
+def test_single_worker_is_not_waited_for():
     talk = running(1, workers_min=1)
     talk.works("h:0")
     talk.tell(inside("h:0", 2))
@@ -144,7 +144,7 @@ def test_alone_nobody_is_waited_for():
 # ---- idle ---------------------------------------------------------------------------------------
 
 
-def test_the_log_says_at_which_line_it_is():
+def test_log_contains_the_line_at_which_a_worker_is_stuck():
     talk = waiting()
     talk.works("h:2", cpu=0.01)
     talk.tell(WorkerLocated(worker("h:2"), 1, "old.py:1"))  # of another generation
@@ -155,7 +155,7 @@ def test_the_log_says_at_which_line_it_is():
     recorded("log", said(talk.wait(10)))
 
 
-def test_the_log_says_where_it_was_seen_last():
+def test_log_contains_the_last_known_line():
     talk = running(2)
     talk.works("h:1")
     talk.tell(inside("h:1", 2, "gradients 3", entered=6), outside("h:1", 2, entered=6))
@@ -163,7 +163,7 @@ def test_the_log_says_where_it_was_seen_last():
     recorded("log", said(talk.wait(10)))
 
 
-def test_who_gets_on_between_the_stacks_and_the_kill_lives():
+def test_worker_that_progresses_between_stacks_and_kill_survives():
     talk = waiting()
     talk.works("h:2")
     assert has(DumpStacks, talk.wait(29.2))
@@ -172,7 +172,7 @@ def test_who_gets_on_between_the_stacks_and_the_kill_lives():
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_survivor_that_comes_between_the_stacks_and_the_kill_lives(last):
+def test_survivor_that_arrives_between_stacks_and_kill_survives(last):
     talk = running(5)
     talk.works("h:1")
     talk.works("h:2", cpu=1.0)
@@ -183,7 +183,7 @@ def test_a_survivor_that_comes_between_the_stacks_and_the_kill_lives(last):
     assert names(talk.wait(5), KillWorker) == []
 
 
-def test_work_begins_the_thirty_seconds_anew():
+def test_activity_restarts_the_idle_limit():
     talk = waiting()
     talk.works("h:2")
     talk.wait(22)
@@ -195,12 +195,12 @@ def test_work_begins_the_thirty_seconds_anew():
 
 
 @pytest.mark.slow
-def test_without_an_answer_nothing_is_done():
+def test_nothing_happens_without_probe_results():
     talk = waiting()
     assert not has(KillWorker, talk.wait(10_000))
 
 
-def test_turned_off_an_idle_one_is_only_named():
+def test_limit_0_only_names_an_idle_worker():
     talk = waiting(idle_s=0.0)
     talk.works("h:2")
     actions = talk.wait(3000)
@@ -209,13 +209,13 @@ def test_turned_off_an_idle_one_is_only_named():
     assert not has(KillWorker, actions)
 
 
-def test_a_shorter_patience_is_looked_after_sooner():
+def test_shorter_idle_limit_probes_sooner():
     talk = waiting(idle_s=3.0)
     talk.works("h:2")
     assert names(talk.wait(3.0), KillWorker) == ["h:2#1"]
 
 
-def test_several_that_are_stuck_are_named_and_fenced():
+def test_several_stuck_workers_are_named_and_killed():
     talk = running(8, workers_min=2)
     talk.wait(60)
     for slot in range(2, 8):
@@ -227,8 +227,8 @@ def test_several_that_are_stuck_are_named_and_fenced():
     assert names(talk.wait(15), KillWorker) == [f"h:{slot}#1" for slot in range(2, 8)]
 
 
-def test_collectives_completed_meanwhile_show_that_it_is_not_what_they_wait_for():
-    talk = waiting(4, idle_s=90)  # the others may wait in a process set that it is no part of
+def test_completed_collectives_clear_a_suspect():
+    talk = waiting(4, idle_s=90)  # the others may wait in a process set without it
     talk.works("h:2")
     for _ in range(10):
         assert not has(DumpStacks, talk.wait(30))
@@ -239,19 +239,19 @@ def test_collectives_completed_meanwhile_show_that_it_is_not_what_they_wait_for(
     assert has(DumpStacks, talk.wait(40))
 
 
-def test_collectives_that_it_may_have_completed_before_show_nothing():
+def test_collectives_completed_before_the_wait_do_not_clear_a_suspect():
     talk = waiting()
     talk.works("h:2", cpu=1.0)
     talk.wait(15)
     talk.works("h:2")
     talk.wait(5)
     talk.tell(paced("h:2", 2, 0.4))  # of the last 30 s
-    assert not has(KillWorker, talk.wait(23))  # idle since 15 s, as was known before
+    assert not has(KillWorker, talk.wait(23))  # idle for 15 s, as known before
     assert names(talk.wait(7), KillWorker) == ["h:2#1"]
 
 
-def test_what_its_stacks_cost_does_not_count_as_work():
-    talk = waiting(idle_s=0.6)  # looked at ten times a second
+def test_cost_of_writing_stacks_is_not_activity():
+    talk = waiting(idle_s=0.6)  # probed ten times per second
     talk.works("h:2")
     actions = talk.wait(5)
     [dump] = [i for i, action in enumerate(actions) if isinstance(action, DumpStacks)]
@@ -262,14 +262,14 @@ def test_what_its_stacks_cost_does_not_count_as_work():
 # ---- busy ---------------------------------------------------------------------------------------
 
 
-def test_reading_data_is_being_busy():
+def test_reading_data_is_activity():
     talk = waiting()
     talk.works("h:2", io=1e6)
     assert not has(KillWorker, talk.wait(500))
 
 
 @pytest.mark.slow
-def test_turned_off_a_busy_one_is_never_fenced():
+def test_limit_0_never_kills_a_busy_worker():
     talk = waiting(busy_s=0.0, busy_warning_s=0.0)
     talk.works("h:2", cpu=1.0)
     actions = talk.wait(10_000)
@@ -279,7 +279,7 @@ def test_turned_off_a_busy_one_is_never_fenced():
 # ---- excused ------------------------------------------------------------------------------------
 
 
-def test_who_was_in_a_long_phase_is_judged_from_its_end_on():
+def test_worker_is_judged_from_the_end_of_its_long_phase():
     talk = waiting()
     talk.works("h:2")
     talk.tell(outside("h:2", 2, phase="validation"))
@@ -289,10 +289,10 @@ def test_who_was_in_a_long_phase_is_judged_from_its_end_on():
     assert names(talk.wait(2), KillWorker) == ["h:2#1"]
 
 
-# ---- all wait -----------------------------------------------------------------------------------
+# ---- all ranks wait -----------------------------------------------------------------------------
 
 
-def test_members_that_wait_in_different_collectives_are_told_apart_and_none_is_fenced_for_it():
+def test_waits_in_different_collectives_are_reported_without_a_kill():
     talk = running(4)
     talk.tell(inside("h:0", 2), inside("h:1", 2), inside("h:2", 2, "accuracy"), inside("h:3", 2))
     for name in talk.members:
@@ -301,19 +301,19 @@ def test_members_that_wait_in_different_collectives_are_told_apart_and_none_is_f
     report, broken = talk.wait(2)
     assert isinstance(report, Report) and report.level == "error"
     recorded("messages", report.text)
-    # Once more from the last commit; the third time ends the job.
+    # Retried from the last commit; the third time ends the job.
     assert isinstance(broken, BreakWorld)
     assert str(broken.reason) == report.text
 
 
-def test_lines_of_the_script_are_named_where_they_are_known():
+def test_known_script_lines_are_named():
     talk = running(3)
     talk.tell(inside("h:0", 2, line="train.py:9"), inside("h:1", 2, line="train.py:12"))
     talk.tell(inside("h:2", 2, "accuracy", line="train.py:30"))
     recorded("log", said(talk.wait(31)))
 
 
-def test_in_a_job_that_is_not_elastic_it_is_the_end():
+def test_waits_in_different_collectives_end_a_static_job():
     talk = static(2)
     talk.tell(inside("h:0", 1), inside("h:1", 1, "accuracy"))
     reason = the(EndJob, talk.wait(31)).reason
@@ -321,7 +321,7 @@ def test_in_a_job_that_is_not_elastic_it_is_the_end():
     recorded("reasons", str(reason))
 
 
-def test_commits_of_a_sharded_state_on_some_ranks_only_are_told_apart():
+def test_sharded_commit_on_some_ranks_only_is_reported():
     talk = running(2)
     talk.tell(inside("h:0", 2, SHARDS_COMMIT), inside("h:1", 2))
     for name in talk.members:
@@ -331,7 +331,7 @@ def test_commits_of_a_sharded_state_on_some_ranks_only_are_told_apart():
     recorded("reasons", str(reason))
 
 
-def test_commits_of_a_sharded_state_on_all_ranks_are_no_mistake():
+def test_sharded_commit_on_all_ranks_is_no_error():
     talk = running(2)
     talk.tell(inside("h:0", 2, SHARDS_COMMIT), inside("h:1", 2, SHARDS_COMMIT, entered=6))
     for name in talk.members:
@@ -339,13 +339,13 @@ def test_commits_of_a_sharded_state_on_all_ranks_are_no_mistake():
     assert not [each for each in talk.wait(31) if isinstance(each, BreakWorld)]
 
 
-def test_one_that_is_a_collective_behind_is_told_apart_too():
+def test_rank_that_is_one_collective_behind_is_reported():
     talk = running(3)
     talk.tell(inside("h:0", 2), inside("h:1", 2, entered=6), inside("h:2", 2))
     recorded("log", said(talk.wait(31)))
 
 
-def test_their_time_begins_with_the_last_one():
+def test_time_limit_starts_with_the_last_rank_to_wait():
     talk = running(2)
     talk.tell(inside("h:0", 2))
     talk.wait(20)
@@ -354,13 +354,13 @@ def test_their_time_begins_with_the_last_one():
     recorded("log", said(talk.wait(2)))
 
 
-def test_all_in_one_collective_is_not_the_scripts_fault():
+def test_all_ranks_in_one_collective_are_not_the_scripts_fault():
     talk = running(2)
     talk.tell(inside("h:0", 2), inside("h:1", 2))
     recorded("log", said(talk.wait(100)))
 
 
-def test_all_in_their_gradients_may_step_different_optimizers():
+def test_ranks_in_their_gradients_may_step_different_optimizers():
     talk = running(2)
     talk.tell(inside("h:0", 2, GRADIENTS), inside("h:1", 2, GRADIENTS))
     recorded("log", said(talk.wait(100)))
@@ -369,7 +369,7 @@ def test_all_in_their_gradients_may_step_different_optimizers():
 # ---- while the survivors gather -----------------------------------------------------------------
 
 
-def test_a_survivor_that_is_stuck_is_fenced_long_before_the_elastic_timeout():
+def test_stuck_survivor_is_killed_long_before_the_elastic_timeout():
     talk = running(4)
     talk.works("h:3")
     talk.tell(exited("h:0"))
@@ -381,7 +381,7 @@ def test_a_survivor_that_is_stuck_is_fenced_long_before_the_elastic_timeout():
     assert order(the(PublishWorld, talk.tell(exited("h:3")))) == ["h:1#1", "h:2#1"]
 
 
-def test_one_that_has_not_left_its_collective_yet_is_left_to_the_elastic_timeout():
+def test_survivor_still_in_its_collective_has_the_elastic_timeout():
     talk = running(3, elastic_timeout_s=600)
     talk.works("h:2")
     talk.tell(inside("h:2", 2), exited("h:0"))
@@ -390,7 +390,7 @@ def test_one_that_has_not_left_its_collective_yet_is_left_to_the_elastic_timeout
     assert "h:2#1" in names(talk.wait(2), KillWorker)
 
 
-def test_a_long_phase_is_awaited_until_the_elastic_timeout():
+def test_long_phase_is_awaited_until_the_elastic_timeout():
     talk = running(3, elastic_timeout_s=600)
     talk.works("h:2")
     talk.tell(outside("h:2", 2, phase="validation"), exited("h:0"))
@@ -399,7 +399,7 @@ def test_a_long_phase_is_awaited_until_the_elastic_timeout():
     assert "h:2#1" in names(talk.wait(2), KillWorker)
 
 
-def test_the_last_survivor_is_given_its_time_because_nobody_waits_for_it():
+def test_last_survivor_gets_its_time_since_no_other_worker_waits():
     talk = running(2, workers_min=1, elastic_timeout_s=600)
     talk.works("h:1")
     talk.tell(exited("h:0"))
@@ -407,7 +407,7 @@ def test_the_last_survivor_is_given_its_time_because_nobody_waits_for_it():
     assert "h:1#1" in names(talk.wait(2), KillWorker)
 
 
-def test_one_that_never_comes_to_elastic_run_is_judged_too():
+def test_worker_that_never_reaches_elastic_run_is_judged():
     talk = started(3)
     talk.works("h:2")
     talk.ready("h:0", "h:1")
@@ -422,7 +422,7 @@ def test_one_that_never_comes_to_elastic_run_is_judged_too():
 
 
 def stopping(talk: Talk) -> Talk:
-    """All were told to stop at check 4; the first has."""
+    """All members were asked to stop at safepoint 4, and the first has."""
     assert has(PrepareChange, talk.tell(leaving("h:0")))
     talk.tell(*(checked(name, 2, 3) for name in talk.members))
     talk.tell(ready("h:0", 2, (2, 4)))
@@ -430,7 +430,7 @@ def stopping(talk: Talk) -> Talk:
     return talk
 
 
-def test_who_does_not_come_to_where_all_stop_is_judged():
+def test_member_that_does_not_reach_the_stop_is_judged():
     talk = stopping(running(3))
     talk.works("h:1", cpu=1.0)
     talk.works("h:2")
@@ -439,7 +439,7 @@ def test_who_does_not_come_to_where_all_stop_is_judged():
     assert names(actions, KillWorker) == ["h:2#1"]
 
 
-def test_nobody_is_blamed_while_all_are_on_their_way():
+def test_no_member_is_blamed_before_the_first_has_stopped():
     talk = running(2)
     talk.works("h:0")
     talk.works("h:1")
@@ -451,7 +451,7 @@ def test_nobody_is_blamed_while_all_are_on_their_way():
 # ---- at the end ---------------------------------------------------------------------------------
 
 
-def test_one_that_is_idle_when_the_others_have_returned_is_stuck():
+def test_idle_worker_is_stuck_when_the_others_have_returned():
     talk = running(3)
     talk.works("h:2")
     talk.tell(returned("h:0", 2), returned("h:1", 2))
@@ -461,14 +461,14 @@ def test_one_that_is_idle_when_the_others_have_returned_is_stuck():
     assert the(EndJob, talk.tell(exited("h:2"))).code == 0
 
 
-def test_one_that_still_evaluates_keeps_nobody_from_anything():
+def test_worker_that_still_evaluates_is_not_stuck():
     talk = running(3, elastic_timeout_s=3600)
     talk.works("h:0", cpu=1.0)
     talk.tell(returned("h:1", 2), returned("h:2", 2))
     assert not has(KillWorker, talk.wait(3500))
 
 
-def test_who_waits_in_a_collective_for_those_that_have_returned_waits_for_ever():
+def test_worker_waiting_in_a_collective_for_returned_ones_is_stuck():
     talk = running(3)
     talk.tell(returned("h:0", 2), returned("h:1", 2), inside("h:2", 2, "accuracy"))
     end = the(EndJob, talk.wait(31))
@@ -477,21 +477,21 @@ def test_who_waits_in_a_collective_for_those_that_have_returned_waits_for_ever()
     recorded("reasons", str(end.reason))
 
 
-# ---- other jobs, other troubles -----------------------------------------------------------------
+# ---- other jobs and failures --------------------------------------------------------------------
 
 
-def test_in_the_world_of_init_too():
+def test_stuck_worker_in_the_world_of_init():
     talk = started(3)
     talk.works("h:2")
     talk.tell(inside("h:0", 1, "model"), inside("h:1", 1, "model"))
-    # Where a fence ends the job, and where scripts download their data, idle is no worse than busy.
+    # A kill here ends the job, and scripts download their data here, so idle workers get the time of busy ones.
     first = talk.wait(31)
     assert not has(KillWorker, first)
     recorded("log", said(first))
     assert names(talk.wait(571), KillWorker) == ["h:2#1"]
 
 
-def test_who_ended_too_early_is_named_when_all_others_wait():
+def test_worker_that_exited_too_early_is_named_when_all_others_wait():
     talk = static(3)
     talk.tell(exited("h:1", 0))
     talk.tell(inside("h:0", 1), inside("h:2", 1))
@@ -501,7 +501,7 @@ def test_who_ended_too_early_is_named_when_all_others_wait():
     recorded("reasons", str(end.reason))
 
 
-def test_a_job_that_is_not_elastic_ends_and_names_it():
+def test_stuck_worker_ends_a_static_job_and_is_named():
     talk = static(2)
     talk.works("h:1")
     talk.tell(inside("h:0", 1))
@@ -518,7 +518,7 @@ def test_a_job_that_is_not_elastic_ends_and_names_it():
     )
 
 
-def test_who_has_raised_waits_no_more():
+def test_worker_that_raised_no_longer_waits():
     talk = running(3)
     talk.tell(inside("h:0", 2), raised("h:0", 2, (2, 5)))
     talk.works("h:1")
@@ -526,14 +526,14 @@ def test_who_has_raised_waits_no_more():
     assert not has(ProbeWorkers, talk.wait(20))
 
 
-def test_who_is_being_killed_is_neither_a_suspect_nor_waits():
+def test_worker_being_killed_is_neither_suspected_nor_waiting():
     talk = waiting(2, missing="h:1", kill_s=60)
     talk.tell(frozen("h:0"))
     assert not has(ProbeWorkers, talk.wait(59))
     assert has(BreakWorld, talk.wait(2))
 
 
-def test_a_newcomer_changes_nothing_about_who_waits():
+def test_newcomer_does_not_affect_waits():
     talk = running(2, workers_max=3)
     talk.tell(hosts(h=3))
     talk.works("h:2")
@@ -541,7 +541,7 @@ def test_a_newcomer_changes_nothing_about_who_waits():
     assert not has(ProbeWorkers, talk.wait(100))
 
 
-def test_after_a_restart_of_the_driver_all_waits_begin_anew():
+def test_restart_of_the_driver_restarts_all_waits():
     talk = waiting()
     talk.works("h:2")
     talk.wait(25)
@@ -551,8 +551,8 @@ def test_after_a_restart_of_the_driver_all_waits_begin_anew():
 
 
 @pytest.mark.parametrize("workers", [100, pytest.param(400, marks=pytest.mark.slow)])
-def test_what_each_event_costs_does_not_grow_with_the_world(workers, monkeypatch):
-    """Counted, not timed: the records that are touched in a step in which everybody waits a little."""
+def test_cost_of_an_event_does_not_grow_with_the_world(workers, monkeypatch):
+    """Counts the records touched in a step in which all ranks wait briefly."""
     talk = running(workers, workers_min=1)
     touched = 0
     first_at = Roster.first_at
@@ -571,7 +571,7 @@ def test_what_each_event_costs_does_not_grow_with_the_world(workers, monkeypatch
     assert touched <= 2 * workers
 
 
-# ---- whatever is said ---------------------------------------------------------------------------
+# ---- arbitrary reports --------------------------------------------------------------------------
 
 SLOTS = st.integers(0, 3).map(lambda slot: f"h:{slot}")
 SAYING = st.one_of(
@@ -593,7 +593,7 @@ SAYING = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=3 * settings().max_examples)
 @given(st.lists(SAYING, max_size=12), st.sets(SLOTS))
-def test_whatever_is_said_there_is_a_reason_for_every_kill_and_an_end_to_every_wait(story, idle):
+def test_every_kill_has_a_reason_and_every_wait_an_end(story, idle):
     talk = running(4, workers_min=1)
     for name in talk.members:
         talk.works(name, cpu=0.0 if name.split("#")[0] in idle else 1.0)
@@ -605,18 +605,18 @@ def test_whatever_is_said_there_is_a_reason_for_every_kill_and_an_end_to_every_w
             actions = talk.tell(event)
             if isinstance(event, WorkerFrozen | WorkerDisconnected | WorkerLeaving | WorkerRaised):
                 accused.add(str(event.worker).split("#")[0])
-        # Nobody who works is killed within minutes; the invariants are looked at after every event.
+        # A working member is not killed within minutes. The invariants are checked after every event.
         dead = {name.split("#")[0] for name in names(actions, KillWorker) if name.endswith("#1")}
         assert dead <= accused
 
 
-def test_with_everything_turned_off_nobody_is_looked_at():
+def test_no_worker_is_probed_if_all_limits_are_0():
     talk = waiting(idle_s=0, busy_s=0, busy_warning_s=0)
     assert talk.wait(7200) == []
 
 
-def test_who_no_longer_says_that_it_waits_may_be_stuck_since():
-    """All said that they wait; then the interpreter of one was held, and its link thread fell silent."""
+def test_worker_that_stops_reporting_its_wait_may_be_stuck():
+    """All ranks reported their waits; then the interpreter of one was held, and its link thread fell silent."""
     talk = running(3)
     talk.works("h:2", cpu=0.0)
     for second in range(1, 12):
@@ -633,22 +633,22 @@ def test_who_no_longer_says_that_it_waits_may_be_stuck_since():
     assert 30 <= 5.0 * second <= 50
 
 
-def test_as_long_as_all_say_so_nobody_is_a_suspect():
+def test_no_worker_is_suspected_while_all_report_their_waits():
     talk = running(3)
     for second in range(1, 12):
         talk.tell(*(inside(f"h:{n}", 2, "loss", for_s=5.0 * second) for n in range(3)))
         assert not has(ProbeWorkers, talk.wait(5.0))
 
 
-def test_a_long_copy_is_no_mistake_of_the_script():
+def test_long_copy_is_not_a_script_error():
     talk = running(3)
     talk.tell(inside("h:0", 2, "copy of the state"), inside("h:2", 2, "copy of the state"))
     text = said([*talk.tell(inside("h:1", 2, "gradients")), *talk.wait(40)])
     recorded("messages", text)
 
 
-def test_who_computes_but_gets_no_processor_is_not_idle():
-    """Under a quota, or on a crowded machine: runnable whenever it is looked at."""
+def test_runnable_worker_without_cpu_time_is_not_idle():
+    """It is under a quota or on a crowded machine: runnable in every probe."""
     talk = waiting()
     for _ in range(20):
         actions = talk.wait(5.0)
@@ -656,14 +656,14 @@ def test_who_computes_but_gets_no_processor_is_not_idle():
         talk.tell(WorkerProbed(worker("h:2"), cpu_s=0.0, io_bytes=0, state="R"))
 
 
-def test_nobody_is_called_missing_while_the_one_who_was_is_being_killed():
+def test_no_other_worker_is_named_missing_while_the_missing_one_is_killed():
     talk = waiting(idle_s=6)
     talk.works("h:2", cpu=0.0)
     text = said(talk.wait(7.5))
     recorded("messages", text)
 
 
-def test_stuck_at_the_same_commit_for_the_third_time_ends_the_job():
+def test_third_hang_at_the_same_commit_ends_the_job():
     talk = waiting(3, workers_min=3, slot_attempts=9)
     for start in (1, 2, 3, 4, 5):
         name = f"h:2#{start}"

@@ -1,4 +1,4 @@
-"""Idle, busy or excused: what two looks at a process say about a worker that others wait for."""
+"""Idle, busy or excused: what two probes of a process show about a worker that others wait for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class Look:
         self.cpu_s, self.io_bytes = 100.0, 10**9
 
     def probe(self, cpu: float, io: float = 0.0, *, state: str = "S", traced: bool = False) -> Next:
-        """Five seconds later; it used so much of a processor meanwhile, and moved so many bytes per second."""
+        """Probe five seconds later.
+
+        Since the last probe it used ``cpu`` of a processor and moved ``io`` bytes per second.
+        """
         self.now += 5.0
         self.cpu_s += 5.0 * cpu
         self.io_bytes += int(5.0 * io)
@@ -49,7 +52,7 @@ class Look:
         return f"{what}; {end}" if end else what
 
 
-def test_one_answer_says_nothing():
+def test_one_probe_gives_no_verdict():
     look = Look()
     assert look.probe(0.0) is Next.NOTHING
     assert look.it.verdict is Verdict.UNKNOWN
@@ -59,41 +62,41 @@ def test_one_answer_says_nothing():
     ("cpu", "io", "verdict"),
     [
         (0.0, 0.0, Verdict.IDLE),
-        (0.09, 0.0, Verdict.IDLE),  # a thread or two that poll
+        (0.09, 0.0, Verdict.IDLE),  # one or two polling threads
         (0.11, 0.0, Verdict.BUSY),
         (16.0, 0.0, Verdict.BUSY),
         (0.0, 60 * 1024, Verdict.IDLE),
         (0.0, 65 * 1024, Verdict.BUSY),  # it reads its data
     ],
 )
-def test_busy_is_who_uses_a_tenth_of_a_processor_or_moves_64_kib_a_second(cpu, io, verdict):
+def test_busy_means_a_tenth_of_a_processor_or_64_kib_per_second(cpu, io, verdict):
     look = Look()
     look.probe(cpu, io)
     look.probe(cpu, io)
     assert look.it.verdict is verdict
 
 
-def test_who_waits_for_a_disk_is_busy():
+def test_worker_waiting_for_a_disk_is_busy():
     look = Look()
     look.probe(0.0)
     look.probe(0.0, state="D")
     assert look.it.verdict is Verdict.BUSY
 
 
-def test_figures_that_shrink_are_those_of_a_child_that_is_gone():
+def test_decreasing_counters_belong_to_an_exited_child():
     look = Look()
     look.probe(0.0)
     look.probe(-3.0)
     assert look.it.verdict is Verdict.BUSY
 
 
-def test_idle_is_named_and_condemned_after_30_seconds():
+def test_idle_worker_is_named_and_condemned_after_30_seconds():
     look = Look()
     assert look.probe(0.0) is Next.NOTHING
     assert look.probe(0.0) is Next.NAME  # 10 s
     recorded("messages", look.words)
     assert look.probe(0.0) is Next.NOTHING
-    assert look.probe(0.0) is Next.NAME  # 20 s: twice as long
+    assert look.probe(0.0) is Next.NAME  # 20 s: the interval doubled
     assert look.probe(0.0) is Next.NOTHING
     assert look.probe(0.0) is Next.CONDEMN  # 30 s
     assert look.it.reason(look.now, "in 'loss'") == because(Why.IDLE, for_s=30.0, where="in 'loss'")
@@ -103,17 +106,17 @@ def test_idle_is_named_and_condemned_after_30_seconds():
     assert look.all.next_fence() is None
 
 
-def test_what_was_idle_and_works_again_has_all_its_time_again():
+def test_idle_worker_that_works_again_gets_the_full_limit():
     look = Look()
     for _ in range(4):
         look.probe(0.0)
     look.probe(1.0)  # 25 s
     idle = [look.probe(0.0) for _ in range(5)]
-    assert Next.CONDEMN not in idle  # 50 s; idle since 25 s
+    assert Next.CONDEMN not in idle  # 50 s; idle for 25 s
     assert look.probe(0.0) is Next.CONDEMN
 
 
-def test_busy_is_named_after_a_minute_and_condemned_after_ten():
+def test_busy_worker_is_named_after_a_minute_and_condemned_after_ten():
     look = Look()
     heard = {}
     while (answer := look.probe(0.98)) is not Next.CONDEMN:
@@ -125,7 +128,7 @@ def test_busy_is_named_after_a_minute_and_condemned_after_ten():
     assert look.it.reason(look.now, "here").kind is Why.BUSY
 
 
-def test_who_moves_after_it_was_condemned_is_not_fenced():
+def test_condemned_worker_that_becomes_active_is_not_killed():
     look = Look()
     while look.probe(0.0) is not Next.CONDEMN:
         pass
@@ -136,7 +139,7 @@ def test_who_moves_after_it_was_condemned_is_not_fenced():
 @pytest.mark.parametrize(
     ("traced", "state"), [(True, "S"), (False, "t")], ids=["attached", "at a breakpoint"]
 )
-def test_under_a_debugger_it_is_only_named(traced, state):
+def test_traced_worker_is_only_named(traced, state):
     look = Look()
     heard = []
     for _ in range(1000):
@@ -149,19 +152,19 @@ def test_under_a_debugger_it_is_only_named(traced, state):
 
 
 @pytest.mark.parametrize(("changed", "cpu"), [({"idle_s": 0.0}, 0.0), ({"busy_s": 0.0}, 1.0)])
-def test_0_is_never(changed, cpu):
+def test_limit_0_never_condemns(changed, cpu):
     look = Look(**changed)
     for _ in range(1000):
         assert look.probe(cpu) is not Next.CONDEMN
 
 
-def test_a_busy_warning_of_0_is_none():
+def test_busy_warning_of_0_is_off():
     look = Look(busy_warning_s=0.0)
     while (answer := look.probe(1.0)) is not Next.CONDEMN:
         assert answer is Next.NOTHING
 
 
-def test_who_is_no_suspect_any_more_is_forgotten():
+def test_cleared_suspect_is_forgotten():
     look = Look()
     look.probe(0.0)
     assert look.all.only([]) == [] and not look.all
@@ -169,15 +172,15 @@ def test_who_is_no_suspect_any_more_is_forgotten():
     assert again is not look.it
 
 
-def test_when_those_that_waited_got_on_others_wait_only_since_then():
+def test_waits_restart_when_the_waiting_workers_progress():
     look = Look()
     look.probe(0.0)
     look.probe(0.0)
-    look.all.only([Suspicion(SLOW, 8.0)])  # whoever waits now began at 8 s
+    look.all.only([Suspicion(SLOW, 8.0)])  # the present waits began at 8 s
     assert look.it.fence_due(look.settings) == 38.0
 
 
-def test_a_phase_marked_as_long_excuses_from_when_it_begins():
+def test_long_phase_excuses_from_its_beginning():
     look = Look()
     look.probe(0.0)
     [it] = look.all.only([Suspicion(SLOW, 0.0, phase="validation")])
@@ -197,5 +200,5 @@ def test_a_phase_marked_as_long_excuses_from_when_it_begins():
         ({"idle_s": 0.01}, 0.1),
     ],
 )
-def test_the_shorter_the_patience_the_sooner_the_look(changed, every_s):
+def test_shorter_limits_probe_more_often(changed, every_s):
     assert probe_every_s(settings(**changed)) == pytest.approx(every_s)

@@ -1,4 +1,4 @@
-"""When a failed slot may be used again."""
+"""Cooldown of failed slots."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def slots(**hosts: int) -> Slots:
     return made
 
 
-def test_each_failure_doubles_the_wait_up_to_the_longest():
+def test_cooldown_doubles_after_each_failure_up_to_the_maximum():
     c = cooldown(attempts=99, max_s=5.0)
     assert [c.failed(A, 10.0, fruitful=False) for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert c.ready_at(A) == 15.0
     assert c.ready_at(B) == 0.0  # another slot of the same host
 
 
-def test_a_slot_is_given_up_after_so_many_attempts():
+def test_slot_is_given_up_after_the_maximum_number_of_attempts():
     c = cooldown(attempts=3)
     assert [c.failed(A, 0.0, fruitful=False) for _ in range(3)] == [1.0, 2.0, None]
     assert c.given_up(A) and c.ready_at(A) is None
     assert not c.given_up(B)
 
 
-def test_a_fruitful_worker_costs_the_shortest_wait_however_often():
+def test_worker_with_progress_costs_the_shortest_cooldown():
     c = cooldown(attempts=1)
     assert [c.failed(A, 0.0, fruitful=True) for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
-def test_progress_clears_the_record_but_not_the_wait():
+def test_progress_clears_the_failures_but_not_the_cooldown():
     c = cooldown()
     c.failed(A, 10.0, fruitful=False)
     c.failed(A, 10.0, fruitful=False)
@@ -48,20 +48,20 @@ def test_progress_clears_the_record_but_not_the_wait():
     assert c.failed(A, 20.0, fruitful=False) == 1.0
 
 
-def test_a_host_is_given_up_only_by_policy():
+def test_host_is_given_up_only_by_policy():
     c = cooldown(attempts=1, host_attempts=1)
     c.failed(A, 0.0, fruitful=False)
     assert c.given_up(B)
-    c.forget_host("h")  # a new machine under an old name
+    c.forget_host("h")  # a new machine with an old name
     assert not c.given_up(A) and not c.given_up(B)
 
 
-def test_a_thousand_failures_overflow_nothing():
+def test_thousand_failures_do_not_overflow():
     c = cooldown(attempts=10_000)
     assert [c.failed(A, 0.0, fruitful=False) for _ in range(2000)][-1] == 60.0
 
 
-def test_slots_are_used_in_the_order_of_the_list_once_each():
+def test_slots_are_used_once_each_in_the_order_of_the_list():
     s = slots(b=1, a=2)
     assert s.free((), 0.0, short=False) == [("b", 0), ("a", 0), ("a", 1)]
     assert s.start(("a", 0)) == Worker("a", 0, 1)
@@ -69,7 +69,7 @@ def test_slots_are_used_in_the_order_of_the_list_once_each():
     assert s.start(("a", 0)) == Worker("a", 0, 2)
 
 
-def test_slots_that_were_left_are_used_only_when_there_are_too_few_or_announced_again():
+def test_left_slots_are_used_only_if_there_are_too_few_or_they_are_listed_again():
     s = slots(a=2)
     s.leave(("a", 0))
     assert s.free((), 0.0, short=False) == [("a", 1)]
@@ -81,13 +81,13 @@ def test_slots_that_were_left_are_used_only_when_there_are_too_few_or_announced_
     assert s.free((), 0.0, short=False) == [("a", 0), ("a", 1)]
 
 
-def test_a_slot_whose_program_ended_well_is_not_used_again():
+def test_slot_whose_program_exited_with_0_is_not_used_again():
     s = slots(a=2)
     s.complete(("a", 0))
     assert s.free((), 0.0, short=True) == [("a", 1)]
 
 
-def test_the_list_is_spent_when_all_of_it_is_given_up_and_not_while_it_is_empty():
+def test_list_is_exhausted_when_all_slots_are_given_up_but_not_when_empty():
     s = slots(a=1)
     assert s.failed(("a", 0), 0.0, fruitful=False) == 1.0
     assert s.next_at((), 0.5, short=False) == 1.0 and not s.spent()

@@ -1,4 +1,4 @@
-"""Who gets which rank, and who is in the next world at all."""
+"""Assignment of ranks, and composition of the next world."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from harness.conversation import worker
 A, B, C, D = (worker(name) for name in ("h1:0", "h1:1", "h2:0", "h2:1"))
 
 
-def test_holders_of_the_newest_commit_come_first_and_keep_their_order():
+def test_holders_of_the_newest_commit_come_first_in_their_old_order():
     commits = {A: Commit(2, 6), B: None, C: Commit(2, 7), D: Commit(2, 7)}
     arrangement = arrange([A, B, C, D], [], commits)
     assert arrangement.order == [C, D, A, B]
     assert (arrangement.holders, arrangement.commit) == (2, Commit(2, 7))
 
 
-def test_a_later_generation_is_newer_whatever_the_number():
+def test_commit_of_a_later_generation_is_newer_whatever_its_number():
     assert arrange([A, B], [], {A: Commit(2, 99), B: Commit(3, 0)}).order == [B, A]
 
 
-def test_a_newcomer_is_no_source_even_if_it_says_so():
+def test_newcomer_is_never_a_source():
     arrangement = arrange([A], [B], {A: None, B: Commit(9, 9)})
     assert (arrangement.order, arrangement.holders) == ([A, B], 0)
 
 
-def test_where_nobody_has_committed_the_old_order_stays():
+def test_order_is_kept_without_commits():
     assert arrange([C, A], [B], {}).order == [C, A, B]
 
 
-def test_places_count_over_the_world_the_host_and_the_hosts():
+def test_places_count_within_world_host_and_across_hosts():
     assert places([C, A, B]) == [
         Place(0, 3, 0, 1, 0, 2),
         Place(1, 3, 0, 2, 1, 2),
@@ -43,12 +43,12 @@ def test_places_count_over_the_world_the_host_and_the_hosts():
     ]
 
 
-def test_the_next_place_is_the_last_of_all():
+def test_next_place_is_the_last_one():
     assert next_place([C, A, B], D) == places([C, A, B, D])[-1]
     assert next_place([], A) == places([A])[0]
 
 
-def test_slots_are_dealt_host_by_host_in_the_order_of_the_list():
+def test_slots_are_assigned_host_by_host_in_the_order_of_the_list():
     assert list(slots({"b": 2, "a": 1})) == [("b", 0), ("b", 1), ("a", 0)]
 
 
@@ -71,23 +71,23 @@ def going(composition: Composition) -> list[Worker]:
     return [s.worker for s in composition.leaving]
 
 
-def test_who_leaves_goes_if_somebody_who_stays_holds_the_same():
+def test_leaving_worker_goes_if_a_staying_one_holds_the_same_commit():
     made = composed([record(A, leaving="SIGTERM"), record(B)])
     assert going(made) == [A] and made.arrangement.order == [B]
 
 
-def test_who_leaves_stays_if_nobody_else_holds_the_newest():
+def test_leaving_worker_stays_if_it_alone_holds_the_newest_commit():
     commits = {A: Commit(2, 6), B: Commit(2, 5)}
     made = composed([record(A, leaving="SIGTERM"), record(B)], commits=commits)
     assert going(made) == [] and made.arrangement.order == [A, B]
 
 
-def test_an_unlisted_host_waits_for_a_replacement_and_sigterm_does_not():
+def test_worker_of_an_unlisted_host_waits_for_a_replacement_but_not_after_sigterm():
     assert going(composed([record(A), record(B, leaving="gone", unlisted=True)], low=2)) == []
     assert going(composed([record(A), record(B, leaving="SIGTERM")], low=2)) == [B]
 
 
-def test_the_first_world_takes_the_layout_of_its_source_and_rejects_others():
+def test_first_world_takes_the_layout_of_its_source_and_rejects_others():
     odd = record(B)
     odd.layout = "y"
     made = composed([record(A), odd, record(C)], commits={A: None})
@@ -100,7 +100,7 @@ people = st.lists(
 
 
 @given(people, people, st.integers(1, 6), st.integers(1, 6))
-def test_nothing_committed_is_lost_and_no_world_is_too_large(old, new, low, high):
+def test_no_commit_is_lost_and_no_world_exceeds_the_maximum(old, new, low, high):
     low, high = min(low, high), max(low, high)
     members = [
         record(Worker("h", n), leaving=why, unlisted=why == "gone")

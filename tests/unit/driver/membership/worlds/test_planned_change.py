@@ -1,6 +1,6 @@
-"""Joining and leaving a healthy world: everybody stops in the same place, and nothing that was learned is lost.
+"""Joining and leaving a healthy world: all members stop at the same safepoint, and no progress is lost.
 
-The usual courses are among the scenarios.
+The scenarios cover the common cases.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def joining(workers: int = 2, **settings) -> Talk:
 # ---- joining ------------------------------------------------------------------------------------
 
 
-def test_one_interruption_serves_newcomers_that_come_within_a_moment():
+def test_newcomers_within_a_moment_share_one_interruption():
     talk = running(2, workers_max=4, settle_s=1)
     talk.tell(hosts(h=4))
     assert not has(PrepareChange, talk.join("h:2"))
@@ -57,7 +57,7 @@ def test_one_interruption_serves_newcomers_that_come_within_a_moment():
     assert str(the(PrepareChange, talk.join("h:3")).reason) == "h:2#1, h:3#1 joined"
 
 
-def test_the_moment_ends():
+def test_waiting_for_more_newcomers_ends():
     talk = running(2, workers_max=4, settle_s=1)
     talk.tell(hosts(h=4))
     talk.join("h:2")
@@ -68,13 +68,13 @@ def test_hosts_added_one_after_another_are_all_used():
     talk = running(1, workers_min=1, workers_max=3)
     talk.tell(hosts(h=1, h1=1))
     talk.join("h1:0")
-    assert names(talk.tell(hosts(h=1, h1=1, h2=1))) == ["h2:0#1"]  # in the middle of the change
+    assert names(talk.tell(hosts(h=1, h1=1, h2=1))) == ["h2:0#1"]  # during the change
     assert len(the(PublishWorld, talk.stop_all()).members) == 2
     assert has(PrepareChange, talk.join("h2:0"))
     assert len(the(PublishWorld, talk.stop_all()).members) == 3
 
 
-def test_more_than_the_largest_world_wait_as_spares():
+def test_workers_beyond_the_maximum_wait_as_spares():
     talk = running(2)
     talk.tell(hosts(h=1, g=1))  # g gets a worker in place of h:1 ...
     talk.tell(hosts(h=2, g=1))  # ... which may stay after all
@@ -83,7 +83,7 @@ def test_more_than_the_largest_world_wait_as_spares():
     assert order(the(PublishWorld, talk.ready("h:0", commit=(2, 2)))) == ["h:0#1", "g:0#1"]
 
 
-def test_a_newcomer_that_dies_when_all_are_stopping_costs_a_short_pause():
+def test_newcomer_that_dies_while_all_stop_costs_a_short_pause():
     talk = joining()
     talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
     talk.tell(exited("h:2"))
@@ -91,13 +91,13 @@ def test_a_newcomer_that_dies_when_all_are_stopping_costs_a_short_pause():
     assert order(world) == ["h:0#1", "h:1#1"]
 
 
-def test_a_newcomer_that_dies_while_the_world_forms_is_a_loss():
+def test_newcomer_that_dies_while_the_world_forms_is_a_loss():
     talk = joining()
     talk.stop_all()
     assert the(BreakWorld, talk.tell(exited("h:2"))).generation == 3
 
 
-def test_no_answer_calls_the_change_off_for_a_while():
+def test_missing_answer_cancels_the_change_for_a_while():
     talk = joining(prepare_s=5)
     talk.tell(checked("h:0", 2, 3))
     actions = talk.wait(5.1)
@@ -106,7 +106,7 @@ def test_no_answer_calls_the_change_off_for_a_while():
     assert the(PrepareChange, talk.wait(2)).change == 2
 
 
-def test_a_member_that_dies_while_preparing_or_stopping_is_a_loss_like_any():
+def test_member_that_dies_while_preparing_or_stopping_is_a_loss():
     talk = joining(3)
     talk.tell(checked("h:0", 2, 3))
     assert len(the(BreakWorld, talk.tell(exited("h:1"))).members) == 2
@@ -121,13 +121,13 @@ def test_a_member_that_dies_while_preparing_or_stopping_is_a_loss_like_any():
     assert (order(world), world.holders) == (["h:0#1", "h:2#1", "h:3#1"], 1)
 
 
-def test_a_collective_that_breaks_while_stopping():
+def test_collective_that_breaks_while_stopping():
     talk = joining()
     talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
     assert has(BreakWorld, talk.tell(failed("h:1", 2)))
 
 
-def test_who_never_stops_breaks_the_world_and_is_then_killed():
+def test_member_that_never_stops_breaks_the_world_and_is_killed():
     talk = joining(elastic_timeout_s=60)
     talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
     talk.tell(ready("h:0", 2, (2, 4)))
@@ -138,20 +138,20 @@ def test_who_never_stops_breaks_the_world_and_is_then_killed():
     assert names(talk.wait(60.1), KillWorker) == ["h:1#1"]
 
 
-def test_returning_calls_a_change_off():
+def test_returning_cancels_a_change():
     talk = joining()
     assert str(the(CallOffChange, talk.tell(returned("h:0", 2))).reason) == "h:0#1 returned"
     assert talk.m.phase is Phase.ENDING
     talk = joining(reset_limit=0)
     talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3), ready("h:0", 2, (2, 4)))
-    broken = the(BreakWorld, talk.tell(returned("h:1", 2)))  # no failure: no limit is reached
+    broken = the(BreakWorld, talk.tell(returned("h:1", 2)))  # not a failure, so no limit is reached
     assert broken.members == [worker("h:1")]
 
 
 # ---- leaving ------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_got_sigterm_leaves_at_its_next_commit_and_its_slot_stays_empty():
+def test_worker_with_sigterm_leaves_at_its_next_commit_and_its_slot_stays_empty():
     talk = running(3)
     assert str(the(PrepareChange, talk.tell(leaving("h:1"))).reason) == "h:1#1 leaves (SIGTERM)"
     actions = talk.stop_all()
@@ -159,17 +159,17 @@ def test_a_worker_that_got_sigterm_leaves_at_its_next_commit_and_its_slot_stays_
     assert order(the(PublishWorld, actions)) == ["h:0#1", "h:2#1"]
     recorded("log", said(talk.tell(exited("h:1", 0))))
     assert not has(StartWorker, talk.wait(1000))
-    assert names(talk.tell(hosts(h=0), hosts(h=3)))[-1:] == ["h:1#2"]  # announced again
+    assert names(talk.tell(hosts(h=0), hosts(h=3)))[-1:] == ["h:1#2"]  # listed again
 
 
-def test_a_worker_that_does_not_go_is_killed():
+def test_worker_that_does_not_leave_is_killed():
     talk = running(3, leave_s=30)
     talk.tell(leaving("h:1"))
     talk.stop_all()
     assert names(talk.wait(31), KillWorker) == ["h:1#1"]
 
 
-def test_leaving_while_the_survivors_gather():
+def test_worker_leaves_while_the_survivors_gather():
     talk = running(4)
     talk.tell(exited("h:0"))
     talk.tell(ready("h:1", 2, (2, 5)), leaving("h:1"), leaving("h:2"), ready("h:2", 2, (2, 6)))
@@ -177,7 +177,7 @@ def test_leaving_while_the_survivors_gather():
     assert sorted(names(actions, LetGo)) == ["h:1#1", "h:2#1"]
 
 
-def test_the_only_holder_of_the_newest_commit_stays_until_it_is_copied():
+def test_only_holder_of_the_newest_commit_stays_until_it_is_copied():
     talk = running(3)
     talk.tell(exited("h:0"))
     talk.tell(leaving("h:1"), ready("h:1", 2, (2, 6)))
@@ -185,19 +185,19 @@ def test_the_only_holder_of_the_newest_commit_stays_until_it_is_copied():
     assert not has(LetGo, actions)
     world = the(PublishWorld, actions)
     assert (order(world), world.holders) == (["h:1#1", "h:2#1"], 1)
-    assert has(PrepareChange, actions)  # and then it leaves at once
+    assert has(PrepareChange, actions)  # it leaves directly afterwards
     actions = talk.stop_all(1)
     assert names(actions, LetGo) == ["h:1#1"]
 
 
-def test_when_all_are_asked_to_leave_the_last_one_hands_the_state_over():
+def test_last_worker_hands_the_state_over_when_all_are_asked_to_leave():
     talk = running(3, workers_min=2)
     talk.tell(*(leaving(f"h:{n}") for n in range(3)))
     actions = talk.stop_all()
     assert sorted(names(actions, LetGo)) == ["h:1#1", "h:2#1"]
     assert not has(PublishWorld, actions)  # below the minimum: h:0 waits for others
     actions = talk.tell(exited("h:1", 0), exited("h:2", 0))
-    assert names(actions) == ["h:1#2", "h:2#2"]  # too few, so that slots that were left are used
+    assert names(actions) == ["h:1#2", "h:2#2"]  # too few, so left slots are used
     actions = talk.join("h:1#2", "h:2#2")
     assert order(the(PublishWorld, actions))[0] == "h:0#1"
     actions = [*talk.wait(1), *talk.stop_all(1)]
@@ -205,9 +205,9 @@ def test_when_all_are_asked_to_leave_the_last_one_hands_the_state_over():
     assert len(the(PublishWorld, actions).members) == 2
 
 
-def test_a_single_worker_hands_over_even_where_there_is_room_for_one():
+def test_single_worker_hands_over_even_if_the_maximum_is_one():
     talk = running(1, workers_min=1, workers_max=1)
-    assert talk.tell(leaving("h:0")) == []  # nobody can take over
+    assert talk.tell(leaving("h:0")) == []  # no other worker can take over
     talk.tell(hosts(h=1, g=1))
     assert has(PrepareChange, talk.join("g:0"))
     actions = talk.stop_all()
@@ -216,7 +216,7 @@ def test_a_single_worker_hands_over_even_where_there_is_room_for_one():
     assert order(the(PublishWorld, actions)) == ["g:0#1"]
 
 
-def test_newcomers_that_leave_are_let_go_at_once():
+def test_leaving_newcomers_are_released_at_once():
     talk = running(2, workers_max=5)
     talk.tell(hosts(h=5))
     talk.connect("h:2", "h:3")
@@ -226,17 +226,17 @@ def test_newcomers_that_leave_are_let_go_at_once():
     assert names(actions, KillWorker) == ["h:4#1"]
 
 
-# ---- hosts that come and go ---------------------------------------------------------------------
+# ---- listed and unlisted hosts ------------------------------------------------------------------
 
 
-def test_a_host_that_leaves_and_is_back_within_a_second_changes_nothing():
+def test_host_unlisted_for_less_than_a_second_changes_nothing():
     talk = running(4)
     assert has(PrepareChange, talk.tell(hosts(h=3)))
     assert has(CallOffChange, talk.tell(hosts(h=4)))
     assert talk.wait(100) == []
 
 
-def test_back_when_its_worker_was_already_let_go_starts_a_new_one():
+def test_host_listed_again_after_its_worker_was_released_starts_a_new_one():
     talk = running(4)
     talk.tell(hosts(h=3))
     assert names(talk.stop_all(), LetGo) == ["h:3#1"]
@@ -244,7 +244,7 @@ def test_back_when_its_worker_was_already_let_go_starts_a_new_one():
     assert names(talk.tell(exited("h:3", 0))) == ["h:3#2"]
 
 
-def test_a_host_that_is_replaced():
+def test_host_is_replaced():
     talk = running(2)
     assert names(talk.tell(hosts(g=2))) == ["g:0#1", "g:1#1"]
     assert talk.m.phase is Phase.TRAINING  # on the old host, until the new one is ready
@@ -257,7 +257,7 @@ def test_a_host_that_is_replaced():
     assert order(the(PublishWorld, actions)) == ["g:0#1", "g:1#1"]
 
 
-def test_an_empty_list_stops_nothing():
+def test_empty_list_stops_nothing():
     talk = running(4)
     assert talk.tell(hosts()) == []
     assert talk.wait(10_000) == []
@@ -266,7 +266,7 @@ def test_an_empty_list_stops_nothing():
 
 
 def test_list_without_hosts_starts_no_worker_and_waits_as_below_the_minimum():
-    """All machines went away; each attempt to start a worker there before that list has failed."""
+    """All machines were removed; each attempt to start a worker before that list has failed."""
     talk = running(2, workers_min=1, restarts=3, slot_attempts=4)
     talk.tell(exited("h:0", -9, output="training begins"), exited("h:1", -9))
     for incarnation in (2, 3):
@@ -283,13 +283,13 @@ def test_list_without_hosts_starts_no_worker_and_waits_as_below_the_minimum():
     assert names(talk.tell(hosts(h=2))) == ["h:0#4", "h:1#4"], "at once, with a clean record"
 
 
-def test_list_without_hosts_for_longer_than_the_timeout_ends_the_job():
+def test_list_without_hosts_beyond_the_timeout_ends_the_job():
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(hosts(), exited("h:0", -9), exited("h:1", -9))
     assert the(EndJob, talk.wait(talk.m.settings.elastic_timeout_s + 1)).code == 1
 
 
-def test_a_host_is_not_left_where_that_would_be_below_the_minimum():
+def test_unlisted_host_is_kept_if_the_world_would_fall_below_the_minimum():
     talk = running(4, workers_min=4)
     assert names(talk.tell(hosts(h=3, g=1))) == ["g:0#1"]
     assert talk.wait(100) == []
@@ -299,7 +299,7 @@ def test_a_host_is_not_left_where_that_would_be_below_the_minimum():
     assert order(the(PublishWorld, actions)) == ["h:0#1", "h:1#1", "h:2#1", "g:0#1"]
 
 
-def test_the_death_of_a_host_that_has_left_the_list_is_nobodys_failure():
+def test_death_of_an_unlisted_host_is_no_failure():
     talk = running(3)
     talk.tell(hosts(h=2))
     actions = talk.tell(exited("h:2", 255))
@@ -307,7 +307,7 @@ def test_the_death_of_a_host_that_has_left_the_list_is_nobodys_failure():
     assert has(BreakWorld, actions)
 
 
-def test_who_resumes_late_is_part_of_the_report():
+def test_late_resumption_of_a_worker_is_reported():
     talk = joining()
     talk.stop_all()
     assert talk.tell(resumed("h:0", 3), resumed("h:2", 3)) == []

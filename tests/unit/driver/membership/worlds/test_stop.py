@@ -1,4 +1,4 @@
-"""A job that is told to stop: at once, or after a last checkpoint."""
+"""Requests to stop a job, at once or after a last checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def made(talk: Talk, number: int = 4) -> CheckpointMade:
     return CheckpointMade(Commit(talk.m.generation, number))
 
 
-def test_a_last_checkpoint_is_made_first():
+def test_stop_writes_a_last_checkpoint_first():
     talk = three()
     talk.tell(made(talk, 2))
     actions = talk.tell(TERM)
@@ -65,7 +65,7 @@ def test_a_last_checkpoint_is_made_first():
     )
 
 
-def test_it_takes_no_longer_than_it_may_and_says_that_none_was_made():
+def test_stop_without_a_checkpoint_in_time_ends_and_reports_it():
     talk = three()
     talk.tell(made(talk, 2), TERM)
     assert not has(EndJob, talk.wait(5.9))
@@ -76,7 +76,7 @@ def test_it_takes_no_longer_than_it_may_and_says_that_none_was_made():
     )
 
 
-def test_a_second_request_waits_for_nothing():
+def test_second_request_ends_at_once():
     talk = three()
     talk.tell(TERM)
     assert the(EndJob, talk.tell(TERM)).reason == in_words("SIGTERM at the driver")
@@ -91,11 +91,11 @@ def test_a_second_request_waits_for_nothing():
     ],
     ids=["no checkpoints", "before training", "Ctrl-C"],
 )
-def test_nothing_is_waited_for(talk: Talk, request_: StopRequested):
+def test_stop_ends_at_once_without_a_checkpoint_to_wait_for(talk: Talk, request_: StopRequested):
     assert the(EndJob, talk.tell(request_)).code == 1
 
 
-def test_one_that_was_being_written_is_not_the_last():
+def test_checkpoint_in_progress_is_not_the_last_one():
     talk = three()
     talk.tell(WorkerPaced(worker("h:0"), 2, 9, 0.0, 1.0, commits=9, commit=Commit(2, 9)))
     talk.tell(TERM)
@@ -103,20 +103,20 @@ def test_one_that_was_being_written_is_not_the_last():
     assert has(EndJob, talk.tell(made(talk, 10)))
 
 
-def test_one_of_a_world_before_is_not_the_last_either():
+def test_checkpoint_of_an_earlier_world_is_not_the_last_one():
     talk = three()
     talk.tell(TERM)
     assert not has(EndJob, talk.tell(CheckpointMade(Commit(1, 900))))
 
 
-def test_a_job_of_a_fixed_size_has_its_last_one_too():
+def test_static_job_writes_a_last_checkpoint():
     talk = static(2, durable=True)
     talk.ready("h:0", "h:1")
     assert has(HastenCheckpoint, talk.tell(TERM))
     assert has(EndJob, talk.tell(made(talk)))
 
 
-def test_members_of_a_fixed_size_make_it_of_what_they_hold():
+def test_members_of_a_static_job_write_their_current_state():
     talk = static(2, durable=True)
     talk.ready("h:0", "h:1")
     talk.tell(TERM)
@@ -130,7 +130,7 @@ def test_members_of_a_fixed_size_make_it_of_what_they_hold():
     assert the(EndJob, talk.tell(made(talk, 0))).code == 143
 
 
-def test_where_a_member_has_just_died_the_next_world_makes_it():
+def test_next_world_writes_the_checkpoint_after_a_loss():
     talk = three()
     talk.tell(exited("h:0"))
     assert not has(EndJob, talk.tell(TERM))
@@ -139,8 +139,8 @@ def test_where_a_member_has_just_died_the_next_world_makes_it():
     assert has(EndJob, talk.tell(made(talk)))
 
 
-def test_workers_that_were_signalled_too_stay_for_it():
-    """As where a batch system or systemd signals every process."""
+def test_signalled_workers_stay_for_the_last_checkpoint():
+    """As with a batch system or systemd, which signals every process."""
     talk = three()
     assert has(PrepareChange, talk.tell(leaving("h:2")))
     actions = talk.tell(TERM)
@@ -149,8 +149,8 @@ def test_workers_that_were_signalled_too_stay_for_it():
     assert has(EndJob, talk.tell(made(talk)))
 
 
-def test_members_whose_loader_workers_were_signalled_make_it_of_what_they_hold():
-    """Each is asked to leave, and its user code raises. The world that follows has all of them."""
+def test_members_with_signalled_loader_workers_write_their_current_state():
+    """Each is asked to leave, and its user code raises. The next world has all of them."""
     talk = running(3, workers_min=3, restarts=3, durable=True, reset_limit=0)
     talk.tell(TERM, *(leaving(f"h:{slot}") for slot in range(3)))
     assert not has(EndJob, talk.tell(failed("h:1", 2)))
@@ -161,20 +161,20 @@ def test_members_whose_loader_workers_were_signalled_make_it_of_what_they_hold()
     assert the(EndJob, talk.tell(made(talk, 0))).code == 143
 
 
-def test_worlds_of_a_job_that_goes_on_begin_without_a_checkpoint():
+def test_world_of_a_continuing_job_starts_without_a_checkpoint():
     talk = three()
     talk.tell(failed("h:1", 2))
     actions = talk.ready("h:0", "h:1", "h:2", commit=(2, 7))
     assert not the(PublishWorld, actions).checkpoint
 
 
-def test_nobody_is_started_meanwhile():
+def test_no_worker_is_started_during_a_stop():
     talk = three()
     talk.tell(TERM, exited("h:1"))
     assert not has(StartWorker, talk.wait(5))
 
 
-def test_a_world_that_ends_by_itself_meanwhile_ends_as_it_would():
+def test_world_that_ends_by_itself_during_a_stop_ends_normally():
     talk = three()
     decisions = JobDecisions(talk.m, leave_s=30, running=talk.m.members, members=None)
     now = talk.m.worlds.actions.now
@@ -195,13 +195,13 @@ def test_a_world_that_ends_by_itself_meanwhile_ends_as_it_would():
     ],
     ids=["it stays", "later", "some day", "earlier"],
 )
-def test_what_is_said_of_the_machine_puts_nothing_off(events: list, within_s: float):
+def test_notices_do_not_delay_a_stop(events: list, within_s: float):
     talk = three()
     talk.tell(*events)
     assert has(EndJob, talk.wait(within_s))
 
 
-def test_a_driver_that_follows_asks_again_and_ends_with_the_same_code():
+def test_successor_driver_asks_again_and_ends_with_the_same_code():
     talk = three()
     talk.tell(TERM)
     talk.m = restored(taken(talk.m), talk.m.settings)
@@ -210,5 +210,5 @@ def test_a_driver_that_follows_asks_again_and_ends_with_the_same_code():
     assert the(EndJob, talk.tell(made(talk))).code == 143
 
 
-def test_an_operator_reads_how_long_it_may_take():
+def test_operator_sees_the_time_limit_of_a_stop():
     recorded("log", said(three().tell(TERM)))

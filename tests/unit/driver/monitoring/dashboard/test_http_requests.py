@@ -1,4 +1,4 @@
-"""Who may read the live page: heads of requests go in, an answer or a refusal comes out."""
+"""Authorization of requests to the live page: from the head of a request to an answer or a rejection."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def asked(
     return Guard(TOKEN, {"localhost", "node7"}).answer("\r\n".join(lines).encode())
 
 
-def test_who_has_the_token_is_told_what_happens():
+def test_request_with_the_token_gets_the_events():
     assert asked(Authorization=f"Bearer {TOKEN}") == "events"
     assert asked(Authorization=f"Bearer {TOKEN}", Origin="http://10.0.0.5:8080") == "events"
     assert asked(Authorization=f"Bearer {TOKEN}", Sec_Fetch_Site="same-origin") == "events"
 
 
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer 0123", TOKEN[:-1] + "x", "Basic eA=="])
-def test_without_it_nobody_is(given):
+def test_request_without_the_token_is_rejected(given):
     refusal = asked(Authorization=given)
     assert isinstance(refusal, PageRefusal) and refusal.status.startswith("403")
     assert TOKEN not in refusal.why
 
 
 @pytest.mark.parametrize("token", [TOKEN, ""])
-def test_not_on_loopback_either_nor_where_there_is_none(token):
+def test_request_without_the_token_is_rejected_beyond_loopback(token):
     head = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAuthorization: Bearer "
     assert isinstance(Guard(token).answer(head), PageRefusal)
 
@@ -40,14 +40,14 @@ def test_not_on_loopback_either_nor_where_there_is_none(token):
     "host",
     ["evil.example", "evil.example:8080", "", "127.0.0.1.evil.example", "[::1", "localhost."],
 )
-def test_a_name_that_is_not_ours_is_dns_rebinding(host):
+def test_foreign_host_name_is_rejected_as_dns_rebinding(host):
     for path in ("/", "/events"):
         refusal = asked(path, host=host, Authorization=f"Bearer {TOKEN}")
         assert isinstance(refusal, PageRefusal), (host, path)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]:8080", "localhost:8080", "NODE7:1"])
-def test_addresses_and_our_own_names_are(host):
+def test_addresses_and_own_host_names_are_accepted(host):
     assert asked(host=host, Authorization=f"Bearer {TOKEN}") == "events"
 
 
@@ -59,26 +59,26 @@ def test_addresses_and_our_own_names_are(host):
         {"Origin": "https://10.0.0.5:8080"},
         {"Sec_Fetch_Site": "cross-site"},
         {"Sec_Fetch_Site": "same-site"},
-        {"Sec_Fetch_Site": "none"},  # typed as an address: nothing of ours asks so
+        {"Sec_Fetch_Site": "none"},  # entered in the address bar, which the page itself never does
     ],
 )
-def test_another_site_gets_nothing_even_with_the_token(headers):
+def test_cross_site_request_is_rejected_even_with_the_token(headers):
     assert isinstance(asked(Authorization=f"Bearer {TOKEN}", **headers), PageRefusal)
 
 
-def test_the_page_itself_holds_nothing_and_may_be_linked_to():
+def test_page_without_data_may_be_linked_to():
     assert asked("/", Sec_Fetch_Site="cross-site") == "page"
 
 
 @pytest.mark.parametrize(
     "path", ["/events?x=1", "/../etc/passwd", "//", "http://10.0.0.5/", "/%2e"]
 )
-def test_there_is_nothing_else(path):
+def test_unknown_path_is_rejected(path):
     assert isinstance(asked(path, Authorization=f"Bearer {TOKEN}"), PageRefusal)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "OPTIONS", "HEAD", "CONNECT"])
-def test_nothing_can_be_done(method):
+def test_method_other_than_get_is_rejected(method):
     assert isinstance(asked(method=method, Authorization=f"Bearer {TOKEN}"), PageRefusal)
 
 
@@ -96,5 +96,5 @@ def test_nothing_can_be_done(method):
         "GET /événements HTTP/1.1\r\nHost: 127.0.0.1".encode(),
     ],
 )
-def test_what_no_browser_says(head):
+def test_malformed_head_is_rejected(head):
     assert isinstance(Guard(TOKEN).answer(head), PageRefusal)

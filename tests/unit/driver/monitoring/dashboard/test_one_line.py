@@ -1,4 +1,4 @@
-"""The state of a job in one line."""
+"""State of a job in one line."""
 
 from elastic.driver.events import (
     HostsChanged,
@@ -19,7 +19,7 @@ A = Worker("h", 0)
 PLACE = Place(0, 1, 0, 1, 0, 1)
 
 
-def test_it_grows_with_what_is_known():
+def test_line_grows_with_the_known_facts():
     page = PageModel(name="bert", command=[], least=1, most=2)
     recorded("page", one_line(page.state))
     world = PublishWorld(3, [Member(A, PLACE)], Address("h", 1), 0, None, in_words("x"))
@@ -35,7 +35,7 @@ def test_it_grows_with_what_is_known():
     recorded("page", one_line(page.state))
 
 
-def test_how_long_it_takes_yet_is_told_where_the_script_says_of_how_many_steps():
+def test_remaining_time_is_shown_if_the_script_reports_its_number_of_steps():
     page = PageModel(name="bert", command=[], least=1, most=2)
     world = PublishWorld(3, [Member(A, PLACE)], Address("h", 1), 0, None, in_words("x"))
     page.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, in_words("x")), world], 10.0)
@@ -44,9 +44,9 @@ def test_how_long_it_takes_yet_is_told_where_the_script_says_of_how_many_steps()
     page.report(0, {"step": 300, "steps": 2000}, 31.0)
     recorded("page", one_line(page.state))
     page.report(0, {"step": 2000, "steps": 2000}, 100.0)
-    page.report(0, {"step": 50, "steps": 2000}, 110.0)  # it went back
+    page.report(0, {"step": 50, "steps": 2000}, 110.0)  # a step back
     assert one_line(page.state).endswith("| step 50 of 2000")
-    page.report(0, {"step": 60, "steps": 55}, 300.0)  # no number of these steps
+    page.report(0, {"step": 60, "steps": 55}, 300.0)  # more steps than there are
     assert one_line(page.state).endswith("| step 60")
     page.report(0, {"step": 70, "steps": 170}, 400.0)  # one report in 100 s
     recorded("page", one_line(page.state))

@@ -1,4 +1,4 @@
-"""What the page shows of a job: events go in, and patches come out that lead from one state to the next."""
+"""Contents of the live page: from events to patches of its state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def states(page: PageModel) -> dict[str, str]:
     return {key: row["state"] for key, row in page.state.tables["workers"].items()}
 
 
-def test_a_worker_comes_into_the_world():
+def test_worker_joins_the_world():
     page = model()
     start = events.StartWorker(A, PLACE, because(Why.FIRST_START))
     page.note(events.HostsChanged({"h": 1}), [start], 10.0)
@@ -67,7 +67,7 @@ def test_a_worker_comes_into_the_world():
     ]
 
 
-def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
+def test_lost_worker_is_shown_until_another_takes_its_slot():
     page = training(A, B, C)
     broken = events.BreakWorld(1, [A, C], in_words("lost h:1#1"))
     page.note(events.WorkerExited(B, -9), [broken], 20.0)
@@ -85,7 +85,7 @@ def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
         events.TimePassed(), [events.StartWorker(again, PLACE, in_words("its slot is free"))], 21.0
     )
     assert states(page)["h:1"] == "starting"
-    page.note(events.WorkerExited(B, -9), [], 21.5)  # said again, of the one before
+    page.note(events.WorkerExited(B, -9), [], 21.5)  # repeated exit of the previous worker
     assert states(page)["h:1"] == "starting"
 
 
@@ -96,7 +96,7 @@ def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
         events.WorkerQuit(B, 1, 3, "sys.exit(3)"),
     ],
 )
-def test_a_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
+def test_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
     page = training(A, B, C)
     for each in (event, events.WorkerExited(B, 3)):
         page.note(each, [], 20.0)
@@ -108,7 +108,7 @@ def test_a_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event)
     assert states(page)["h:1"] == "training"
 
 
-def test_a_worker_that_waits_is_frozen_stands_by_or_leaves():
+def test_waiting_frozen_standby_and_leaving_workers_are_shown_as_such():
     page = training(A, B, C)
     page.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
     assert states(page)["h:0"] == "waiting"
@@ -123,7 +123,7 @@ def test_a_worker_that_waits_is_frozen_stands_by_or_leaves():
     assert states(page)["h:1"] == "done"
 
 
-def test_who_is_killed_says_why_and_nothing_more_is_believed_of_it():
+def test_killed_worker_shows_its_reason_and_ignores_later_events():
     page = training(A, B)
     page.note(events.TimePassed(), [events.KillWorker(B, because(Why.FROZEN, how="stopped"))], 40.0)
     page.note(events.WorkerConnected(B, 9), [], 40.1)
@@ -133,7 +133,7 @@ def test_who_is_killed_says_why_and_nothing_more_is_believed_of_it():
     recorded("page", row["note"])
 
 
-def test_a_slot_that_is_not_listed_goes_with_its_worker():
+def test_unlisted_slot_disappears_with_its_worker():
     page = training(A, B)
     page.patch(19.0)
     state = applied(None, page.full(19.0))
@@ -147,7 +147,7 @@ def test_a_slot_that_is_not_listed_goes_with_its_worker():
     assert states(page) == {"h:0": "lost"} and page.state.tables["hosts"]["h"]["state"] == "lost"
 
 
-def test_the_states_step_stands_beside_the_commit_and_steps_have_a_rate():
+def test_state_step_is_shown_beside_the_commit_with_its_rate():
     page = training(A, B)
     for steps, at in ((100, 20.0), (150, 25.0)):
         told = events.WorkerSpent(
@@ -159,14 +159,14 @@ def test_the_states_step_stands_beside_the_commit_and_steps_have_a_rate():
     assert values["commit"]["number"] == 150 and values["commit"]["step"] == 150
     assert (values["steps"], values["samples"]) == (10.0, 160.0)
     page.note(events.WorkerPaced(A, 1, 10, 1.0, 30.0, 30, Commit(1, 160)), [], 26.0)
-    assert "step" not in page.state.values["commit"]  # that of an older one
+    assert "step" not in page.state.values["commit"]  # that of an older commit
 
 
-def test_commits_and_their_speed():
+def test_commits_are_shown_with_their_rate():
     page = training(A, B)
     spent = Times(training=5.0)
     page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 10)), [], 20.0)
-    page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 9)), [], 21.0)  # an old word
+    page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 9)), [], 21.0)  # outdated
     page.note(events.WorkerPaced(B, 1, 10, 1.0, 30.0, 30, Commit(1, 50)), [], 25.0)
     assert page.state.values["commit"] == {"generation": 1, "number": 50, "at": 25.0, "total": 50}
     assert list(page.state.series["speed"]) == [[25.0, 8.0]]
@@ -178,7 +178,7 @@ def test_commits_and_their_speed():
     assert page.state.values["commit"]["number"] == 5
 
 
-def test_who_is_waited_for_now():
+def test_currently_awaited_workers_are_shown():
     page = training(A, B, C, D)
     for worker in (A, B, C):
         page.note(events.WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 30.0)
@@ -188,7 +188,7 @@ def test_who_is_waited_for_now():
     ]
 
 
-def test_who_waits_less_than_the_others():
+def test_worker_that_waits_less_than_the_others_is_shown():
     page = training(A, B, C, D)
     for worker, waited_s in ((A, 20.0), (B, 3.0), (C, 19.0), (D, 21.0)):
         page.note(events.WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
@@ -198,7 +198,7 @@ def test_who_waits_less_than_the_others():
     assert len(page.state.values["held_up"]) <= HELD_UP
 
 
-def test_stacks_that_were_asked_for_are_kept_and_nothing_else():
+def test_requested_stacks_are_kept_and_other_lines_are_not():
     page = training(A, B)
     page.stderr(A, "an ordinary line", 20.0)
     page.note(
@@ -215,7 +215,7 @@ def test_stacks_that_were_asked_for_are_kept_and_nothing_else():
     recorded("page", stack["text"])
 
 
-def test_a_flood_of_lines_is_cut_and_says_so():
+def test_many_lines_are_truncated_with_a_note():
     page = model()
     for number in range(LINES + 50):
         page.line("stdout", "3", f"line {number}", 10.0)
@@ -238,7 +238,7 @@ def test_reported_numbers_are_those_of_the_lowest_rank():
     json.dumps(page.full(23.0), allow_nan=False)
 
 
-def test_there_is_no_goodput_before_the_first_world():
+def test_goodput_is_absent_before_the_first_world():
     page = model()
     page.note(events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, in_words("x"))], 10.0)
     page.note(events.WorkerConnected(A, 7), [], 15.0)
@@ -247,7 +247,7 @@ def test_there_is_no_goodput_before_the_first_world():
     assert page.patch(30.0)["set"]["goodput"]["ratio"] == pytest.approx(0.5)
 
 
-def test_a_recovery_and_the_end():
+def test_recovery_and_end_are_shown():
     page = training(A, B)
     report = events.ReportRecovery(
         2, "recovery", in_words("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0
@@ -261,7 +261,7 @@ def test_a_recovery_and_the_end():
     recorded("page", page.state.values["job"]["ended"])
 
 
-def test_what_an_operator_has_wanted():
+def test_operator_requests_are_shown():
     page = training(A, B)
     done, refused = (events.AnswerRequest(1, each, in_words("so")) for each in (True, False))
     page.note(events.ScaleRequested(1, 3), [done], 20.0)
@@ -274,14 +274,14 @@ def test_what_an_operator_has_wanted():
     assert page.state.series["decisions"][-3][1:] == ["operator", "refused", "so"]
 
 
-def test_what_another_driver_has_left():
+def test_state_of_the_previous_driver_is_shown():
     page = model()
     page.adopt({A: (11, 0), B: (12, None)}, 7, 50.0)
     assert states(page) == {"h:0": "training", "h:1": "joining"}
     assert page.state.values["job"]["generation"] == 7 and page.state.values["job"]["size"] == 1
 
 
-def test_nothing_changes_nothing():
+def test_event_without_effect_makes_no_patch():
     page = training(A, B)
     page.patch(20.0)
     assert not page.changed
@@ -291,7 +291,7 @@ def test_nothing_changes_nothing():
 
 @pytest.mark.parametrize("seed", [3, 11, 42])
 def test_patches_lead_to_the_whole_state(seed):
-    """A job under faults, looked at now and then: whoever applies all patches sees what whoever comes last sees."""
+    """Runs a job under faults. The state from all patches equals the state that a new viewer receives."""
     simulation = Simulation(seed, workers=4, faults=8)
     simulation.run()
     page = model()
@@ -315,7 +315,7 @@ def test_patches_lead_to_the_whole_state(seed):
 # ---- step times ----------------------------------------------------------------------------------
 
 
-def test_the_slowest_worker_is_the_one_that_does_most_itself_in_a_step():
+def test_slowest_worker_has_the_most_own_work_per_step():
     page = training(A, B, C)
     for worker, waited_s in ((A, 20.0), (B, 2.0), (C, 18.0)):
         assert page.patch(20.0)["set"].get("slowest") is None
@@ -330,7 +330,7 @@ def test_the_slowest_worker_is_the_one_that_does_most_itself_in_a_step():
     }
 
 
-def test_step_times_of_another_world_and_of_time_without_commits_are_not_shown():
+def test_step_times_of_another_world_or_without_commits_are_hidden():
     page = training(A, B)
     for worker in (A, B):
         page.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=0), [], 40.0)
@@ -344,11 +344,11 @@ def test_step_times_of_another_world_and_of_time_without_commits_are_not_shown()
     assert all(row["own_s"] is None for row in state["rows"]["workers"].values())
 
 
-def test_what_a_worker_uses_is_in_its_row_until_it_exits():
+def test_usage_of_a_worker_is_in_its_row_until_it_exits():
     page = training(A, B)
     used = Usage(1.5, 1 << 30, 0.5, 1 << 31)
     page.uses(B, used, 20.0)
-    page.uses(Worker("h", 1, 9), Usage(9.0, 1), 20.0)  # of another process of its slot
+    page.uses(Worker("h", 1, 9), Usage(9.0, 1), 20.0)  # of another process in its slot
     row = page.state.tables["workers"]["h:1"]
     assert row["usage"] == {"cores": 1.5, "memory": 1 << 30, "gpu": 0.5, "gpu_memory": 1 << 31}
     page.note(events.WorkerExited(B, -9), [], 30.0)

@@ -1,4 +1,4 @@
-"""The page over real sockets: who sees what, who is dropped, and that the driver's loop is never held up."""
+"""The live page over real sockets: access, slow viewers, and an unblocked event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Served:
         self.model = PageModel(name="bert", command=["python", "train.py"], least=2, most=4)
         listening = bound("127.0.0.1", 0)
         self.port: int = listening.getsockname()[1]
-        self.writers: list[asyncio.StreamWriter] = []  # of those that are kept open
+        self.writers: list[asyncio.StreamWriter] = []  # of the connections that stay open
         self.server = PageServer(self.model, listening, Guard(token), clock=lambda: 100.0)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -64,7 +64,7 @@ async def served(token: str = TOKEN) -> AsyncIterator[Served]:
         found.server.close()
         for writer in found.writers:
             writer.close()
-        await asyncio.sleep(0)  # in the loop's next turn they are
+        await asyncio.sleep(0)  # they are handled in the next turn of the loop
 
 
 async def event(reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
@@ -81,7 +81,7 @@ async def viewer(page: Served, more: bytes = b"") -> asyncio.StreamReader:
     return reader
 
 
-async def test_a_viewer_is_told_the_whole_state_and_then_what_changes():
+async def test_viewer_receives_the_whole_state_and_then_changes():
     async with served() as page:
         page.say("before")
         reader = await viewer(page)
@@ -96,7 +96,7 @@ async def test_a_viewer_is_told_the_whole_state_and_then_what_changes():
         assert (await event(late))[1]["add"]["log"] == state["add"]["log"]
 
 
-async def test_a_stranger_is_shown_nothing():
+async def test_viewer_without_the_token_receives_nothing():
     async with served() as page:
         page.say("a secret of this job")
         for more in (
@@ -113,7 +113,7 @@ async def test_a_stranger_is_shown_nothing():
 
 
 @pytest.mark.slow
-async def test_a_thousand_connections_leave_room_for_who_belongs_here():
+async def test_thousand_connections_leave_room_for_authorized_viewers():
     async with served() as page:
         page.writers += [(await page.connect())[1] for _ in range(1000)]
         reader = await viewer(page)
@@ -125,7 +125,7 @@ async def test_a_thousand_connections_leave_room_for_who_belongs_here():
         assert (await page.get(ASK)).startswith(b"HTTP/1.1 503")
 
 
-async def test_who_does_not_read_is_dropped_and_nobody_waits_for_it(monkeypatch):
+async def test_viewer_that_does_not_read_is_disconnected_without_blocking(monkeypatch):
     monkeypatch.setattr(page_server, "BACKLOG", 64 * 1024)
     monkeypatch.setattr(page_server, "FLUSH_S", 0.0)
     async with served() as page:
@@ -145,7 +145,7 @@ async def test_who_does_not_read_is_dropped_and_nobody_waits_for_it(monkeypatch)
                 pass
 
 
-async def test_a_head_without_end_is_cut_off():
+async def test_endless_head_is_rejected():
     async with served() as page:
         reader, writer = await page.connect()
         writer.write(b"GET /" + b"x" * 20_000)
@@ -154,7 +154,7 @@ async def test_a_head_without_end_is_cut_off():
         writer.close()
 
 
-async def test_the_page_may_run_its_own_script_and_ask_nobody_else():
+async def test_policy_allows_only_the_pages_own_script_and_server():
     async with served() as page:
         answer = await page.get(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -167,7 +167,7 @@ async def test_the_page_may_run_its_own_script_and_ask_nobody_else():
         assert b"document.write" not in body and b"outerHTML" not in body
 
 
-def test_a_port_that_is_taken_is_told():
+def test_port_in_use_is_an_error():
     page = Served()
     with pytest.raises(Invalid, match="--dashboard"):
         bound("127.0.0.1", page.port)

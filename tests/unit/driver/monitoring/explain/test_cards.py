@@ -1,4 +1,4 @@
-"""The cards of the report: whole numbers, each name once."""
+"""Cards of the report: whole numbers, each name once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cards(reported: ReportedSeries) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("steps_first", [True, False])
-def test_steps_has_one_card_when_a_report_without_a_step_names_their_number(steps_first):
+def test_steps_has_one_card_if_a_report_without_a_step_contains_their_number(steps_first):
     reported = ReportedSeries()
     more = [{"validation": 2.5, "steps": 900}, {"step": 7, "loss": 0.5, "steps": 900}]
     for metrics in more if steps_first else more[::-1]:
@@ -37,13 +37,13 @@ def test_steps_has_one_card_when_a_report_without_a_step_names_their_number(step
     assert "steps" not in reported.shown() and "step" not in reported.shown()
 
 
-def test_steps_is_a_metric_like_others_when_no_step_is_reported():
+def test_steps_is_an_ordinary_metric_if_no_step_is_reported():
     reported = ReportedSeries()
     reported.report(0, {"steps": 900}, 1.0)
     assert dict(cards(reported))["steps"] == "900"
 
 
-def test_a_metric_named_as_a_card_of_the_job_is_told_apart():
+def test_metric_named_like_a_card_of_the_job_is_distinguished():
     reported = ReportedSeries()
     name = "lost / started again or joined"
     reported.report(0, {name: 3.5}, 1.0)
@@ -67,11 +67,11 @@ def test_a_metric_named_as_a_card_of_the_job_is_told_apart():
         (0.0, "0"),
     ],
 )
-def test_a_number_has_four_digits_and_an_exponent_only_when_it_is_long_without(value, shown):
+def test_number_has_four_digits_and_an_exponent_only_if_shorter(value, shown):
     assert number(value) == shown
 
 
-def test_steps_per_second_have_a_card_without_a_line_in_the_script():
+def test_steps_per_second_have_a_card_without_script_changes():
     story = Story()
     story.adopt([(Worker("h", 0), 0)], 2, 0.0)
     for steps, at in ((100, 10.0), (150, 15.0)):

@@ -1,4 +1,4 @@
-"""Whether `explain` advises to commit more often: only where that would lose less."""
+"""Advice of `explain` to commit more often, given only if that would lose less work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def world(generation: int, commit: int, *workers: Worker) -> events.PublishWorld
 
 
 def advice(commits: int) -> list[dict]:
-    """Of a job that runs: 40 s of training, of which both have lost 10 s, as one was killed; and so many commits."""
+    """Advice for a running job: 40 s of training with ``commits`` commits, of which both workers lost 10 s at a
+    kill.
+    """
     story = Story()
     place = Place(0, 2, 0, 2, 0, 1)
     story.note(
@@ -53,12 +55,12 @@ def advice(commits: int) -> list[dict]:
     return [each.facts for each in told if each.facts["advice"] == Advice.COMMIT_MORE_OFTEN.value]
 
 
-def test_it_does_not_when_a_commit_is_made_every_moment():
+def test_frequent_commits_cause_no_advice():
     assert advice(600) == []
 
 
 @pytest.mark.parametrize(("commits", "every_s"), [(2, 20.0), (0, 40.0)])
-def test_it_does_and_says_how_often_there_is_one_when_they_are_rare(commits, every_s):
+def test_rare_commits_cause_advice_with_their_interval(commits, every_s):
     [facts] = advice(commits)
     assert facts["share"] > 0.2 and facts["commits"] == commits
     assert facts["every_s"] == pytest.approx(every_s, abs=0.5)

@@ -1,4 +1,4 @@
-"""What `elasticrun explain` says of real jobs that ended badly, of kept journals, of what is none."""
+"""Output of `elasticrun explain` for real failed jobs, kept journals and invalid files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from harness.golden import raises, recorded, visible
 from harness.kept_journals import KEPT, unpacked
 
 HERE = Path(__file__).parent
-# Ten jobs that were made to fail, on one machine or on two hosts with etcd; folders in them were renamed. Of each: whom
-# it has lost first, and words that its first three lines must have.
+# Ten jobs that were made to fail, on one machine or on two hosts with etcd; folders in them were renamed. For each: the
+# worker that was lost first, and words that its first three lines must contain.
 JOBS = {
     "exception": (Cause.EXCEPTION, ["ValueError: sample 20 is damaged", "localhost:1#1"]),
     "out-of-memory": (Cause.OUT_OF_MEMORY, ["ran out of memory", "1.5 GB", "localhost:1#1"]),
@@ -55,7 +55,7 @@ def job(name: str, folder: Path) -> JournalReading:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_its_first_three_lines_name_the_cause(name, tmp_path):
+def test_first_three_lines_name_the_cause(name, tmp_path):
     reading = job(name, tmp_path)
     cause, words = JOBS[name]
     first = root_cause(reading.story)
@@ -66,21 +66,21 @@ def test_its_first_three_lines_name_the_cause(name, tmp_path):
     assert any(finding.what is What.ADVICE for finding in findings(reading.story, reading.source))
 
 
-def test_who_was_lost_as_the_same_rank_each_time_is_told(tmp_path):
+def test_rank_that_is_lost_each_time_is_named(tmp_path):
     recorded("explain", as_text(job("stuck", tmp_path)))
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_traceback_is_told_once(name, tmp_path):
+def test_traceback_is_shown_once(name, tmp_path):
     text = "\n".join(as_text(job(name, tmp_path)))
-    assert text.count("(most recent call last)") <= 2  # an exception may have come of another
+    assert text.count("(most recent call last)") <= 2  # an exception may have a cause
     assert ("Traceback" in text) is (
         name in ("exception", "disk-full", "mismatch", "start-failure")
     )
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_its_numbers_are_those_of_the_summary_and_add_up(name, tmp_path):
+def test_numbers_equal_those_of_the_summary_and_add_up(name, tmp_path):
     reading = job(name, tmp_path)
     facts, spent = time_facts(reading.story), reading.story.spent
     assert facts["job"] == {stretch: spent.stretches()[stretch] for stretch in STRETCHES}
@@ -90,14 +90,14 @@ def test_its_numbers_are_those_of_the_summary_and_add_up(name, tmp_path):
     assert facts["workers"] == msgspec.structs.asdict(spent.total())
 
 
-def test_two_ranks_of_one_number_and_parts_that_nobody_had_confuse_nobody(tmp_path):
+def test_duplicate_ranks_and_empty_parts_are_handled(tmp_path):
     text = "\n".join(as_text(job("exception", tmp_path)))
     assert "Rank 1 of 3 (localhost:1#1)" in text and "Rank 1 of 2 (localhost:2#1)" in text
     assert "idle" in text and "storage" not in text and "(0 times)" not in text
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_it_is_json_too(name, tmp_path):
+def test_json_has_the_same_findings(name, tmp_path):
     told = json.loads(as_json(job(name, tmp_path)))
     assert {"section", "what", "facts", "text"} == set(told["findings"][0])
 
@@ -115,7 +115,7 @@ def test_kept_journals_are_explained(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["host-lost", "stuck"])
-def test_one_that_is_cut_off_anywhere_is_explained(name, tmp_path):
+def test_journal_truncated_anywhere_is_explained(name, tmp_path):
     whole = unpacked(HERE / "jobs" / f"{name}.jsonl.xz", tmp_path).read_bytes()
     file = tmp_path / "cut"
     for end in range(whole.index(b"\n") + 1, len(whole), 997):
@@ -123,7 +123,7 @@ def test_one_that_is_cut_off_anywhere_is_explained(name, tmp_path):
         assert as_text(read_journal(file))
 
 
-def test_one_that_ends_too_early_says_so(tmp_path):
+def test_incomplete_journal_is_reported_as_such(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     file.write_bytes(file.read_bytes()[: file.read_bytes().index(b'{"type":"EndJob"')])
     lines = as_text(read_journal(file))
@@ -135,7 +135,7 @@ def test_one_that_ends_too_early_says_so(tmp_path):
         recorded("explain", as_text(read_journal(file))[0])
 
 
-def test_lines_that_are_none_are_left_out_and_counted(tmp_path):
+def test_invalid_lines_are_skipped_and_counted(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     lines = file.read_bytes().splitlines(keepends=True)
     lines[5:5] = [b"\xff\x00 garbage\n", b'{"at": 1, "event": {"type": "Unheard"}}\n', b"[]\n"]
@@ -154,7 +154,7 @@ def test_lines_that_are_none_are_left_out_and_counted(tmp_path):
         b'{"loss": 1.0}\n',
     ],
 )
-def test_what_is_no_journal_is_refused_with_a_sentence(data, tmp_path):
+def test_file_that_is_not_a_journal_is_rejected(data, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(data)
     with raises(Invalid) as refused:
@@ -162,7 +162,7 @@ def test_what_is_no_journal_is_refused_with_a_sentence(data, tmp_path):
     assert len(str(refused.value)) < 400
 
 
-def test_what_cannot_be_opened_is_refused_with_a_sentence(tmp_path):
+def test_unreadable_file_is_rejected(tmp_path):
     for path in [tmp_path, tmp_path / "none"]:
         with raises(Invalid):
             explain_cli.main([str(path)])
@@ -170,7 +170,7 @@ def test_what_cannot_be_opened_is_refused_with_a_sentence(tmp_path):
         explain_cli.main([])
 
 
-def test_what_moves_a_terminal_is_shown_and_not_done(tmp_path, capsys):
+def test_terminal_control_characters_are_escaped(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
     evil = rb"\u001b[2J\u001b]0;owned\u0007\u202e"
     file.write_bytes(file.read_bytes().replace(b"sample 20", evil))
@@ -179,21 +179,21 @@ def test_what_moves_a_terminal_is_shown_and_not_done(tmp_path, capsys):
     assert "\x1b" not in shown and "\u202e" not in shown and r"\x1b[2J" in shown
 
 
-def test_a_page_is_written_and_json_beside_it(tmp_path, capsys):
+def test_page_and_json_are_written(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
     assert explain_cli.main([str(file), "--html", str(tmp_path / "p.html"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"]
     recorded("explain", visible((tmp_path / "p.html").read_text()))
 
 
-def test_a_journal_that_could_not_be_written_on_is_explained(tmp_path):
+def test_journal_with_a_write_error_is_explained(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     data = file.read_bytes()
     file.write_bytes(data.replace(b'{"journal":2', b'{"journal":%d' % ABANDONED, 1))
     recorded("explain", as_text(read_journal(file))[-1])
 
 
-def test_a_file_journal_says_that_etcd_was_away(tmp_path):
+def test_file_journal_reports_an_etcd_outage(tmp_path):
     file = tmp_path / "journal"
     journal = FileJournal.begin(file, Settings(np=1, workers_min=1, workers_max=1, elastic=True))
     journal.record(1.0, HostsChanged({"h": 1}))
@@ -205,7 +205,7 @@ def test_a_file_journal_says_that_etcd_was_away(tmp_path):
     recorded("explain", text)
 
 
-def test_an_etcd_that_came_back_is_no_cause(tmp_path):
+def test_etcd_outage_that_ended_is_not_a_cause(tmp_path):
     file = unpacked(HERE / "jobs" / "etcd-gone.jsonl.xz", tmp_path)
     silent = next(
         line
@@ -233,11 +233,11 @@ def test_an_etcd_that_came_back_is_no_cause(tmp_path):
         ("KeyError: 'MemoryError'", "", Cause.EXCEPTION),
     ],
 )
-def test_what_an_exception_was(summary, trace, cause):
+def test_exception_is_classified(summary, trace, cause):
     assert kind_of(summary, trace) is cause
 
 
-def test_the_last_exception_of_what_was_written():
+def test_last_exception_of_the_output_is_found():
     wrote = """\
 Traceback (most recent call last):
   File "a.py", line 1, in f
@@ -260,12 +260,12 @@ ValueError: two
     assert last_exception(by_torch)[0] == "ValueError: two"
 
 
-def test_times_are_told_in_fitting_units():
+def test_times_are_shown_in_suitable_units():
     told = [duration(each) for each in (0.04, 59.94, 252.4, 7384.0)]
     assert told == ["0.0 s", "59.9 s", "4 min 12 s", "2 h 3 min"]
 
 
-def test_every_kind_of_finding_has_its_sentence(tmp_path):
+def test_every_kind_of_finding_has_a_sentence(tmp_path):
     said = set()
     for kept in [*(HERE / "jobs").iterdir(), *KEPT.glob("*.xz")]:
         reading = read_journal(unpacked(kept, tmp_path))

@@ -1,4 +1,4 @@
-"""The film of a job: well-formed, small, without scripts, and what it shows is what happened."""
+"""Animation of a job: well-formed, small, without scripts, and true to the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def moving(root: ElementTree.Element) -> list[ElementTree.Element]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_it_is_svg_that_moves_without_a_script(name, tmp_path):
+def test_film_is_an_animated_svg_without_scripts(name, tmp_path):
     reading = job(name, tmp_path)
     root = parsed(reading)
     assert {element.tag.removeprefix(SVG) for element in root.iter()} <= ALLOWED
@@ -41,7 +41,7 @@ def test_it_is_svg_that_moves_without_a_script(name, tmp_path):
             assert times[-1] == 1.0, "or a browser shows nothing of it"
 
 
-def test_who_is_lost_goes_dark_and_who_comes_back_is_seen(tmp_path):
+def test_lost_worker_turns_dark_and_its_successor_is_shown(tmp_path):
     root = parsed(job("stuck", tmp_path))
     fills = [
         each.attrib["values"] for each in moving(root) if each.attrib["attributeName"] == "fill"
@@ -55,7 +55,7 @@ def test_who_is_lost_goes_dark_and_who_comes_back_is_seen(tmp_path):
     recorded("explain", told)
 
 
-def test_it_stays_small(tmp_path):
+def test_film_stays_small(tmp_path):
     for kept in KEPT.glob("*.xz"):
         reading = read_journal(unpacked(kept, tmp_path))
         assert len(film(reading.story, reading.rows).encode()) < 300_000
@@ -64,7 +64,7 @@ def test_it_stays_small(tmp_path):
     )
 
 
-def test_a_name_that_holds_markup_stays_text(tmp_path):
+def test_markup_in_a_name_is_escaped(tmp_path):
     file = unpacked(Path(HERE / "jobs" / "killed.jsonl.xz"), tmp_path)
     file.write_bytes(file.read_bytes().replace(b'"localhost"', b'"<script>x</script>&"'))
     reading = read_journal(file)
@@ -74,8 +74,8 @@ def test_a_name_that_holds_markup_stays_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_its_first_moment_shows_when_nothing_plays_it(name, tmp_path):
-    """As in a viewer or a converter without SMIL: one text of each counter, every worker in its colour, no halo."""
+def test_first_frame_is_visible_without_animation(name, tmp_path):
+    """As in viewers or converters without SMIL: one text per counter, every worker in its color, no halo."""
     root = parsed(job(name, tmp_path))
     parents = {child: parent for parent in root.iter() for child in parent}
     for each in moving(root):
@@ -86,7 +86,7 @@ def test_its_first_moment_shows_when_nothing_plays_it(name, tmp_path):
         assert not texts or texts.count(None) == 1
 
 
-def test_a_title_with_characters_that_xml_has_not_is_well_formed(tmp_path):
+def test_title_with_characters_invalid_in_xml_is_well_formed(tmp_path):
     reading = job("killed", tmp_path)
     text = film(reading.story, reading.rows, title="a\x00\x1b[1m\udcff\ufffe<b>")
     root = ElementTree.fromstring(text.encode())

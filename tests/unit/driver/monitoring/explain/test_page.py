@@ -1,4 +1,4 @@
-"""The page about a job: self-contained, and whatever a job says stays text in it."""
+"""Report page of a job: self-contained, and all text from the job is escaped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def first_start(*workers: Worker) -> list[events.StartWorker]:
 
 
 def evil_job(told) -> None:
-    """Two workers whose host, exception and traceback are HTML; the job fails."""
+    """Run a failing job of two workers whose host, exception and traceback are HTML."""
     one, two = worker(0), worker(1)
     told(events.HostsChanged({HOST: 2}), first_start(one, two), 10.0)
     for each in (one, two):
@@ -59,7 +59,7 @@ def evil_job(told) -> None:
 
 
 class Elements(HTMLParser):
-    """What a browser would make of it."""
+    """The elements that a browser would create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def evil_page() -> str:
     return page(PageJob(story, rows, found, f"python {EVIL}", 990.0, reported))
 
 
-def test_what_a_job_says_stays_text():
+def test_text_from_a_job_is_escaped():
     text = evil_page()
     elements = Elements()
     elements.feed(text)
@@ -98,7 +98,7 @@ def test_what_a_job_says_stays_text():
     assert "alert(&quot;x&quot;)" in text, "it is shown"
 
 
-def test_no_other_script_may_run_and_nothing_be_loaded():
+def test_policy_forbids_other_scripts_and_loading():
     text = evil_page()
     own = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)[0]
     digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
@@ -106,7 +106,7 @@ def test_no_other_script_may_run_and_nothing_be_loaded():
     assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
 
 
-def test_its_data_are_those_of_the_job():
+def test_page_contains_the_data_of_the_job():
     data = json.loads(re.findall(r'id="data">(.*?)</script>', evil_page())[0])
     assert data["seconds"] == 11.0 and list(data["rows"]) == [f"{HOST}:0", f"{HOST}:1"]
     states = [[STATES[span[2]] for span in row] for row in data["rows"].values()]
@@ -118,7 +118,7 @@ def test_its_data_are_those_of_the_job():
     assert data["series"][EVIL] == [[1.0, 1.0], [2.0, 2.0]]
 
 
-def test_a_run_writes_its_report_at_its_end(tmp_path):
+def test_run_writes_its_report_at_the_end(tmp_path):
     run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
     evil_job(run.note)
     run.report(Report(0, 2, 1, str(worker(0)), {"loss": 0.5, "step": 1}, 1e9))
@@ -129,7 +129,7 @@ def test_a_run_writes_its_report_at_its_end(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_the_report_of_a_driver_that_follows_another_says_that_it_begins_in_the_middle(tmp_path):
+def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path):
     run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
     run.adopt({worker(0): 0, worker(1): 1}, 4)
     run.note(events.WorkerExited(worker(1), -9), [], 100.0)
@@ -139,13 +139,13 @@ def test_the_report_of_a_driver_that_follows_another_says_that_it_begins_in_the_
     recorded("explain", visible(text))
 
 
-def test_a_job_of_which_nothing_is_known_has_a_page_too():
+def test_job_without_known_facts_has_a_page():
     story = Story()
     found = findings(story, JournalState(SETTINGS))
     recorded("explain", visible(page(PageJob(story, WorkerRows(), found))))
 
 
-def test_an_argument_that_is_no_text_is_shown_as_what_it_is(tmp_path):
+def test_argument_that_is_not_unicode_is_shown_escaped(tmp_path):
     run = RunReport(tmp_path / "r.html", ["python", "train.py", "\udcff"], SETTINGS)
     run.write()
     assert "udcff" in (tmp_path / "r.html").read_text()
@@ -153,7 +153,7 @@ def test_an_argument_that_is_no_text_is_shown_as_what_it_is(tmp_path):
     assert decoded_header(encoded(header)).command == ["python", "\\udcff"]
 
 
-def test_where_it_cannot_be_written_a_sentence_says_so(tmp_path):
+def test_unwritable_report_is_logged(tmp_path):
     (tmp_path / "taken").mkdir()
     for file in (tmp_path / "taken", tmp_path / "no" / "page.html"):
         with raises(Invalid):
@@ -161,10 +161,10 @@ def test_where_it_cannot_be_written_a_sentence_says_so(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]
 
 
-# ---- what is kept -------------------------------------------------------------------------------------------------
+# ---- kept values --------------------------------------------------------------------------------------------------
 
 
-def test_a_long_series_keeps_every_second_point_again_and_again():
+def test_long_series_is_thinned_out_repeatedly():
     kept = ReportedSeries()
     for step in range(10 * POINTS):
         kept.report(0, {"loss": float(step)}, float(step))
@@ -175,14 +175,14 @@ def test_a_long_series_keeps_every_second_point_again_and_again():
     assert gaps == {16.0}
 
 
-def test_steps_that_come_again_are_counted():
+def test_repeated_steps_are_counted():
     kept = ReportedSeries()
     for step in (1, 2, 3, 3, 4, 2, 3, 4, 5):
         kept.report(0, {"step": step}, 0.0)
     assert (kept.steps, kept.again) == (5, 2)
 
 
-def test_what_is_no_number_is_no_series():
+def test_value_that_is_not_a_number_is_no_series():
     kept = ReportedSeries()
     kept.report(0, {"nan": float("nan"), "on": True, "deep": {"a": 1}, "none": None}, 0.0)
     kept.report(1, {"loss": 1.0}, 0.0)
@@ -192,7 +192,7 @@ def test_what_is_no_number_is_no_series():
     assert [value for _, value in kept.series["loss"].points] == [1.0, 2.0]
 
 
-def test_the_rows_of_a_recovery():
+def test_recovery_has_rows():
     rows = WorkerRows()
     one, two, again = worker(0), worker(1), worker(1, 2)
     rows.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)

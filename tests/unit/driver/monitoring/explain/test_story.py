@@ -1,4 +1,4 @@
-"""What a story makes of events: whose loss began it, when an incident is over, what is told of it."""
+"""Story of a job from its events: the cause of an incident, its end, and its findings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ A2, B2 = (Worker("h", slot, 2) for slot in range(2))
 
 
 class Told:
-    """A story, and its rows, of three workers that train from the second second on."""
+    """A story with its rows. Three workers train from second 2 on."""
 
     def __init__(self) -> None:
         self.story, self.rows = Story(), WorkerRows()
@@ -79,7 +79,7 @@ class Told:
         self.rows.note(event, actions, now)
 
     def lose(self, now: float, worker: Worker, *left: Worker, generation: int) -> None:
-        """It is killed, and the others train on 50 ms later."""
+        """Kill a worker, and let the others continue 50 ms later."""
         lost = because(Why.LOST_EXITED, worker=str(worker), exit="signal 9 SIGKILL")
         self.at(now, WorkerExited(worker, -9), BreakWorld(generation - 1, [*left], lost))
         ready = WorkerReady(left[0], generation - 1, Commit(2, 7), STORE)
@@ -92,8 +92,8 @@ class Told:
         return [finding for finding in told if finding.what is what]
 
 
-def test_who_complains_of_a_lost_peer_is_not_to_blame():
-    """Survivors may complain before the exit of the one that they lost is known."""
+def test_reporter_of_a_lost_peer_is_not_blamed():
+    """Survivors may report the loss before the exit of the lost worker is known."""
     told = Told()
     said = "CollectiveFailed: rank 1 of this group left it"
     told.at(5.0, WorkerRaised(A, 2, None, said, f"Traceback\n{said}"))
@@ -102,7 +102,7 @@ def test_who_complains_of_a_lost_peer_is_not_to_blame():
     assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 of 3 (h:1#1)")
 
 
-def test_damaged_memory_that_spoils_all_replicas_is_told_once_and_the_checkpoint_that_training_went_on_from():
+def test_corruption_of_all_replicas_is_told_once_with_the_checkpoint_used():
     told = Told()
     told.at(3.0, CheckpointMade(Commit(2, 5)))
     told.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
@@ -122,7 +122,7 @@ def test_damaged_memory_that_spoils_all_replicas_is_told_once_and_the_checkpoint
     assert Advice.TEST_HOST.value in [each.facts["advice"] for each in told.found(What.ADVICE)]
 
 
-def test_survivors_that_went_back_to_a_checkpoint_are_told_to_have_trained_on_from_it():
+def test_survivors_that_rolled_back_to_a_checkpoint_trained_from_it():
     told = Told()
     told.at(3.0, CheckpointMade(Commit(2, 5)))
     told.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
@@ -137,7 +137,7 @@ def test_survivors_that_went_back_to_a_checkpoint_are_told_to_have_trained_on_fr
     assert told.found(What.LOST_COMMITS)
 
 
-def test_where_nobody_knows_whose_memory_spoilt_all_the_hosts_are_to_be_tested():
+def test_all_hosts_are_to_be_tested_if_the_corrupted_memory_is_unknown():
     told = Told()
     spoilt = because(Why.SPOILT, commit="2.9")
     told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), KillWorker(A, spoilt), KillWorker(B, spoilt))
@@ -147,7 +147,7 @@ def test_where_nobody_knows_whose_memory_spoilt_all_the_hosts_are_to_be_tested()
     assert told.found(What.ADVICE)[0].facts["advice"] == Advice.TEST_HOSTS.value
 
 
-def test_an_error_in_the_code_after_training_fails_the_job():
+def test_error_after_training_fails_the_job():
     told = Told()
     told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
     told.at(6.0, WorkerExited(A, 0))
@@ -161,7 +161,7 @@ def test_an_error_in_the_code_after_training_fails_the_job():
     assert not told.found(What.DONE) and not told.found(What.LOST_ALL)
 
 
-def test_who_has_ended_well_after_training_is_not_lost_with_its_host():
+def test_worker_that_exited_well_after_training_is_not_lost_with_its_host():
     told = Told()
     told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
     told.at(6.0, WorkerExited(A, 0))
@@ -170,7 +170,7 @@ def test_who_has_ended_well_after_training_is_not_lost_with_its_host():
     assert told.found(What.DONE) and not told.found(What.CAUSE)
 
 
-def test_a_host_that_is_lost_while_code_after_training_runs_fails_the_job():
+def test_host_lost_during_code_after_training_fails_the_job():
     told = Told()
     told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
     told.at(7.0, HostLost("h", "its connection is gone"))
@@ -178,7 +178,7 @@ def test_a_host_that_is_lost_while_code_after_training_runs_fails_the_job():
     assert cause.facts["who"] == "rank 0 of 3 (h:0#1)"
 
 
-def test_what_operators_asked_for_is_told_and_the_newest_commit_that_anybody_spoke_of():
+def test_operator_requests_and_the_newest_known_commit_are_told():
     told = Told()
     why = because(Why.REMOVES, worker=str(C))
     told.at(4.0, RemoveRequested(1, C), AnswerRequest(1, True, why))
@@ -192,7 +192,7 @@ def test_what_operators_asked_for_is_told_and_the_newest_commit_that_anybody_spo
     assert lost.facts["commit"] == "g3c243"
 
 
-def test_an_incident_is_over_when_all_have_resumed():
+def test_incident_ends_when_all_workers_have_resumed():
     told = Told()
     told.lose(10.0, C, A, B, generation=3)
     told.lose(20.0, B, A, generation=4)
@@ -201,7 +201,7 @@ def test_an_incident_is_over_when_all_have_resumed():
     assert not told.story.in_trouble() and not told.found(What.CAUSE)
 
 
-def test_a_function_that_raised_once_the_others_had_returned_fails_the_job_and_is_its_cause():
+def test_exception_after_the_others_returned_is_the_cause_of_the_failure():
     told = Told()
     told.at(8.0, WorkerReturned(A, 2))
     told.at(8.1, WorkerReturned(B, 2))
@@ -218,7 +218,7 @@ def test_a_function_that_raised_once_the_others_had_returned_fails_the_job_and_i
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_end_on_fewer_workers_is_told_with_whose_script_failed(strict):
+def test_end_on_fewer_workers_names_the_worker_whose_script_failed(strict):
     told = Told()
     lost = because(Why.LOST_RAISED, worker=str(C), summary="ValueError: x")
     told.at(5.0, WorkerRaised(C, 2, None, "ValueError: x", ""), BreakWorld(2, [A, B], lost))
@@ -233,7 +233,7 @@ def test_an_end_on_fewer_workers_is_told_with_whose_script_failed(strict):
     assert found.facts["reason" if strict else "short"] == str(reason)
 
 
-def test_a_job_whose_shards_are_lost_is_told_to_have_more_copies():
+def test_job_that_lost_its_shards_is_advised_to_keep_more_copies():
     told = Told()
     lost = because(Why.SHARDS_LOST, text="shard 1 of 4 was on h")
     raised = WorkerRaised(A, 2, None, "shard 1 of 4 was on h", "", final=True, shards_lost=True)
@@ -242,7 +242,7 @@ def test_a_job_whose_shards_are_lost_is_told_to_have_more_copies():
     assert told.found(What.ADVICE)[0].facts["advice"] == Advice.MORE_COPIES.value
 
 
-def test_exits_after_the_end_are_nobodys_loss():
+def test_exits_after_the_end_are_no_losses():
     told = Told()
     told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
     told.at(9.1, WorkerExited(A, 1), EndJob(1, because(Why.ALL_LOST, members=3, generation=2)))
@@ -252,7 +252,7 @@ def test_exits_after_the_end_are_nobodys_loss():
     assert [death.worker for death in told.story.losses()] == [A]
 
 
-def test_what_happens_again_and_again_is_counted():
+def test_repeated_incidents_are_counted():
     told = Told()
     for number in range(1, 5):
         worker = Worker("h", 2, number)
@@ -269,7 +269,7 @@ def test_what_happens_again_and_again_is_counted():
 
 
 @pytest.mark.parametrize(("code", "helps"), [(1, False), (-9, True)])
-def test_min_np_is_advised_against_a_loss_and_not_against_an_error_of_the_script(code, helps):
+def test_min_np_is_advised_after_a_loss_but_not_after_a_script_error(code, helps):
     told = Told()
     if code == 1:
         told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
@@ -279,7 +279,7 @@ def test_min_np_is_advised_against_a_loss_and_not_against_an_error_of_the_script
     assert (Advice.BE_ELASTIC.value in advice) is helps
 
 
-def test_a_script_without_elastic_run_is_advised_to_have_it_first():
+def test_script_without_elastic_run_is_advised_to_use_it():
     told = Told()
     outside = because(Why.LOST_PEER_OUTSIDE, who="rank 0", text="lost h:1#1")
     told.at(10.0, WorkerExited(B, -9), EndJob(1, outside))
@@ -287,7 +287,7 @@ def test_a_script_without_elastic_run_is_advised_to_have_it_first():
     assert (first, second) == (Advice.BE_ELASTIC.value, Advice.WHO_KILLED_IT.value)
 
 
-def test_a_job_that_failed_has_lost_what_it_had_in_memory_and_one_that_ended_well_has_not():
+def test_only_a_failed_job_loses_its_work_in_memory():
     told = Told()
     told.lose(10.0, C, A, B, generation=3)
     assert not told.found(What.LOST_ALL)
@@ -295,7 +295,7 @@ def test_a_job_that_failed_has_lost_what_it_had_in_memory_and_one_that_ended_wel
     assert [each.facts["commit"] for each in told.found(What.LOST_ALL)] == ["g2c7"]
 
 
-def test_actions_that_an_archive_left_out_are_found_again(tmp_path):
+def test_actions_omitted_by_an_archive_are_reconstructed(tmp_path):
     worlds = 0
     for kept in sorted(KEPT.glob("*.xz")):
         header, lines = lines_of(unpacked(kept, tmp_path))
@@ -304,7 +304,7 @@ def test_actions_that_an_archive_left_out_are_found_again(tmp_path):
     assert worlds > 5
 
 
-def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
+def test_copy_that_starts_in_the_middle_knows_the_members(tmp_path):
     known = 0
     for kept in sorted(KEPT.glob("*.xz")):
         header, lines = lines_of(unpacked(kept, tmp_path))
@@ -315,7 +315,7 @@ def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_what_a_killed_worker_wrote_last_is_no_traceback(memory):
+def test_last_output_of_a_killed_worker_is_no_traceback(memory):
     told = Told()
     ended = because(Why.ENDED, who="x", exit="y")
     exited = WorkerExited(A, -9, output="a warning\nof a library\n", out_of_memory=memory)
@@ -323,8 +323,8 @@ def test_what_a_killed_worker_wrote_last_is_no_traceback(memory):
     assert told.found(What.CAUSE) and not told.found(What.TRACE)
 
 
-def test_a_job_of_a_fixed_size_trains_in_its_first_world():
-    """Nothing says when its script begins to."""
+def test_static_job_trains_in_its_first_world():
+    """No event marks the start of its training."""
     told = Told()
     told.story = Story()
     told.at(1.0, WorkerConnected(A, 1), WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, False))
@@ -335,7 +335,7 @@ def test_a_job_of_a_fixed_size_trains_in_its_first_world():
     assert began.facts["at_s"] == 1.0 and not told.found(What.NEVER_TRAINED)
 
 
-def test_a_job_that_ended_well_with_a_last_commit_that_is_in_no_checkpoint_says_so():
+def test_last_commit_without_a_checkpoint_is_told_after_a_successful_job():
     told = Told()
     told.at(3.0, CheckpointMade(Commit(2, 5)))
     assert told.story.newest == Commit(2, 5)
@@ -351,15 +351,15 @@ def test_a_job_that_ended_well_with_a_last_commit_that_is_in_no_checkpoint_says_
     assert told.found(What.LOST_NOTHING) and not told.found(What.NOT_DURABLE)
 
 
-def test_a_journal_on_a_full_disk_says_nothing_of_a_killed_driver():
-    """Its driver runs on, and no other can go on from there."""
+def test_journal_on_a_full_disk_does_not_suggest_a_killed_driver():
+    """Its driver continues, but no other driver can resume from it."""
     found = findings(Told().story, JournalState(SETTINGS, abandoned=True))
     first, *rest = map(sentence, found)
     recorded("explain", first)
     assert not any("--resume" in each for each in rest)
 
 
-def test_training_has_begun_before_a_copy_that_begins_in_the_middle():
+def test_training_started_before_a_copy_that_starts_in_the_middle():
     told = Told()
     told.story = Story()
     told.story.adopt([(A, 0), (B, 1)], 4, 50.0)
@@ -367,7 +367,7 @@ def test_training_has_begun_before_a_copy_that_begins_in_the_middle():
     recorded("explain", sentence(went_on))
 
 
-def test_who_thaws_does_what_it_did():
+def test_thawed_worker_continues_its_activity():
     rows = Told().rows
     rows.note(WorkerFrozen(B, "stopped"), [], 5.0)
     rows.note(WorkerThawed(B), [], 6.0)
@@ -375,7 +375,7 @@ def test_who_thaws_does_what_it_did():
     assert states == ["starting", "joining", "training", "frozen", "training"]
 
 
-def test_a_loss_is_a_red_ring_in_the_film():
+def test_loss_is_a_red_ring_in_the_film():
     told = Told()
     assert "<circle r" in film(told.story, told.rows) and 'stroke-width="3"' not in film(
         told.story, told.rows
@@ -384,7 +384,7 @@ def test_a_loss_is_a_red_ring_in_the_film():
     assert film(told.story, told.rows).count('stroke-width="3"') == 1
 
 
-def test_a_kill_for_want_of_memory_is_a_cause_of_its_own():
+def test_oom_kill_is_a_separate_cause():
     told = Told()
     told.at(5.0, WorkerExited(B, -9, out_of_memory=True))
     assert [death.cause for death in told.story.losses()] == [Cause.OUT_OF_MEMORY]
