@@ -1,4 +1,4 @@
-"""Every kind of reason has its sentence."""
+"""Sentences of all kinds of reasons."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def test_every_kind_has_a_sentence():
     assert SENTENCES.keys() == set(Why)
 
 
-def test_reasons_in_reasons_survive_json():
+def test_nested_reasons_are_kept_in_json():
     lost = because(Why.LOST_KILLED, worker="h:1#1", killed_for=FROZEN)
     several = because(Why.SEVERAL, causes=[lost, in_words("more")], more=2)
     assert msgspec.json.decode(msgspec.json.encode(several), type=Reason) == several
     recorded("reasons", str(several))
 
 
-def test_facts_that_do_not_fit_are_shown():
+def test_mismatching_facts_are_shown():
     odd: list[dict[str, Fact]] = [{}, {"within_s": "soon"}, {"within_s": None}]
     for facts in odd:
         recorded("reasons", str(Reason(Why.NO_INIT, facts)))
 
 
 @pytest.mark.parametrize("why", [Why.OTHER_DIGEST, Why.SPOILT, Why.MACHINE_LEAVES])
-def test_commits_of_journals_are_shown_by_an_id_that_is_no_decimal_number(why):
+def test_commits_of_journals_have_an_id_that_is_not_a_decimal_number(why):
     facts: dict[str, Fact] = {
         "commit": "2.300",
         "newest": "2.300",
@@ -54,13 +54,13 @@ def test_commits_of_journals_are_shown_by_an_id_that_is_no_decimal_number(why):
     assert commit_id("none") == "none" and commit_id(str(Commit(2, 300))) == "g2c300"
 
 
-def test_decisions_are_the_same_when_only_the_wording_differs():
+def test_decisions_are_equal_if_only_the_wording_differs():
     now, before = Report("error", "fenced h:2#1"), Report("error", "fencing h:2#1")
     assert same(before, now) and digest_of([before]) == digest_of([now])
     assert not same(Report("warning", "fenced h:2#1"), now)
 
 
-def test_decisions_differ_when_the_kind_of_reason_or_another_field_differs():
+def test_decisions_differ_if_the_kind_of_reason_or_another_field_differs():
     one = KillWorker(WORKER, FROZEN)
     others = [KillWorker(WORKER, because(Why.CUT_OFF)), KillWorker(Worker("h", 2), FROZEN)]
     assert same(KillWorker(WORKER, because(Why.FROZEN, how="in a debugger")), one)
@@ -69,7 +69,7 @@ def test_decisions_differ_when_the_kind_of_reason_or_another_field_differs():
     assert not same(None, one) and not same(one, None)
 
 
-def test_what_a_worker_wrote_is_one_line_of_a_summary():
+def test_output_of_a_worker_is_one_line_of_a_summary():
     facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
     assert in_one_line(because(Why.ENDED, **facts)) == ""
     wrote = because(Why.ENDED, **facts, wrote="Traceback\n  KeyError: 'x'")
@@ -94,5 +94,5 @@ def test_what_a_worker_wrote_is_one_line_of_a_summary():
         because(Why.DRIVER_BUG, error="KeyError('x')"),
     ],
 )
-def test_sentences_that_no_kept_journal_has(reason):
+def test_sentences_that_occur_in_no_kept_journal(reason):
     recorded("reasons", str(reason))

@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused, each with a sentence that says what to do."""
+"""Contradictory settings are rejected, each with a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.refusals import refusal_of
 GOOD: dict[str, Any] = {"np": 4, "workers_min": 2, "workers_max": 8, "elastic": True}
 
 
-def test_good_settings_are_taken_and_frozen():
+def test_valid_settings_are_accepted_and_frozen():
     settings = Settings(**GOOD)
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.np = 5  # type: ignore[misc]
@@ -45,5 +45,5 @@ def test_good_settings_are_taken_and_frozen():
         {"kill_s": 0.0},
     ],
 )
-def test_contradictions_are_told(changed):
+def test_contradictions_are_rejected(changed):
     recorded("messages", refusal_of(Settings, **GOOD | changed))

@@ -1,4 +1,4 @@
-"""Which line of what a worker wrote is quoted: real tracebacks, as Python prints them."""
+"""Quoted lines of a worker's output, from real tracebacks in Python's format."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_exception_is_quoted_by_its_class_and_the_first_line_of_its_message(case
     assert "\n" not in exception_line(wrote(script))
 
 
-def test_lines_with_the_rank_before_them_are_those_of_torch():
+def test_lines_prefixed_with_the_rank_are_those_of_torch():
     text = textwrap.indent(wrote(SCRIPTS["several lines"][0]), "[rank3]: ", lambda line: True)
     recorded("messages", exception_line(f"a warning\n{text}[W socket.cpp] closing\n"))
 
@@ -108,7 +108,7 @@ def test_reason_in_one_line_quotes_the_exception():
     assert in_one_line(raised) == "rank 1 raised OSError: x"
 
 
-def test_exception_that_was_caught_before_the_script_ended_by_itself_is_not_its_reason():
+def test_caught_exception_is_not_the_reason_of_a_later_exit():
     text = f"{wrote(SCRIPTS['several lines'][0])}fatal: no data\n"
     facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
     ended = in_one_line(because(Why.ENDED, **facts, wrote=text, caught=True))
@@ -121,7 +121,7 @@ def test_summary_of_an_error_has_one_line():
     assert summary_of(ValueError()) == "ValueError"
 
 
-def test_a_long_message_is_a_short_line_wherever_it_is_quoted():
+def test_long_message_is_shortened_wherever_it_is_quoted():
     message = "x" * 10_000_000
     facts = {"who": "rank 0", "exit": "exit code 1", "killed_for": None, "early": False}
     quoted = [

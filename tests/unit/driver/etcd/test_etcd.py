@@ -1,4 +1,4 @@
-"""etcd without an etcd: when it counts as away, how its lines read, which names and addresses are taken."""
+"""etcd client without an etcd: detection and logging of outages, valid names and addresses."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def contact() -> Contact:
     return Contact("e:1", 100.0, grace_s=3.0, gap_s=2.5)
 
 
-def test_a_short_silence_is_not_told():
+def test_short_outage_is_not_logged():
     etcd = contact()
     assert etcd.failed("connection refused", 101.0) is None
     assert etcd.failed("no leader", 102.9) is None
     assert etcd.answered(103.0) is None
 
 
-def test_a_long_silence_is_told_once_and_so_is_its_end():
+def test_long_outage_and_its_end_are_logged_once():
     etcd = contact()
     assert etcd.answered(110.0) is None
     assert etcd.failed("connection refused", 113.0) == ("warning", AWAY)
@@ -49,12 +49,12 @@ def test_a_long_silence_is_told_once_and_so_is_its_end():
     assert etcd.failed("connection refused", 173.1) == ("warning", AWAY)
 
 
-def test_nobody_asked_so_nothing_was_missed():
+def test_idle_time_is_no_outage():
     etcd = contact()
     assert etcd.answered(1000.0) is None
 
 
-def test_after_a_silence_it_is_unsettled_for_a_while():
+def test_connection_is_unsettled_for_a_while_after_an_outage():
     etcd = contact()
     etcd.answered(102.0)
     assert etcd.unsettled_s(102.0, 6.0) == 0.0
@@ -66,12 +66,12 @@ def test_after_a_silence_it_is_unsettled_for_a_while():
 
 
 @pytest.mark.parametrize("job", ["", "a/b", "a\nb", "x" * 201])
-def test_names_that_no_job_can_have(job):
+def test_invalid_job_names_are_rejected(job):
     with raises(Invalid):
         job_root(job)
 
 
-def test_a_host_may_be_an_address():
+def test_host_may_be_an_address():
     assert check_host("::1") == "::1"
     assert check_host("gpu7.example") == "gpu7.example"
     for name in ("", "a b", "a/b", "a:2"):
@@ -79,7 +79,7 @@ def test_a_host_may_be_an_address():
             check_host(name)
 
 
-def test_where_the_driver_is():
+def test_address_of_the_driver_is_parsed():
     assert seat_of(SeatRecord(3, *split_address("[::1]:99"))) == DriverSeat("[::1]:99", 3)
     assert seat_of(SeatRecord(3, *split_address("a:99"))) == DriverSeat("a:99", 3)
     assert seat_of(SeatRecord(3)) is None
@@ -89,13 +89,13 @@ def test_where_the_driver_is():
 
 
 @pytest.mark.parametrize("address", ["", "a", "a:", "a:0", "a:65536", ":9", "a:b"])
-def test_what_is_no_address(address):
+def test_invalid_address_is_rejected(address):
     with raises(Invalid):
         split_address(address)
 
 
 @pytest.mark.parametrize("endpoints", [[], ["a"], ["a:1", "http://b:2"], ["a:1", "b:70000"]])
-def test_where_etcd_can_not_be(endpoints):
+def test_invalid_endpoints_are_rejected(endpoints):
     async def make() -> None:
         Etcd(EtcdAccess(endpoints), lambda level, text: None)
 
@@ -103,7 +103,7 @@ def test_where_etcd_can_not_be(endpoints):
         asyncio.run(make())
 
 
-async def test_whoever_wants_to_know_is_told_that_it_is_away():
+async def test_subscriber_is_notified_of_an_outage():
     lines: list[tuple[str, str]] = []
     reasons: list[Reason] = []
     etcd = Etcd(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)

@@ -41,7 +41,7 @@ def test_journal_replays_to_the_same_actions_and_keeps_the_invariants(kept, tmp_
 
 
 @each_journal
-def test_successor_resumes_from_it(kept, tmp_path):
+def test_successor_resumes_from_a_kept_journal(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     assert goes_on(header, lines) == sum(isinstance(line, Entry) for line in lines)
 

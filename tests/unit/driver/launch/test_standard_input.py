@@ -1,4 +1,4 @@
-"""Which worker has the standard input of elasticrun, and in which jobs none can have it."""
+"""Assignment of elasticrun's standard input to a worker, and jobs in which no worker can have it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ A, B, C = (Worker("h", slot, 1) for slot in range(3))
 AGAIN = Worker("h", 1, 2)
 
 
-def test_worker_of_that_rank_has_it_and_no_other():
+def test_worker_with_the_rank_reads_standard_input():
     stdin = StandardInput(1)
     given = [stdin.goes_to(worker, rank, ()) for rank, worker in enumerate((A, B, C))]
     assert given == [False, True, False]
 
 
-def test_nobody_has_it_when_no_rank_is_given():
+def test_no_worker_reads_it_without_a_rank():
     assert not any(StandardInput(None).goes_to(A, rank, ()) for rank in (None, 0, 1))
 
 
-def test_worker_without_a_rank_does_not_get_it():
+def test_worker_without_a_rank_does_not_read_it():
     assert not StandardInput(0).goes_to(A, rank_of({}), ())
 
 
-def test_next_worker_of_the_slot_gets_it_when_the_holder_has_ended():
+def test_next_worker_of_the_slot_reads_it_after_the_holder_ended():
     stdin = StandardInput(1)
     assert stdin.goes_to(B, 1, {A})
     assert not stdin.goes_to(C, 1, {A, B})
     assert stdin.goes_to(AGAIN, 2, {A, C})
 
 
-def test_next_worker_of_the_rank_gets_it_when_its_slot_is_not_used_again():
+def test_next_worker_of_the_rank_reads_it_if_the_slot_is_not_used_again():
     stdin = StandardInput(1)
     assert stdin.goes_to(B, 1, {A})
     assert not stdin.goes_to(Worker("other", 0, 1), 2, {A})
@@ -48,12 +48,12 @@ def test_next_worker_of_the_rank_gets_it_when_its_slot_is_not_used_again():
 @pytest.mark.parametrize(
     ("rank", "workers", "by_agents"), [(2, 2, False), (5, 1, False), (0, 2, True)]
 )
-def test_job_is_refused_when_no_worker_could_have_it(rank, workers, by_agents):
+def test_job_is_rejected_if_no_worker_could_read_it(rank, workers, by_agents):
     with pytest.raises(Invalid):
         check_stdin(rank, workers, by_agents=by_agents)
 
 
-def test_job_is_accepted_when_a_worker_can_have_it():
+def test_job_is_accepted_if_a_worker_can_read_it():
     check_stdin(None, 1, by_agents=True)
     check_stdin(7, UNBOUNDED, by_agents=False)
 
@@ -74,12 +74,12 @@ def test_flag_and_configuration_file_name_the_rank(tmp_path):
 @pytest.mark.parametrize(
     "flags", [["2"], ["-1"], ["x"], ["1", "-H", "localhost:1,elsewhere.invalid:1"]], ids=" ".join
 )
-def test_flag_is_refused_when_no_worker_could_have_it(flags):
+def test_flag_is_rejected_if_no_worker_could_read_it(flags):
     with pytest.raises(Invalid):
         job_of("--stdin", *flags)
 
 
-def test_flag_is_refused_when_the_command_is_in_the_background_of_its_terminal(monkeypatch):
+def test_flag_is_rejected_for_a_command_in_the_background_of_its_terminal(monkeypatch):
     leader, terminal = pty.openpty()
     kept = os.dup(0)
     try:

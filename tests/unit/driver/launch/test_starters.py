@@ -1,4 +1,4 @@
-"""Starters: one contract for all, what becomes of a child, and each sentence that says why no agent was started."""
+"""Starters of agents: one contract for all, child processes, and each reason why no agent was started."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ class TestChild(StarterContract):
         async with closing(Bench(child_starter(folder, log, **self.rest), folder, log)) as bench:
             yield bench
 
-    async def test_it_is_in_a_session_of_its_own_and_is_told_the_secret_by_stdin_alone(
-        self, opened
-    ):
+    async def test_child_has_its_own_session_and_receives_the_secret_only_on_stdin(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             pid = noted(bench.folder, "alpha")["pid"]
@@ -119,14 +117,14 @@ class TestChild(StarterContract):
             assert environ["COLOUR"] == "green"
             assert SECRET not in str(environ) + str(psutil.Process(pid).cmdline())
 
-    async def test_one_that_outlives_us_is_no_child_of_ours_any_more(self, opened):
+    async def test_agent_that_outlives_its_starter_is_not_its_child(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha", outlives=True))
             await until(lambda: not children(), "the end of the child")
             pid = noted(bench.folder, "alpha")["pid"]
             assert os.getsid(pid) == pid
 
-    async def test_who_does_not_get_ready_in_time_is_killed(self, opened):
+    async def test_child_that_is_not_ready_in_time_is_killed(self, opened):
         async with opened as bench:
             starter = child_starter(bench.folder, bench.log, ready_s=0.3)
             text = await failure(starter, bootstrap("alpha", "silent"))
@@ -134,28 +132,28 @@ class TestChild(StarterContract):
             await until(lambda: not children(), "its end")
             await starter.close()
 
-    async def test_who_is_called_off_is_killed(self, opened):
+    async def test_cancelled_start_kills_the_child(self, opened):
         async with opened as bench:
             starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
             await until(lambda: bool(children()), "its start")
             starting.cancel()
             await until(lambda: not children(), "its end")
 
-    async def test_who_has_another_release_is_ended(self, opened):
+    async def test_child_of_another_release_is_ended(self, opened):
         async with opened as bench:
             text = await failure(bench.starter, bootstrap("alpha", "old"))
             recorded("messages", text)
             await asyncio.to_thread(gone, noted(bench.folder, "alpha")["pid"])
 
-    async def test_who_dies_at_the_start_is_reported(self, opened):
+    async def test_child_that_dies_during_its_start_is_reported(self, opened):
         async with opened as bench:
             recorded("messages", await failure(bench.starter, bootstrap("alpha", "killed")))
 
-    async def test_a_host_that_talks_much_before_is_waited_for(self, opened):
+    async def test_output_before_readiness_is_accepted(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "noisy"))
 
-    async def test_what_an_agent_says_later_is_passed_on_within_bounds(self, opened):
+    async def test_later_output_of_an_agent_is_logged_within_limits(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "chatty"))
             await until(lambda: ("debug", "the agent on alpha: a step") in bench.log, "the words")
@@ -163,7 +161,7 @@ class TestChild(StarterContract):
             recorded("messages", warnings[0])
             recorded("messages", warnings[19:])
 
-    async def test_the_end_of_an_agent_is_said_once_unless_we_have_ended_it(self, opened):
+    async def test_unexpected_end_of_an_agent_is_logged_once(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha", "broken"))
             await until(lambda: bool(bench.log), "the end")
@@ -171,14 +169,14 @@ class TestChild(StarterContract):
             await bench.starter.close()
             assert bench.log == [("warning", "the agent on alpha ended with exit code 3")]
 
-    async def test_an_agent_that_does_not_heed_the_end_is_killed(self, opened):
+    async def test_agent_that_ignores_the_end_is_killed(self, opened):
         async with opened as bench:
             starter = child_starter(bench.folder, bench.log, close_s=0.1)
             await starter.start(bootstrap("alpha", "stubborn"))
             await starter.close()
             assert not lives(noted(bench.folder, "alpha")["pid"])
 
-    async def test_closing_ends_starts_that_are_under_way_and_those_that_wait(self, opened):
+    async def test_closing_ends_pending_and_running_starts(self, opened):
         async with opened as bench:
             starter = child_starter(bench.folder, bench.log, at_once=1)
             told = [bootstrap(host, "silent") for host in ("alpha", "beta")]
@@ -189,7 +187,7 @@ class TestChild(StarterContract):
                 recorded("messages", await each)
             assert list(agents(bench.folder)) == ["alpha"]
 
-    async def test_no_more_than_the_limit_are_started_at_a_time(self, opened):
+    async def test_number_of_concurrent_starts_is_limited(self, opened):
         async with opened as bench:
             starter = child_starter(bench.folder, bench.log, at_once=3)
             hosts = [f"host{letter}" for letter in "abcdefg"]
@@ -204,7 +202,7 @@ class TestChild(StarterContract):
             await starter.close()
             await asyncio.gather(*starts.values(), return_exceptions=True)
 
-    async def test_a_host_that_is_started_again_has_one_agent(self, opened):
+    async def test_restarted_host_has_one_agent(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             first = noted(bench.folder, "alpha")["pid"]
@@ -212,13 +210,13 @@ class TestChild(StarterContract):
             assert not lives(first)
             assert bench.runs("alpha") and bench.log == []
 
-    async def test_a_python_that_is_missing_is_named(self, opened):
+    async def test_missing_python_is_named(self, opened):
         async with opened:
             starter = ChildStarter(environ={}, log=print, python="/no/python")
             text = await failure(starter, bootstrap("alpha"))
             recorded("messages", text)
 
-    async def test_without_pidfd_a_thread_waits(self, opened, monkeypatch):
+    async def test_thread_waits_without_pidfd(self, opened, monkeypatch):
         def refuse(pid: int) -> int:
             raise PermissionError(1, "Operation not permitted")
 
@@ -232,7 +230,7 @@ class TestChild(StarterContract):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["child", "ssh"])
-def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path, monkeypatch):
+def test_agent_imports_nothing_from_its_working_directory(by, tmp_path, monkeypatch):
     (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
     command, told = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
     if by == "child":
@@ -257,14 +255,14 @@ def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path
         ("", "debug", ""),
     ],
 )
-def test_an_agents_own_log_keeps_its_levels(line, level, text):
+def test_log_lines_of_an_agent_keep_their_levels(line, level, text):
     assert as_logged(line) == (level, text)
 
 
-# ---- which of them
+# ---- choice of the starter
 
 
-async def test_this_machine_gets_a_child_and_others_what_reaches_them():
+async def test_this_machine_uses_a_child_and_other_hosts_the_other_starter():
     here, there = FakeStarter(), FakeStarter()
     elsewhere = {"a": None, "b": "it is another machine (10.0.0.2)"}
     starter = StarterFor(elsewhere.__getitem__, here=here, there=there)
@@ -278,17 +276,17 @@ async def test_this_machine_gets_a_child_and_others_what_reaches_them():
     assert "ending" in await failure(there, bootstrap("b"))
 
 
-# ---- ssh, without one
+# ---- ssh, without connections
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch", "a b", "a;b", "$(a)", "u@h", "", "a:b:c"])
-async def test_a_name_that_is_none_never_reaches_ssh(host):
+async def test_invalid_host_name_is_not_passed_to_ssh(host):
     starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
     recorded("messages", await failure(starter, bootstrap(host)))
 
 
 @pytest.mark.parametrize("host", ["gpu7", "10.0.0.7", "fe80::1", "a_b.c-d"])
-async def test_without_an_ssh_program_it_is_said_what_to_install(host):
+async def test_missing_ssh_program_is_reported_with_the_package(host):
     starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
     with raises(StartFailed):
         await starter.start(bootstrap(host))
@@ -302,12 +300,12 @@ async def test_without_an_ssh_program_it_is_said_what_to_install(host):
         *(({"python": each}, "--remote-python") for each in ("", "-c", "~/python", "a\nb")),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, named):
+def test_invalid_options_are_rejected(options, named):
     with pytest.raises(Invalid, match=named):
         SshOptions(**options)
 
 
-async def test_the_command_asks_nobody_leaves_nothing_behind_and_keeps_to_the_users_configuration():
+async def test_ssh_command_is_non_interactive_and_respects_the_users_configuration():
     command = SshStarter(SshOptions(port=2222), environ={}, log=print).command("gpu7")
     assert command[:4] == ["ssh", "-T", "-p", "2222"]
     assert command[-3:] == ["--", "gpu7", REMOTE]
@@ -321,7 +319,7 @@ SHELLS = [shell for shell in ("sh", "bash", "dash", "csh", "tcsh", "fish", "zsh"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
+def test_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
     folder = tmp_path / 'it\'s a "folder" of $HOME; \\ !x'
     folder.mkdir()
     (folder / "nothing").mkdir()
@@ -344,13 +342,13 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
 
     ready = (0, f"{READY} {__version__}\n")
     assert run(python, python) == ready
-    assert run(str(folder / "nothing"), python) == ready  # a folder is no program
+    assert run(str(folder / "nothing"), python) == ready  # a directory is not executable
     assert run(str(folder / "missing"), "python9") == ready
     assert run("", "python9") == ready
     recorded("messages", run("/no/python", "no-python"))
 
 
-# ---- the sentences
+# ---- reasons
 
 
 @pytest.mark.parametrize(
@@ -371,7 +369,7 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
         "",
     ],
 )
-def test_why_ssh_failed(said):
+def test_reason_of_an_ssh_failure_is_found(said):
     recorded("log", why_ssh_failed("alpha", said, "-p 22 alpha"))
 
 
@@ -397,11 +395,11 @@ def test_why_ssh_failed(said):
         (None, "Authenticated to alpha\r\nWelcome!\n"),
     ],
 )
-def test_why_no_agent(code, said):
+def test_reason_for_a_missing_agent_is_found(code, said):
     recorded("log", why_no_agent("alpha", code, said, ours="1.2", release=None, limit_s=60.0))
 
 
-def test_another_release_is_named():
+def test_other_release_is_named():
     recorded("messages", why_no_agent("alpha", None, "", ours="1.2", release="1.1", limit_s=60.0))
 
 
@@ -414,5 +412,5 @@ def test_another_release_is_named():
         (-9, ""),
     ],
 )
-def test_why_an_agent_has_ended(code, said):
+def test_reason_for_the_end_of_an_agent_is_found(code, said):
     recorded("log", why_ended("alpha", code, said, by_ssh=True))

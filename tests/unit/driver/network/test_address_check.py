@@ -1,4 +1,4 @@
-"""What is said of hosts whose networks don't fit together."""
+"""Warnings about hosts whose networks do not match."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from harness.golden import recorded
 
 
 def told(**hosts: str) -> str:
-    """What is said when hosts with these addresses come, each using its first; said at the last, if at all."""
+    """Return the last warning when hosts with these addresses register, each using its first; empty if there is
+    none.
+    """
     agreement = Agreement()
     *before, last = [said(agreement, host, text) for host, text in hosts.items()]
     assert not any(before), before
@@ -19,20 +21,20 @@ def said(agreement: Agreement, host: str, text: str, calls_from: str = "") -> st
     return agreement.note(host, addresses[0].partition("/")[0], addresses, calls_from)
 
 
-def test_hosts_that_fit():
+def test_matching_hosts_cause_no_warning():
     assert told(a="10.0.0.5/24") == ""
     assert told(a="10.0.0.5/24", b="10.0.0.6/24", c="10.0.0.7/24") == ""
     assert told(a="10.0.0.5/24", b="10.0.1.6/24") == ""  # there may be a router between them
-    assert told(a="10.0.0.5/32", b="10.0.0.6/32") == ""  # as clouds hand them out
+    assert told(a="10.0.0.5/32", b="10.0.0.6/32") == ""  # as assigned by clouds
     assert told(a="127.0.0.1/8", b="127.0.0.1/8") == ""  # two names of one machine
     assert told(a="192.0.2.5/24", b="192.0.2.5/24") == ""
 
 
-def test_two_families():
+def test_different_address_families_are_reported():
     recorded("messages", told(a="10.0.0.5/24", c="10.0.0.7/24", b="fd00::6/64"))
 
 
-def test_the_flag_to_give_is_named():
+def test_flag_to_pass_is_named():
     recorded(
         "messages",
         told(
@@ -42,41 +44,41 @@ def test_the_flag_to_give_is_named():
     )
 
 
-def test_loopback_among_others():
+def test_loopback_among_others_is_reported():
     line = told(a="127.0.0.1/8", b="10.0.0.6/24")
     recorded("messages", line)
 
 
-def test_loopback_on_machines_that_are_apart():
+def test_loopback_on_separate_machines_is_reported():
     agreement = Agreement()
     assert said(agreement, "a", "127.0.0.1/8", "127.0.0.1") == ""
     recorded("log", said(agreement, "b", "127.0.0.1/8", "10.0.0.6"))
     assert said(Agreement(), "b", "127.0.0.1/8", "10.0.0.6") == ""
 
 
-def test_the_bridge_that_every_machine_has():
+def test_bridge_address_of_every_machine_is_reported():
     agreement = Agreement()
     assert said(agreement, "a", "172.17.0.1/16 10.0.0.5/24", "10.0.0.5") == ""
     recorded("log", said(agreement, "b", "172.17.0.1/16 10.0.0.6/24", "10.0.0.6"))
-    # Two agents of one machine call from the same address.
+    # Two agents of one machine connect from the same address.
     agreement = Agreement()
     assert said(agreement, "a", "172.17.0.1/16", "10.0.0.5") == ""
     assert said(agreement, "b", "172.17.0.1/16", "10.0.0.5") == ""
 
 
-def test_different_networks_where_there_is_one_in_common():
+def test_different_networks_are_reported_with_a_common_one():
     recorded(
         "messages",
         told(a="10.0.0.5/24 192.168.7.5/24 172.17.0.1/16", b="192.168.7.6/24 172.17.0.1/16"),
     )
 
 
-def test_many_hosts_are_not_all_listed():
+def test_list_of_many_hosts_is_truncated():
     hosts = {f"h{n}": f"10.0.0.{n}/24" for n in range(1, 100)}
     recorded("messages", told(**hosts, odd="fd00::1/64"))
 
 
-def test_a_trouble_is_told_once_whoever_comes():
+def test_each_warning_is_logged_once():
     agreement = Agreement()
     lines = [
         said(agreement, "a", "10.0.0.5/24"),
@@ -88,7 +90,7 @@ def test_a_trouble_is_told_once_whoever_comes():
     recorded("log", [line[:12] for line in lines])
 
 
-def test_a_host_that_is_gone_or_has_changed_counts_no_more():
+def test_removed_or_changed_host_is_no_longer_compared():
     agreement = Agreement()
     assert said(agreement, "a", "fd00::5/64") == ""
     agreement.drop("a")
@@ -98,7 +100,7 @@ def test_a_host_that_is_gone_or_has_changed_counts_no_more():
     assert said(agreement, "c", "fd00::7/64 10.0.0.7/24") == ""
 
 
-def test_what_is_no_address_is_taken_for_nothing():
+def test_invalid_address_is_ignored():
     agreement = Agreement()
     assert agreement.note("a", "10.0.0.5/24", [], "") == ""
     assert agreement.note("b", "fd00::6", ["fd00::6/640"], "") == ""

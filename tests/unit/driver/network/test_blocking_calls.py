@@ -1,4 +1,4 @@
-"""Waits with a deadline: what comes first counts, and a cancellation counts always."""
+"""Waits with a time limit: the first result counts, and a cancellation always does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from elastic.driver.network.blocking_calls import within
 from harness.golden import raises, recorded
 
-LONG_S = 20.0  # never waited for
+LONG_S = 20.0  # never waited in full
 
 
 async def turns(count: int) -> None:
@@ -21,7 +21,7 @@ async def turns(count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No event loop has anything to tell that nobody took notice of, to its end."""
+    """Fail if an event loop reports an unhandled error or a pending task."""
     told: list[dict[str, Any]] = []
     handler = lambda loop, context: told.append(context)  # noqa: E731
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_exception_handler", handler)
@@ -30,7 +30,7 @@ def everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Held:
-    """Something that whoever was stopped has to give back. It does so a few turns later."""
+    """A resource that a cancelled task must release, which takes a few turns of the loop."""
 
     def __init__(self, *, ends_with: str = "") -> None:
         self.open = False
@@ -53,10 +53,10 @@ class Held:
             self.open = False
 
 
-# ---- what comes first -----------------------------------------------------------------------------------------------
+# ---- first result ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_result_and_an_error_are_passed_on():
+async def test_result_and_error_are_passed_on():
     held = Held()
     held.go_on.set()
     assert await within(held.use(), LONG_S) == "used"
@@ -67,7 +67,7 @@ async def test_a_result_and_an_error_are_passed_on():
         await within(answer, LONG_S)
 
 
-async def test_what_is_late_has_ended_when_that_is_said():
+async def test_late_task_has_ended_when_the_timeout_is_raised():
     held = Held()
     with pytest.raises(asyncio.TimeoutError):
         await within(held.use(), 0.0)
@@ -78,7 +78,7 @@ async def test_what_is_late_has_ended_when_that_is_said():
     assert answer.cancelled()
 
 
-async def test_a_result_that_is_there_at_the_deadline_is_not_lost():
+async def test_result_available_at_the_deadline_is_not_lost():
     answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     answer.set_result(7)
     assert await within(answer, 0.0) == 7
@@ -90,7 +90,7 @@ async def test_a_result_that_is_there_at_the_deadline_is_not_lost():
 # ---- cancellations --------------------------------------------------------------------------------------------------
 
 
-async def test_a_cancellation_that_comes_with_the_result_is_not_forgotten():
+async def test_cancellation_that_arrives_with_the_result_is_kept():
     answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(within(answer, LONG_S))
     await turns(2)
@@ -101,7 +101,7 @@ async def test_a_cancellation_that_comes_with_the_result_is_not_forgotten():
 
 
 @pytest.mark.parametrize("turn", range(6))
-async def test_who_is_dismissed_looks_no_further_in_whatever_turn_the_answer_comes(turn):
+async def test_cancelled_task_stops_regardless_of_the_turn_of_its_answer(turn):
     found = asyncio.Event()
     looks = []
 
@@ -123,19 +123,19 @@ async def test_who_is_dismissed_looks_no_further_in_whatever_turn_the_answer_com
     assert looking.cancelled()
 
 
-async def test_a_cancellation_and_the_deadline_in_one_turn_are_a_cancellation():
+async def test_cancellation_and_deadline_in_one_turn_are_a_cancellation():
     held = Held()
     waiting = asyncio.ensure_future(within(held.use(), 0.0))
     while not held.open:
         await turns(1)
-    await turns(1)  # it is late, and being ended
+    await turns(1)  # the time limit has passed, and the task is being cancelled
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled() and not held.open
 
 
 @pytest.mark.parametrize("ends_with", ["", "result", "it could not end"])
-async def test_who_is_cancelled_goes_on_when_what_it_waited_for_has_ended(ends_with):
+async def test_cancelled_task_continues_when_its_awaited_task_has_ended(ends_with):
     held = Held(ends_with=ends_with)
     waiting = asyncio.ensure_future(within(held.use(), LONG_S))
     await turns(2)
@@ -145,7 +145,7 @@ async def test_who_is_cancelled_goes_on_when_what_it_waited_for_has_ended(ends_w
     assert waiting.cancelled() and not held.open
 
 
-async def test_who_is_cancelled_twice_waits_for_nothing_any_more():
+async def test_task_cancelled_twice_no_longer_waits():
     held = Held(ends_with="it could not end")
     waiting = asyncio.ensure_future(within(held.use(), LONG_S))
     await turns(2)
@@ -154,5 +154,5 @@ async def test_who_is_cancelled_twice_waits_for_nothing_any_more():
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
-    while held.open:  # its error is then nobody's
+    while held.open:  # its error is then not handled anywhere
         await turns(1)

@@ -1,4 +1,4 @@
-"""Which address a host uses, where a driver listens, and names whose addresses change."""
+"""Address selection: addresses of hosts, listening address of the driver, and names with changing addresses."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ DOCKER = Interface("docker0", "172.17.0.1", 16, True, False)
 OWN = [LO4, LO6, DOCKER, ETH0, ETH1, ETH1_NEW, ETH1_LINK, ETH10]
 
 
-# ---- what a host uses
+# ---- address of a host
 
 
-def test_by_default_the_end_of_the_connection_to_the_driver():
+def test_default_is_the_local_end_of_the_connection_to_the_driver():
     assert choose_bind([], OWN, local="10.0.0.5") == "10.0.0.5"
     assert choose_bind([], OWN, local="fd00::5") == "fd00::5"
     assert choose_bind([], OWN, local="::ffff:10.0.0.5") == "10.0.0.5"
 
 
-def test_a_driver_on_loopback_has_its_hosts_on_one_machine():
+def test_driver_on_loopback_has_all_hosts_on_one_machine():
     assert choose_bind([], OWN, local="127.0.0.1") == "127.0.0.1"
     assert choose_bind([], OWN, local="::1") == "::1"
 
 
-def test_among_several_machines_loopback_is_passed_over():
-    """The driver is reached through a tunnel, say. Bridges of containers lead nowhere."""
+def test_loopback_is_skipped_with_several_machines():
+    """The driver is reached through a tunnel, for example. Container bridges do not lead to other machines."""
     assert choose_bind([], OWN, local="127.0.0.1", several=True) == "192.0.2.5"
     assert choose_bind([], OWN, local="::1", several=True) == "fd00::5"
     assert choose_bind([], [LO4, DOCKER], local="127.0.0.1", several=True) == "172.17.0.1"
@@ -60,39 +60,39 @@ def test_among_several_machines_loopback_is_passed_over():
     ("wanted", "local", "address"),
     [
         ("eth1", "192.0.2.5", "10.0.0.5"),
-        ("eth1", "fd77::5", "fd00::5"),  # the family in which the driver is reached
+        ("eth1", "fd77::5", "fd00::5"),  # the address family of the driver
         ("10.0.0.0/8", "192.0.2.5", "10.0.0.5"),
         ("fd00::/8", "192.0.2.5", "fd00::5"),
-        ("10.0.7.7/8", "192.0.2.5", "10.0.0.5"),  # as people write networks
+        ("10.0.7.7/8", "192.0.2.5", "10.0.0.5"),  # a network as users write it
         ("10.0.0.5", "192.0.2.5", "10.0.0.5"),
-        ("ib0,eth10,eth0,eth1", "10.0.0.5", "192.0.2.5"),  # none; down; the first that is there
+        ("ib0,eth10,eth0,eth1", "10.0.0.5", "192.0.2.5"),  # missing; down; the first existing one
         ("lo", "192.0.2.5", "127.0.0.1"),
         ("::1", "192.0.2.5", "::1"),
     ],
 )
-def test_the_first_that_is_there_is_used(wanted, local, address):
+def test_first_existing_interface_or_network_is_used(wanted, local, address):
     assert choose_bind(wanted.split(","), OWN, local=local, several=True) == address
 
 
-def test_what_is_not_there_is_told_with_what_is():
+def test_missing_interface_is_reported_with_the_existing_ones():
     recorded("messages", refusal_of(wanted_address, ["ib0", "fd77::/16"], [LO4, ETH10]))
 
 
-def test_an_address_that_needs_a_scope_is_refused():
+def test_address_that_needs_a_scope_is_rejected():
     said = refusal_of(wanted_address, ["eth1"], [LO4, ETH1_LINK])
     recorded("log", said)
     assert "fd00::/8" in refusal_of(choose_bind, [], OWN, local="fe80::5%eth1")
-    # Something better that stands behind it is taken.
+    # A better one that follows it is used.
     assert wanted_address(["eth1", "eth0"], [ETH1_LINK, ETH0]) == "192.0.2.5"
 
 
-def test_what_can_be_wanted():
+def test_valid_names_and_networks_are_accepted():
     check_wanted(["eth1", "br-0a1b2c", "eth0:1", "enp3s0f0", "10.0.0.0/8", "fd00::/8", "::1"])
     for word in ("10.0.0.0/33", "10.0.0", "fd00::/129", "fd00:::1", "eth 1", "", "fe80::1%eth0"):
         recorded("messages", refusal_of(check_wanted, [word]))
 
 
-def test_workers_get_the_interface_of_their_address():
+def test_workers_use_the_interface_of_their_address():
     assert worker_variables("10.0.0.5", OWN, {"PATH": "/bin"}) == {
         "NCCL_SOCKET_IFNAME": "=eth1",
         "GLOO_SOCKET_IFNAME": "eth1",
@@ -103,7 +103,7 @@ def test_workers_get_the_interface_of_their_address():
     assert worker_variables("203.0.113.1", OWN, {}) == {}
 
 
-def test_what_the_user_has_set_for_the_workers_stays():
+def test_settings_of_the_user_for_workers_are_kept():
     assert worker_variables("fd00::5", OWN, {"NCCL_SOCKET_IFNAME": "ib0"}) == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "HOROVOD_GLOO_IFACE": "eth1",
@@ -120,7 +120,7 @@ def test_this_machine_has_loopback():
     assert all("%" not in each.address for each in own_addresses())
 
 
-def test_the_zone_of_a_link_local_address_is_kept(monkeypatch):
+def test_zone_of_a_link_local_address_is_kept(monkeypatch):
     probe = create_autospec(socket.socket, instance=True)
     probe.__enter__.return_value = probe
     probe.getsockname.return_value = ("fe80::2%lo", 1, 0, 1)
@@ -129,19 +129,19 @@ def test_the_zone_of_a_link_local_address_is_kept(monkeypatch):
     probe.connect.assert_called_once_with(("fe80::1", 9, 0, socket.if_nametoindex("lo")))
 
 
-def test_a_job_on_one_machine():
+def test_job_on_one_machine_uses_loopback():
     assert alone_address([]) == "127.0.0.1"
     assert alone_address(["lo"]) == "127.0.0.1"
     assert alone_address(["eth77", "127.0.0.0/8"]) == "127.0.0.1"
 
 
-# ---- where a driver listens
+# ---- listening address of the driver
 
 
 def listening(
     *towards: str, wanted: str = "", routes: dict[str, str] | None = None, grows: bool = False
 ) -> str:
-    """In a net where ``gpu1`` is 10.0.0.6, ``here`` is this machine, and ``dual`` has both families."""
+    """A network in which ``gpu1`` is 10.0.0.6, ``here`` is this machine, and ``dual`` has both families."""
     book = {
         "gpu1": ["10.0.0.6"],
         "here": ["127.0.1.1"],
@@ -174,7 +174,7 @@ def listening(
     )
 
 
-def test_a_driver_listens_where_its_hosts_reach_it():
+def test_driver_listens_on_the_address_that_reaches_its_hosts():
     assert listening() == "127.0.0.1"
     assert listening("here") == "127.0.0.1"
     assert listening("here", "gpu1") == "10.0.0.5"
@@ -182,20 +182,20 @@ def test_a_driver_listens_where_its_hosts_reach_it():
     assert listening("nobody", "gpu1") == "10.0.0.5"
 
 
-def test_the_interface_that_was_asked_for_in_the_family_of_the_hosts():
+def test_requested_interface_is_used_in_the_family_of_the_hosts():
     assert listening("gpu1", wanted="eth1") == "10.0.0.5"
     assert listening("dual", wanted="eth1") == "fd00::5"
     assert listening("nobody", wanted="192.0.2.0/24,eth1") == "192.0.2.5"
     assert listening(wanted="eth0") == "192.0.2.5"
 
 
-def test_where_no_name_means_anything_the_way_out_counts():
+def test_default_route_is_used_if_no_name_resolves():
     assert listening("nobody", routes={"192.0.2.1": "192.0.2.5"}) == "192.0.2.5"
     said = refusal_of(listening, "nobody", routes={})
     recorded("log", said)
 
 
-def test_where_hosts_may_come_that_nobody_knows_yet_the_way_out_counts_too():
+def test_default_route_is_used_if_hosts_may_be_added():
     ways = {"192.0.2.1": "192.0.2.5"}
     assert listening(routes=ways) == "127.0.0.1"
     assert listening(routes=ways, grows=True) == "192.0.2.5"
@@ -206,7 +206,7 @@ def test_where_hosts_may_come_that_nobody_knows_yet_the_way_out_counts_too():
     assert listening("gpu1", grows=True) == "10.0.0.5"
 
 
-def test_a_driver_does_not_listen_where_a_scope_is_needed():
+def test_driver_does_not_listen_on_an_address_that_needs_a_scope():
     recorded("messages", refusal_of(listening, "near"))
 
 
@@ -217,7 +217,7 @@ def answers(*rows: tuple[int, tuple]):
     return lambda name, port, type: [(family, type, 6, "", where) for family, where in rows]
 
 
-def test_every_address_of_a_name_once_and_in_order():
+def test_addresses_of_a_name_are_unique_and_ordered():
     ask = answers(
         (socket.AF_INET6, ("fd00::6", 80, 0, 0)),
         (socket.AF_INET, ("10.0.0.6", 80)),
@@ -231,7 +231,7 @@ def test_every_address_of_a_name_once_and_in_order():
     ]
 
 
-async def test_a_name_is_looked_up_anew_each_time():
+async def test_name_is_resolved_each_time():
     book = ["10.0.0.6", "10.0.0.7"]
 
     def ask(name, port, type):
@@ -242,7 +242,7 @@ async def test_a_name_is_looked_up_anew_each_time():
     ] == ["10.0.0.6", "10.0.0.7"]
 
 
-async def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
+async def test_unresponsive_name_server_blocks_one_thread_but_not_the_loop():
     asked, let_go = [], threading.Event()
 
     def ask(name, port, type):
@@ -260,7 +260,7 @@ async def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
     assert asked == ["slow"]
 
 
-def test_a_name_that_is_not_known_is_told():
+def test_unknown_name_is_reported():
     with raises(OSError):
         asyncio.run(resolved("nobody.invalid", 80, 30.0, ask=unknown))
 
@@ -276,7 +276,7 @@ def test_numeric_addresses_need_no_name_server():
     assert asyncio.run(resolved("::1", 4711, 30.0)) == [(socket.AF_INET6, "::1")]
 
 
-def test_the_flag_is_read_by_the_same_words(monkeypatch):
+def test_flag_accepts_the_same_values(monkeypatch):
     monkeypatch.setattr(interfaces, "own_addresses", lambda: OWN)
     assert alone_address(["eth1"]) == "10.0.0.5"
     assert interfaces.worker_network("10.0.0.5", {})["NCCL_SOCKET_IFNAME"] == "=eth1"

@@ -1,4 +1,4 @@
-"""Peers that mean harm: what they say is refused, what they cost is bounded, and nobody else notices them."""
+"""Malicious peers: their messages are rejected, their cost is bounded, and other peers are unaffected."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ from unit.driver.network.test_server import SECRET, A, B, Peer, conversation, dr
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
 
 
-# ---- the fuzzer, and that it finds something where there is something ---------------------------------------------
+# ---- the fuzzer, and proof that it finds defects ------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=pytest.mark.nightly)])
-def test_a_short_run_of_the_fuzzer_finds_nothing(seconds):
+def test_short_run_of_the_fuzzer_finds_nothing(seconds):
     tallies, _ = command.fuzz(seconds, seed=11)
     assert [finding for tally in tallies for finding in tally.findings] == []
     assert all(tally.total > 5 for tally in tallies)
 
 
 @pytest.mark.slow
-def test_a_frame_that_is_cut_to_nothing_is_a_sign_of_life_and_may_stay(monkeypatch):
+def test_frame_truncated_to_nothing_is_a_heartbeat(monkeypatch):
     nothing = create_autospec(Inputs.spoilt, return_value=("cut off", b""))
     monkeypatch.setattr(Inputs, "spoilt", nothing)
     tallies, _ = command.fuzz(0.5, seed=11)
     assert [finding for tally in tallies for finding in tally.findings] == []
 
 
-def test_the_same_seed_draws_the_same():
+def test_same_seed_generates_the_same_input():
     once, again = Inputs(messages.FromWorker, 5), Inputs(messages.FromWorker, 5)
     for _ in range(200):
         assert once.spoilt(once.body()) == again.spoilt(again.body())
 
 
-def test_every_kind_of_message_is_drawn_and_fits():
+def test_every_kind_of_message_is_generated_and_valid():
     inputs = Inputs(agent_protocol.FromAgent, 3)
     drawn = set()
     for _ in range(500):
@@ -77,26 +77,26 @@ def test_every_kind_of_message_is_drawn_and_fits():
 
 
 @pytest.mark.slow
-def test_a_seal_without_a_number_is_found(monkeypatch):
+def test_fuzzer_finds_a_seal_without_a_sequence_number(monkeypatch):
     sealed = framing._tag
     monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(key, 0, body))
     _found(Streams, lambda streams: streams.tally, "a frame repeated")
 
 
 @pytest.mark.slow
-def test_one_key_for_all_connections_is_found(monkeypatch):
+def test_fuzzer_finds_a_shared_key_of_all_connections(monkeypatch):
     sealed = framing._tag
     monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(b"k", number, body))
     _found(Streams, lambda streams: streams.tally, "a frame of another connection")
 
 
 @pytest.mark.slow
-def test_an_exception_that_is_no_refusal_is_found(monkeypatch):
+def test_fuzzer_finds_an_unexpected_exception(monkeypatch):
     def bare(self, data):
         self.feed(data)
         try:
             yield self._decoder.decode(bytes(self._buffer[4:]))
-        except (msgspec.MsgspecError, RecursionError):  # all that msgspec's page speaks of
+        except (msgspec.MsgspecError, RecursionError):  # the only errors in msgspec's documentation
             raise ProtocolError("no message") from None
 
     monkeypatch.setattr(Wire, "receive", bare)
@@ -104,13 +104,13 @@ def test_an_exception_that_is_no_refusal_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_lets_anybody_in_is_found(monkeypatch):
+def test_fuzzer_finds_a_server_without_authentication(monkeypatch):
     anybody = SimpleNamespace(compare_digest=lambda a, b: True)
     monkeypatch.setattr(server_module, "hmac", anybody)
     _found(OnLoopback, lambda loopback: loopback.strangers, "was answered with")
 
 
-def test_a_finding_is_an_exit_code(monkeypatch, capsys):
+def test_finding_sets_the_exit_code(monkeypatch, capsys):
     options = argparse.Namespace(seconds=1.0, seed=1)
     tally = Tally("a decoder")
     tally.found("planted")
@@ -122,7 +122,7 @@ def test_a_finding_is_an_exit_code(monkeypatch, capsys):
 
 
 def _found(part, tally, what: str) -> None:
-    """In some rounds of a fraction of a second: on a busy machine not much is tried in one."""
+    """Search in several rounds of a fraction of a second, since one round may do little on a busy machine."""
     for seed in range(40):
         target = part(seed)
         target.run(time.monotonic() + 0.25)
@@ -131,10 +131,10 @@ def _found(part, tally, what: str) -> None:
     pytest.fail(f"nothing was found with {what!r} in it")
 
 
-# ---- strangers at the door ----------------------------------------------------------------------------------------
+# ---- unauthenticated peers ----------------------------------------------------------------------------------------
 
 
-async def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
+async def test_unauthenticated_connections_do_not_block_workers(monkeypatch):
     monkeypatch.setattr(server_module, "count_limit", lambda *limits: 8)
     async with driving() as driver:
         strangers = [await Peer.reach(driver.address) for _ in range(30)]
@@ -142,22 +142,22 @@ async def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
         await driver.worker(B)
         assert len(driver.server._strangers.all()) <= 8
         assert await strangers[0].hear() is not None  # its challenge
-        assert await strangers[0].hear() is None  # the oldest gave way
+        assert await strangers[0].hear() is None  # the oldest was closed
         latest = strangers[-1]
-        assert await latest.answer(Worker("nobody", 0))  # the newest may still speak
+        assert await latest.answer(Worker("nobody", 0))  # the newest may still authenticate
         assert isinstance(await latest.hear(), messages.TurnedAway)
         assert await latest.hear() is None
         assert len(driver.log) == 1
         recorded("log", driver.log[0])
 
 
-async def test_who_drips_is_closed_in_time(monkeypatch):
+async def test_slow_sender_is_closed_in_time(monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     async with driving() as driver:
         peer = await Peer.reach(driver.address)
 
         async def drip() -> None:
-            for byte in b"\0\0\4\0" + bytes(1000):  # of a frame of 1024 bytes
+            for byte in b"\0\0\4\0" + bytes(1000):  # part of a frame of 1024 bytes
                 peer.writer.write(bytes([byte]))
                 await asyncio.sleep(0.02)
 
@@ -174,11 +174,11 @@ async def test_who_drips_is_closed_in_time(monkeypatch):
 
 
 @conversation
-async def test_nobody_is_heard_before_the_proof_and_no_connection_is_harmed(driver):
+async def test_unauthenticated_messages_are_ignored_and_harm_no_connection(driver):
     honest = await driver.worker(A)
     for body in (
         messages.encoded(messages.Returned(1)),
-        b"\x81\xa4type\xa5H\xffllo",  # no UTF-8
+        b"\x81\xa4type\xa5H\xffllo",  # invalid UTF-8
         b"\x91" * 900,
     ):
         peer = await Peer.reach(driver.address)
@@ -191,7 +191,7 @@ async def test_nobody_is_heard_before_the_proof_and_no_connection_is_harmed(driv
 
 
 @conversation
-async def test_a_stranger_cannot_reflect_what_it_was_told(driver):
+async def test_challenge_cannot_be_reflected(driver):
     """Neither to the same connection nor to another one, nor with the driver's own proof."""
     honest = await Peer.reach(driver.address)
     challenge, nonce = await honest.answer(A)
@@ -211,8 +211,8 @@ async def test_a_stranger_cannot_reflect_what_it_was_told(driver):
 
 
 @conversation
-async def test_the_server_knows_one_server_from_another(driver):
-    """A connection that is carried to another job's driver has another secret."""
+async def test_proof_for_one_server_is_invalid_for_another(driver):
+    """A connection relayed to the driver of another job has another secret."""
     other = Server(secret=b"o" * 32, log=lambda level, text: None, callers=driver.server.callers)
     address = await other.open(
         "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
@@ -225,8 +225,8 @@ async def test_the_server_knows_one_server_from_another(driver):
         await other.close()
 
 
-def test_a_message_of_an_old_generation_changes_nothing():
-    """Stolen from an authenticated worker, it could only be said by one; and then it is old."""
+def test_message_of_an_old_generation_changes_nothing():
+    """A message stolen from an authenticated worker could only be replayed by a worker, and is outdated by then."""
     talk = running(4)
     now = 2
     for message in (
@@ -238,11 +238,11 @@ def test_a_message_of_an_old_generation_changes_nothing():
         messages.Pace(now - 1, 1, 1.0, 1.0),
     ):
         assert talk.tell(event_of(worker("h:0"), message)) == [], message
-    assert talk.tell(failed("h:0", now)) != []  # of the present one it is heard
+    assert talk.tell(failed("h:0", now)) != []  # one of the current generation is accepted
 
 
 @pytest.mark.slow
-def test_whatever_an_authenticated_worker_says_the_driver_goes_on_deciding():
+def test_driver_continues_for_any_messages_of_an_authenticated_worker():
     inputs = Inputs(messages.FromWorker, 9)
     told = 0
     for round_ in range(60):
@@ -255,15 +255,15 @@ def test_whatever_an_authenticated_worker_says_the_driver_goes_on_deciding():
             try:
                 event = event_of(worker(f"h:{inputs.random.randrange(3)}"), message)
             except KeyError:
-                continue  # for the loop, the server or the timeline
+                continue  # handled by the event loop, the server or the timeline
             talk.m.handle(event, talk.now)
             told += 1
 
 
-# ---- what is shown of strangers -----------------------------------------------------------------------------------
+# ---- display of untrusted text ------------------------------------------------------------------------------------
 
 
-def test_the_words_of_a_stranger_reach_no_terminal_raw():
+def test_text_of_an_unauthenticated_peer_is_escaped():
     body = msgspec.msgpack.encode(
         {"type": "\x1b]0;owned\x07\nelastic | all is well\u202e" + "x" * 900}
     )
@@ -275,15 +275,15 @@ def test_the_words_of_a_stranger_reach_no_terminal_raw():
     assert "\\x1b]0;owned\\x07\\nelastic" in text
 
 
-def test_the_drivers_lines_hold_nothing_that_a_terminal_obeys():
+def test_drivers_log_lines_contain_no_control_characters():
     said: list[bytes] = []
     console = Console(said.append, timestamps=False)
     console("info", "lost \x1b[2J\x07 h\u202e:0\r\nTraceback:\n\tüñí 中")
     recorded("log", b"".join(said).decode())
 
 
-def test_words_that_are_no_text_can_be_said_all_the_same():
-    """A traceback may quote a file name that is no UTF-8."""
+def test_text_that_is_not_unicode_can_be_sent():
+    """A traceback may contain a file name that is not UTF-8."""
     said = messages.Raised(1, messages.Commit(1, 2), "no file 'a\udcff'", "traceback \udcff")
     heard = messages.from_worker.decode(messages.encoded(said))
     assert heard.commit == said.commit
@@ -292,13 +292,13 @@ def test_words_that_are_no_text_can_be_said_all_the_same():
     assert messages.from_worker.decode(messages.encoded(result)).nonce == b"\xff\0"
 
 
-# ---- what it may cost ---------------------------------------------------------------------------------------------
+# ---- cost ---------------------------------------------------------------------------------------------------------
 
 
-def test_lists_are_refused_before_they_are_built():
+def test_excessive_lists_are_rejected_before_they_are_built():
     head = b"\x84\xa4type\xa6Traced\xa8timeline\x01\xa9offset_ns\x00\xa7records\xdd"
     many = 5_000_000
-    body = head + many.to_bytes(4, "big") + b"\x95\xa0\xa0\xa0\0\0" * many  # 500 MB once built
+    body = head + many.to_bytes(4, "big") + b"\x95\xa0\xa0\xa0\0\0" * many  # 500 MB when decoded
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(msgspec.ValidationError, match="length <= 100000"):
         messages.from_worker.decode(body)
@@ -312,14 +312,14 @@ def test_lists_are_refused_before_they_are_built():
         {"type": "Logged", "level": "fatal", "text": ""},
     ],
 )
-def test_an_agents_words_are_checked(spoilt):
+def test_messages_of_an_agent_are_validated(spoilt):
     with pytest.raises(msgspec.ValidationError):
         agent_protocol.from_agent.decode(msgspec.msgpack.encode(spoilt))
 
 
-def test_few_visitors_of_the_metrics_are_heard_at_a_time(monkeypatch):
+def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
     monkeypatch.setattr(metrics, "VISITORS", 3)
-    # Nobody is closed only because this machine is slow.
+    # No request is closed only because this machine is slow.
     monkeypatch.setattr(metrics, "VISIT_S", 60.0)
     served = Metrics("127.0.0.1", 0)
     url = f"http://127.0.0.1:{served.port}/metrics"
@@ -343,7 +343,7 @@ def test_few_visitors_of_the_metrics_are_heard_at_a_time(monkeypatch):
         served.close()
 
 
-def test_a_silent_visitor_of_the_metrics_is_closed(monkeypatch, capfd):
+def test_silent_metrics_connection_is_closed(monkeypatch, capfd):
     monkeypatch.setattr(metrics, "VISIT_S", 0.1)
     served = Metrics("127.0.0.1", 0)
     try:
@@ -355,7 +355,7 @@ def test_a_silent_visitor_of_the_metrics_is_closed(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_worker_may_not_replace_a_file_of_the_drivers_host(tmp_path):
+def test_worker_cannot_replace_a_file_on_the_drivers_host(tmp_path):
     keys = tmp_path / "authorized_keys"
     keys.write_text("ssh-ed25519 AAAA\n")
     link = tmp_path / "timeline.json"
@@ -377,7 +377,7 @@ def test_a_worker_may_not_replace_a_file_of_the_drivers_host(tmp_path):
         assert asyncio.run(ask(tmp_path / "own.json")).error == ""
 
 
-def test_a_link_that_waits_for_a_new_timeline_is_not_followed(tmp_path):
+def test_symbolic_link_in_place_of_a_timeline_is_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     path = tmp_path / "timeline.json"
@@ -393,7 +393,7 @@ def test_a_link_that_waits_for_a_new_timeline_is_not_followed(tmp_path):
 
 @pytest.mark.slow
 @needs_openssl
-def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
+def test_modified_tls_handshake_fails_without_side_effects(tmp_path):
     files = new_authority(tmp_path).sign("host")
     ours, theirs = context(*files, server=True), context(*files, server=False)
     pick = Inputs(messages.FromWorker, 2)
@@ -421,7 +421,7 @@ def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
 
 
 @needs_openssl
-async def test_a_handshake_that_stalls_is_closed_in_time_and_costs_no_entry(tmp_path, monkeypatch):
+async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path, monkeypatch):
     files = new_authority(tmp_path).sign("host")
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     ours = context(*files, server=True)

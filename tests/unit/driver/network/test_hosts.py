@@ -1,4 +1,4 @@
-"""Lists of hosts in every spelling, wrong ones told in a sentence, and which names are this machine."""
+"""Host lists in every notation, errors for invalid ones, and names of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.refusals import refusal_of
 
 
 def this_host(**names: list[str]) -> ThisHost:
-    """A machine named ``trainer`` with one address; ``names`` are what its name server knows."""
+    """A machine named ``trainer`` with one address; ``names`` are the entries of its name server."""
 
     def resolve(name: str) -> list[str]:
         if name not in names:
@@ -35,7 +35,7 @@ def this_host(**names: list[str]) -> ThisHost:
 # ---- lists
 
 
-def test_hosts_keep_their_order_and_their_spelling():
+def test_hosts_keep_their_order_and_spelling():
     hosts = parse_hosts("localhost:2, 127.1:1,[::1]:4,gpu-7.lab_2.net:8")
     assert list(hosts.items()) == [
         ("localhost", 2),
@@ -45,7 +45,7 @@ def test_hosts_keep_their_order_and_their_spelling():
     ]
 
 
-def test_a_host_without_slots_has_the_default():
+def test_host_without_slots_has_the_default():
     assert parse_hosts("a,b:2,[fe80::1%eth0]", default_slots=3) == {
         "a": 3,
         "b": 2,
@@ -73,13 +73,13 @@ def test_a_host_without_slots_has_the_default():
         "[::1]4",
     ],
 )
-def test_a_wrong_list_is_told(text):
+def test_invalid_list_is_rejected(text):
     answer = refusal_of(parse_hosts, text)
     assert answer.startswith(f"-H {text}: ")
     recorded("messages", answer)
 
 
-def test_lines_take_either_form_and_comments():
+def test_lines_may_have_either_format_and_comments():
     text = (
         "# the lab\ngpu1 slots=4\n\n  gpu2:2  # half of it\ngpu3\tslots = 1\n[::1] slots=2\ngpu4\n"
     )
@@ -93,7 +93,7 @@ def test_lines_take_either_form_and_comments():
 
 
 @pytest.mark.parametrize("line", ["gpu2 slot=4", "gpu2 slots=many", "gpu2:4 slots=4", "gpu1"])
-def test_a_wrong_line_is_told_with_its_number(tmp_path, line):
+def test_invalid_line_is_rejected_with_its_number(tmp_path, line):
     file = tmp_path / "hosts"
     file.write_text(f"gpu1 slots=4\n\n{line}\n")
     answer = refusal_of(read_hostfile, str(file))
@@ -101,11 +101,11 @@ def test_a_wrong_line_is_told_with_its_number(tmp_path, line):
     recorded("messages", answer)
 
 
-def test_a_host_of_no_slots_is_left_out_where_that_is_allowed():
+def test_host_without_slots_is_omitted_if_allowed():
     assert parse_lines("a:0\nb:1", source="x", slots_min=0) == {"b": 1}
 
 
-def test_a_hostfile_that_cannot_be_read_is_told(tmp_path):
+def test_unreadable_hostfile_is_rejected(tmp_path):
     missing = str(tmp_path / "none")
     recorded("messages", refusal_of(read_hostfile, missing))
     recorded("messages", refusal_of(read_hostfile, str(tmp_path)))
@@ -115,7 +115,7 @@ def test_a_hostfile_that_cannot_be_read_is_told(tmp_path):
     recorded("messages", refusal_of(read_hostfile, str(tmp_path / "empty")))
 
 
-def test_lists_are_shown_as_they_are_written():
+def test_lists_are_formatted_as_they_are_written():
     assert show({"a": 1, "::1": 2}) == "a:1,[::1]:2"
     assert show({}) == "none"
     assert show({f"h{n}": 1 for n in range(10)}).endswith("h7:1 and 2 more")
@@ -144,7 +144,7 @@ def test_lists_are_shown_as_they_are_written():
         "10.0.0.5",
     ],
 )
-def test_names_that_need_no_lookup(name):
+def test_some_names_need_no_lookup(name):
     host = ThisHost(
         hostname="Trainer",
         resolve=lambda name: pytest.fail(f"{name} was looked up"),
@@ -153,13 +153,13 @@ def test_names_that_need_no_lookup(name):
     assert host.elsewhere(name) is None
 
 
-def test_a_name_that_resolves_to_this_machine_is_this_machine():
+def test_name_that_resolves_to_this_machine_is_this_machine():
     host = this_host(**{"trainer.lab.net": ["10.0.0.5"], "alias": ["fe80::7", "127.0.1.1"]})
     assert host.elsewhere("trainer.lab.net") is None
     assert host.elsewhere("alias") is None
 
 
-def test_other_machines_are_told_apart():
+def test_other_machines_are_distinguished():
     host = this_host(gpu7=["10.0.0.7"])
     recorded("messages", host.elsewhere("gpu7"))
     recorded("messages", host.elsewhere("10.0.0.7"))
@@ -167,7 +167,7 @@ def test_other_machines_are_told_apart():
     recorded("messages", host.elsewhere("gpu8"))
 
 
-def test_a_name_server_that_hangs_is_not_awaited():
+def test_unresponsive_name_server_is_not_awaited():
     never = threading.Event()
 
     def hang(name: str) -> list[str]:
@@ -179,7 +179,7 @@ def test_a_name_server_that_hangs_is_not_awaited():
     never.set()
 
 
-def test_what_is_known_is_not_asked_again_but_a_failed_lookup_is():
+def test_known_name_is_not_resolved_again_but_a_failed_one_is():
     asked: list[str] = []
 
     def resolve(name: str) -> list[str]:
@@ -195,7 +195,7 @@ def test_what_is_known_is_not_asked_again_but_a_failed_lookup_is():
     assert len(asked) == 2
 
 
-def test_a_name_that_no_server_can_be_asked_for_is_told():
+def test_name_invalid_in_dns_is_reported():
     recorded("messages", str(ThisHost().elsewhere("a" * 70)))
 
 
@@ -203,12 +203,12 @@ def test_only_own_addresses_can_be_bound():
     recorded("messages", ThisHost(hostname="trainer").elsewhere("192.0.2.1"))
 
 
-def test_spellings_of_an_address():
+def test_notations_of_an_address_are_equal():
     assert literal_address("127.1") == "127.0.0.1"
     assert literal_address("gpu7") is None
 
 
-def test_addresses_with_a_port():
+def test_addresses_with_a_port_are_parsed():
     assert parse_address("driver.lab:4711") == ("driver.lab", 4711)
     assert parse_address("[fd00::1]:80") == ("fd00::1", 80)
     for text in (

@@ -1,4 +1,4 @@
-"""The job's secret: from where it is taken, when it is refused, and that no error repeats it."""
+"""Secret of a job: its source, its rejection, and that no error contains it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def written(path, text=HEX + "\n", mode=0o600) -> str:
     return str(path)
 
 
-def test_a_new_file_is_for_its_owner_only_and_read_back(tmp_path):
+def test_new_file_is_private_and_can_be_read_back(tmp_path):
     path = str(tmp_path / "secret")
     before = os.umask(0)
     try:
@@ -36,7 +36,7 @@ def test_a_new_file_is_for_its_owner_only_and_read_back(tmp_path):
     assert read_secret(path + "2", {}) != secret
 
 
-def test_a_file_that_exists_is_left_as_it_is(tmp_path):
+def test_existing_file_is_unchanged(tmp_path):
     path = written(tmp_path / "secret")
     with raises(Invalid):
         make_secret_file(path)
@@ -50,26 +50,26 @@ def test_a_file_that_exists_is_left_as_it_is(tmp_path):
         make_secret_file(str(tmp_path / "no" / "folder"))
 
 
-def test_where_it_is_taken_from(tmp_path):
+def test_sources_of_the_secret(tmp_path):
     path = written(tmp_path / "secret")
     other = {"ELASTIC_JOB_SECRET": "ff" * 32}
     assert read_secret(None, {}) is None
     assert read_secret(None, {"ELASTIC_JOB_SECRET": "", "ELASTIC_SECRET_FILE": ""}) is None
     assert read_secret(None, other) == b"\xff" * 32
     assert read_secret(None, {"ELASTIC_SECRET_FILE": path}) == bytes.fromhex(HEX)
-    assert read_secret(path, other) == bytes.fromhex(HEX)  # the flag wins
+    assert read_secret(path, other) == bytes.fromhex(HEX)  # the flag takes precedence
     with raises(Invalid):
         read_secret(None, {"ELASTIC_SECRET_FILE": path, **other})
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o601, 0o444])
-def test_a_file_that_others_may_use_is_refused(tmp_path, mode):
+def test_file_accessible_to_others_is_rejected(tmp_path, mode):
     with pytest.raises(Invalid, match=f"mode {mode:o}.*chmod 600"):
         read_secret(written(tmp_path / "secret", mode=mode), {})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of root's")
-def test_one_that_kubernetes_has_mounted_may_be_read_by_its_group(tmp_path):
+def test_file_mounted_by_kubernetes_may_be_readable_by_its_group(tmp_path):
     path = written(tmp_path / "secret", mode=0o440)
     assert read_secret(path, {}) == bytes.fromhex(HEX)
     os.chown(path, os.geteuid() + 1000, 1000)
@@ -80,7 +80,7 @@ def test_one_that_kubernetes_has_mounted_may_be_read_by_its_group(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", HEX[:-2], HEX + "0", "g" * 64, HEX[:32] + " " + HEX[32:], "é"]
 )
-def test_a_damaged_secret_is_refused_and_not_repeated(tmp_path, text):
+def test_invalid_secret_is_rejected_without_repeating_it(tmp_path, text):
     for given in (
         lambda: read_secret(written(tmp_path / "secret", text), {}),
         lambda: read_secret(None, {"ELASTIC_JOB_SECRET": text or "?"}),
@@ -90,7 +90,7 @@ def test_a_damaged_secret_is_refused_and_not_repeated(tmp_path, text):
         assert HEX[:16] not in str(refusal.value)
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path):
+def test_path_that_is_not_a_file_is_rejected_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     with raises(Invalid):
         read_secret(str(tmp_path / "pipe"), {})
@@ -101,14 +101,14 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_is_refused(tmp_path):
+def test_file_of_another_user_is_rejected(tmp_path):
     path = written(tmp_path / "secret")
     os.chown(path, 12345, -1)
     with raises(Invalid):
         read_secret(path, {})
 
 
-def test_a_derived_key_is_another_one_for_each_purpose():
+def test_derived_keys_differ_by_purpose():
     secret = bytes.fromhex(HEX)
     keys = {secret, derived(secret, "workers"), derived(secret, "else"), derived(b"x" * 32, "else")}
     assert len(keys) == 4

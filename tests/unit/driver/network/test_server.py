@@ -1,4 +1,4 @@
-"""The control server: who is let in, what is heard, and how connections end. Real sockets on loopback."""
+"""Control server over real sockets on loopback: authentication, received messages, and the end of connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 
 
 class Peer(Caller):
-    """A worker's end, step by step."""
+    """A worker's end of a connection, step by step."""
 
     opened: ClassVar[list[Peer]] = []
     answer_s = DEADLINE_S
@@ -58,7 +58,7 @@ class Peer(Caller):
 
 
 class Driver:
-    """What the loop would see."""
+    """What the event loop sees."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue = asyncio.Queue()
@@ -99,7 +99,7 @@ async def driving() -> AsyncIterator[Driver]:
 
 
 def conversation(test):
-    """Runs an async test with a driver."""
+    """Run an async test with a driver."""
 
     async def run() -> None:
         async with driving() as driver:
@@ -110,7 +110,7 @@ def conversation(test):
 
 
 @conversation
-async def test_a_worker_proves_itself_and_is_heard(driver):
+async def test_authenticated_worker_is_accepted(driver):
     peer = await driver.worker()
     peer.say(protocol.Hello(A, pid=7), protocol.Failed(2, "reset"))
     assert await driver.next() == (A, protocol.Hello(A, pid=7))
@@ -123,7 +123,7 @@ async def test_a_worker_proves_itself_and_is_heard(driver):
 
 
 @conversation
-async def test_who_knows_the_secret_and_does_not_belong_here_is_told_why(driver):
+async def test_authenticated_peer_that_does_not_belong_here_receives_the_reason(driver):
     peer, stranger = await Peer.reach(driver.address), Worker("localhost", 0, 2)
     challenge, nonce = await peer.answer(stranger)
     reason = "localhost:0#2 is not a worker of this job"
@@ -134,7 +134,7 @@ async def test_who_knows_the_secret_and_does_not_belong_here_is_told_why(driver)
 
 
 @conversation
-async def test_a_broadcast_reaches_those_who_are_there(driver):
+async def test_broadcast_reaches_all_connected_workers(driver):
     a, b = await driver.worker(A), await driver.worker(B)
     driver.server.broadcast([A, Worker("elsewhere", 0), B], protocol.Finish(3))
     assert await a.hear() == await b.hear() == protocol.Finish(3)
@@ -143,7 +143,7 @@ async def test_a_broadcast_reaches_those_who_are_there(driver):
 @pytest.mark.parametrize(
     "changes", [{"secret": b"guess" * 8}, {"role": "driver"}, {"nonce": b"short"}, {"version": 99}]
 )
-async def test_strangers_are_refused(changes):
+async def test_unauthenticated_peers_are_rejected(changes):
     async with driving() as driver:
         peer = await Peer.reach(driver.address)
         await peer.answer(**changes)
@@ -153,7 +153,7 @@ async def test_strangers_are_refused(changes):
         assert driver.events.empty()
 
 
-async def test_a_proof_cannot_be_replayed():
+async def test_proof_cannot_be_replayed():
     async with driving() as driver:
         peer = await Peer.reach(driver.address)
         first = await peer.hear()
@@ -165,7 +165,7 @@ async def test_a_proof_cannot_be_replayed():
 
 
 @conversation
-async def test_refusals_share_one_line(driver):
+async def test_rejections_share_one_line(driver):
     for _ in range(5):
         peer = await Peer.reach(driver.address)
         peer.say(protocol.Hello(A, 1))
@@ -195,7 +195,7 @@ async def test_nothing_may_follow_the_answer_before_it_is_accepted(driver):
     assert driver.events.empty()
 
 
-async def test_who_stays_silent_is_closed(monkeypatch):
+async def test_silent_connection_is_closed(monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
     async with driving() as driver:
         peer = await Peer.reach(driver.address)
@@ -205,7 +205,7 @@ async def test_who_stays_silent_is_closed(monkeypatch):
 
 
 @conversation
-async def test_a_worker_has_one_connection(driver):
+async def test_worker_has_one_connection(driver):
     first = await driver.worker()
     second = await Peer.reach(driver.address)
     await second.answer(A)
@@ -218,7 +218,7 @@ async def test_a_worker_has_one_connection(driver):
 
 
 @conversation
-async def test_a_new_connection_may_follow_the_old_one_at_once(driver):
+async def test_new_connection_may_follow_the_old_one_at_once(driver):
     for _ in range(20):
         peer = await driver.worker()
         peer.writer.close()
@@ -239,7 +239,7 @@ def changed(frame: bytes) -> bytes:
         lambda wire: changed(wire.frame(protocol.Hello(A, 1))),
     ],
 )
-async def test_nonsense_after_the_proof_ends_the_connection(data):
+async def test_invalid_data_after_the_proof_closes_the_connection(data):
     async with driving() as driver:
         peer = await driver.worker()
         peer.writer.write(data(peer.wire))
@@ -250,7 +250,7 @@ async def test_nonsense_after_the_proof_ends_the_connection(data):
 
 
 @conversation
-async def test_a_large_result_arrives_whole(driver):
+async def test_large_result_arrives_complete(driver):
     peer = await driver.worker()
     blob = bytes(range(256)) * 40_000
     peer.say(protocol.SendResult(blob))
@@ -258,16 +258,16 @@ async def test_a_large_result_arrives_whole(driver):
 
 
 @conversation
-async def test_last_words_are_heard_before_the_loop_comes_to_them(driver):
+async def test_last_messages_are_received_before_the_loop_polls_them(driver):
     peer = await driver.worker()
     digested = protocol.Digested(1, Commit(1, 2), digest=3)
-    # From here on the loop is not given a turn: the bytes wait in the socket, as when an exit is seen first.
+    # From here on the loop does not run: the bytes wait in the socket, as when an exit is observed first.
     peer.writer.get_extra_info("socket")._sock.send(peer.wire.frame(digested))
     peer.writer.transport.abort()
     driver.server.drain(A)
     assert driver.events.get_nowait() == (A, digested)
     await asyncio.sleep(0)
-    driver.server.drain(A)  # the end of the stream came meanwhile
+    driver.server.drain(A)  # the end of the stream arrived meanwhile
     assert await driver.next() == (A, "gone")
     assert driver.events.empty()
 
@@ -281,17 +281,15 @@ async def test_last_words_are_heard_before_the_loop_comes_to_them(driver):
         (OSError(errno.EHOSTUNREACH, "no route"), "silent"),
     ],
 )
-async def test_a_host_that_acknowledges_nothing_any_more_is_told_from_a_closed_connection(
-    error, end
-):
+async def test_unresponsive_host_is_distinguished_from_a_closed_connection(error, end):
     async with driving() as driver:
         await driver.worker()
-        driver.server._connections[A].connection_lost(error)  # as the event loop calls it
+        driver.server._connections[A].connection_lost(error)  # as called by the event loop
         assert await driver.next() == (A, end)
 
 
 @conversation
-async def test_the_kernel_is_asked_for_signs_of_life(driver):
+async def test_tcp_keepalive_is_enabled(driver):
     await driver.worker()
     connected = driver.server._connections[A]._socket
     assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -304,7 +302,7 @@ async def test_the_kernel_is_asked_for_signs_of_life(driver):
         assert connected.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
-async def test_who_does_not_read_is_cut_off(monkeypatch):
+async def test_peer_that_does_not_read_is_disconnected(monkeypatch):
     monkeypatch.setattr(connection, "BACKLOG_LIMIT", 1 << 20)
     async with driving() as driver:
         await driver.worker()
@@ -316,7 +314,7 @@ async def test_who_does_not_read_is_cut_off(monkeypatch):
 
 
 @conversation
-async def test_closing_sends_what_was_said(driver):
+async def test_close_sends_pending_messages(driver):
     peer = await driver.worker()
     driver.server.send(A, protocol.End("over"))
     await driver.server.close()
@@ -326,7 +324,7 @@ async def test_closing_sends_what_was_said(driver):
 
 
 @conversation
-async def test_a_broadcast_to_four_is_quick(driver):
+async def test_broadcast_to_four_workers_is_fast(driver):
     workers = [Worker("localhost", n) for n in range(4)]
     driver.expected |= set(workers)
     peers = [await driver.worker(worker) for worker in workers]

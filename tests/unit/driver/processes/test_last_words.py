@@ -1,4 +1,4 @@
-"""An exception is shown once, whoever raises it; the rest is counted."""
+"""Exceptions of workers: the first of a kind is shown once, the others are counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def encoded(uncaught: Uncaught) -> bytes:
     return msgspec.json.encode(uncaught) + b"\n"
 
 
-def test_the_first_of_many_is_shown_and_the_others_share_a_line():
+def test_first_of_many_exceptions_is_shown_and_the_others_share_a_line():
     ledger = TracebackLedger()
     assert ledger.add("3", BAD) == "folded\n"
     assert [ledger.add(str(rank), BAD) for rank in (0, 1, 2, 5, 7, 8)] == [""] * 6
@@ -41,20 +41,20 @@ def test_workers_that_lost_a_peer_share_a_line():
     assert ledger.shown == 1
 
 
-def test_a_job_that_is_stopped_does_not_tell_of_lost_peers():
+def test_stopped_job_does_not_report_lost_peers():
     ledger = TracebackLedger()
     ledger.stopped = True
     assert ledger.add("0", LOST) == "" and ledger.rest() == []
     assert ledger.add("1", BAD) == "folded\n"
 
 
-def test_why_they_ended_is_told_where_no_exception_of_another_is():
+def test_lost_peers_are_reported_without_another_exception():
     ledger = TracebackLedger()
     ledger.add("0", LOST)
     assert LOST.summary in ledger.rest()[0]
 
 
-def test_verbose_shows_whole_tracebacks_and_those_of_a_lost_peer_too():
+def test_verbose_shows_whole_tracebacks_including_lost_peers():
     ledger = TracebackLedger(verbose=True)
     assert [ledger.add("0", BAD), ledger.add("1", LOST), ledger.add("2", BAD)] == [
         "whole\n",
@@ -71,13 +71,13 @@ def test_workers_without_a_rank_are_named_by_their_slots():
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
-def test_what_arrives_in_pieces_is_put_together(cut):
+def test_record_that_arrives_in_pieces_is_reassembled(cut):
     lines, data = DiagnosticLines(), b"a line of stacks\n" + encoded(BAD) + encoded(OTHER)
     found = [each for at in range(0, len(data), cut) for each in lines.add(A, data[at : at + cut])]
     assert found == [b"a line of stacks", BAD, OTHER]
 
 
-def test_the_thread_that_trains_is_named_in_the_stacks_of_its_worker():
+def test_training_thread_is_named_in_the_stacks_of_its_worker():
     lines = DiagnosticLines()
     training = msgspec.json.encode(TrainingThread(0x7F0A)) + b"\n"
     headers = [
@@ -89,11 +89,11 @@ def test_the_thread_that_trains_is_named_in_the_stacks_of_its_worker():
     assert lines.add(B, headers[1] + b"\n") == [headers[1]]
 
 
-def test_what_is_not_what_it_seems_is_a_line():
+def test_invalid_record_is_an_ordinary_line():
     assert DiagnosticLines().add(A, b'{"digest": 3}\n{\n') == [b'{"digest": 3}', b"{"]
 
 
-def test_the_last_words_of_a_worker_have_its_exception_in_order():
+def test_last_output_of_a_worker_contains_its_exception_in_order():
     tails = Tails()
     tails.add(A, "stderr", b"first\n")
     tails.add(A, "diagnostics", encoded(BAD))

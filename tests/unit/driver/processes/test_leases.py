@@ -1,4 +1,4 @@
-"""Who was not heard of for too long: leases of two seconds, looked at four times a second."""
+"""Process leases of two seconds, renewed by samples four times per second."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOOK_S = 0.25
 
 
 class Watch:
-    """An observer that looks at regular times, and sees some of its keys able to run."""
+    """An observer that samples regularly and sees some of its processes running."""
 
     def __init__(self) -> None:
         self.leases: Leases[str] = Leases(LEASE_S)
         self.now = 100.0
 
     def look(self, seconds: float, *alive: str) -> tuple[list[str], list[str]]:
-        """So long; who ran out and who came back meanwhile."""
+        """Sample for ``seconds``. Return the leases that expired and those that returned."""
         out: list[str] = []
         back: list[str] = []
         for _ in range(round(seconds / LOOK_S)):
@@ -37,25 +37,25 @@ def watching(*keys: str) -> Watch:
     return watch
 
 
-def test_who_is_seen_again_and_again_keeps_its_lease():
+def test_process_seen_running_keeps_its_lease():
     assert watching("a").look(3600, "a") == ([], [])
 
 
-def test_who_is_not_seen_for_two_seconds_has_run_out_and_is_named_once():
+def test_process_not_seen_for_two_seconds_expires_and_is_named_once():
     watch = watching("b", "a")
     assert watch.look(1.75, "b") == ([], [])
     assert watch.look(0.25, "b") == (["a"], [])
     assert watch.look(60, "b") == ([], [])
 
 
-def test_who_comes_back_says_so_once_and_can_run_out_again():
+def test_process_that_returns_is_named_once_and_may_expire_again():
     watch = watching("a")
     assert watch.look(5) == (["a"], [])
     assert watch.look(5, "a") == ([], ["a"])
     assert watch.look(2) == (["a"], [])
 
 
-def test_who_was_fenced_cannot_come_back_by_being_seen():
+def test_killed_process_does_not_return():
     watch = watching("a")
     watch.look(3)
     watch.leases.drop("a")
@@ -63,7 +63,7 @@ def test_who_was_fenced_cannot_come_back_by_being_seen():
     assert "a" not in watch.leases
 
 
-def test_an_incarnation_has_a_lease_of_its_own():
+def test_each_incarnation_has_its_own_lease():
     leases: Leases[Worker] = Leases(LEASE_S)
     old, new = Worker("h", 0, 1), Worker("h", 0, 2)
     leases.grant(new, 0.0)
@@ -71,13 +71,13 @@ def test_an_incarnation_has_a_lease_of_its_own():
     assert old not in leases and new in leases
 
 
-def test_who_never_had_a_lease_gets_none_by_being_seen():
+def test_process_without_a_lease_gets_none():
     watch = watching()
     assert watch.look(5, "stranger") == ([], [])
     assert len(watch.leases) == 0
 
 
-def test_a_new_grant_begins_anew():
+def test_new_grant_restarts_the_lease():
     watch = watching("a")
     watch.look(3)
     watch.leases.grant("a", watch.now)
@@ -85,23 +85,23 @@ def test_a_new_grant_begins_anew():
     assert watch.look(0.25) == (["a"], [])
 
 
-def test_an_observer_that_was_paused_blames_nobody():
+def test_paused_observer_expires_no_lease():
     watch = watching("a", "b")
     watch.look(1.5, "b")
-    watch.now += PAUSE_S + LOOK_S  # it was stopped itself
+    watch.now += PAUSE_S + LOOK_S  # the observer itself was stopped
     assert watch.leases.expired(watch.now) == []
     assert watch.look(1.75) == ([], [])
     assert sorted(watch.look(0.25)[0]) == ["a", "b"]
 
 
-def test_a_gap_that_is_no_pause_is_no_excuse():
+def test_gap_shorter_than_a_pause_is_no_excuse():
     watch = watching("a")
     watch.look(1.25)
     watch.now += 0.9
     assert watch.leases.expired(watch.now) == ["a"]
 
 
-def test_an_observer_that_only_wakes_at_deadlines_is_not_taken_for_paused():
+def test_observer_that_only_wakes_at_deadlines_is_not_paused():
     leases: Leases[str] = Leases(LEASE_S)
     leases.grant("host", 0.0)
     now = 0.0
@@ -116,7 +116,7 @@ def test_an_observer_that_only_wakes_at_deadlines_is_not_taken_for_paused():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["grant", "renew", "drop"]))))
-def test_who_is_not_renewed_within_the_lease_runs_out_and_nobody_else(story):
+def test_exactly_the_processes_without_renewal_expire(story):
     leases: Leases[str] = Leases(LEASE_S)
     seen: dict[str, float] = {}
     out: set[str] = set()

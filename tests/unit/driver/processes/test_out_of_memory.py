@@ -1,4 +1,4 @@
-"""What the kernel's counters say of processes that it killed for want of memory: cgroup v2, v1, containers, none."""
+"""Kernel counters of processes killed for lack of memory: cgroup v2, v1, containers, none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(root: Path, files: dict[str, str]) -> None:
     ],
     ids=["v2", "v2 in a container", "v1", "v1 in a container"],
 )
-def test_a_kill_in_the_cgroup_is_told_once_and_with_its_limit(
+def test_kill_in_the_cgroup_is_reported_once_with_its_limit(
     tmp_path, cgroup, folder, counter, limit
 ):
     write(tmp_path, {"proc/self/cgroup": cgroup, "proc/vmstat": "oom_kill 9\n"})
@@ -42,7 +42,7 @@ def test_a_kill_in_the_cgroup_is_told_once_and_with_its_limit(
     assert memory.look() == ""
 
 
-def test_without_a_memory_cgroup_the_whole_machine_is_counted(tmp_path):
+def test_whole_machine_is_counted_without_a_memory_cgroup(tmp_path):
     write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free 7\noom_kill 1\n"})
     memory = OutOfMemory(tmp_path)
     write(tmp_path, {"proc/vmstat": "nr_free 2\noom_kill 2\n"})
@@ -50,21 +50,21 @@ def test_without_a_memory_cgroup_the_whole_machine_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["max\n", "9223372036854771712\n", ""])
-def test_no_limit_is_no_figure(tmp_path, limit):
+def test_unlimited_cgroup_has_no_limit(tmp_path, limit):
     write(tmp_path, {"proc/self/cgroup": "0::/a\n"})
     write(tmp_path, {"sys/fs/cgroup/a/memory.events": "oom_kill 0\n"})
     write(tmp_path, {"sys/fs/cgroup/a/memory.max": limit})
     assert OutOfMemory(tmp_path).limit_bytes() is None
 
 
-def test_a_machine_that_counts_nothing_says_nothing(tmp_path):
+def test_machine_without_counters_reports_nothing(tmp_path):
     memory = OutOfMemory(tmp_path)
     assert memory.look() == ""
     write(tmp_path, {"proc/vmstat": "oom_kill many\n"})
     assert memory.look() == ""
 
 
-def test_lines_of_proc_self_cgroup():
+def test_lines_of_proc_self_cgroup_are_parsed():
     assert memory_groups("0::/a:b\n") == ("/a:b", None)
     assert memory_groups(V1) == ("/", "/jobs/a")
     assert memory_groups("1:name=systemd:/\n") == (None, None)
@@ -83,7 +83,7 @@ def test_lines_of_proc_self_cgroup():
     ],
     ids=["v2", "v1"],
 )
-def test_available_memory_is_the_smaller_of_the_machines_and_the_groups(
+def test_available_memory_is_the_minimum_of_machine_and_cgroup(
     tmp_path, cgroup, folder, limit, used
 ):
     counter = "memory.events" if limit == "memory.max" else "memory.oom_control"
@@ -98,5 +98,5 @@ def test_available_memory_is_the_smaller_of_the_machines_and_the_groups(
     assert OutOfMemory(tmp_path).available_bytes() == 5_000_000 * 1024
 
 
-def test_available_memory_is_0_where_the_kernel_does_not_tell_it(tmp_path):
+def test_available_memory_is_0_if_the_kernel_does_not_report_it(tmp_path):
     assert OutOfMemory(tmp_path).available_bytes() == 0

@@ -1,4 +1,4 @@
-"""What workers print comes out whole, line by line, with the rank of that moment; nothing holds up the driver."""
+"""Output of workers: complete lines with their rank at that moment, without blocking the driver."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def screen():
     return Screen()
 
 
-def test_lines_are_prefixed_and_partial_ones_wait(screen):
+def test_lines_have_a_prefix_and_incomplete_ones_wait(screen):
     screen.output.feed(A, "stdout", b"one\ntw")
     screen.output.feed(B, "stdout", b"other\n")
     screen.output.feed(A, "stdout", b"o\nthree")
@@ -64,7 +64,7 @@ def test_lines_are_prefixed_and_partial_ones_wait(screen):
     assert screen.err == b"[0] oops\n"
 
 
-def test_any_cut_gives_the_same_lines():
+def test_chunk_boundaries_do_not_affect_the_lines():
     data = b"a\n\nb\r\nprogress 1\rprogress 2\r\rc\xff\xfe\n"
     whole = Screen()
     whole.output.feed(A, "stdout", data)
@@ -81,7 +81,7 @@ def test_any_cut_gives_the_same_lines():
     assert bytewise.shown() == expected
 
 
-def test_the_rank_is_that_of_the_moment():
+def test_prefix_has_the_current_rank():
     screen = Screen(ranks={})
     screen.output.feed(B, "stdout", b"importing\n")
     screen.ranks[B] = 2
@@ -91,32 +91,32 @@ def test_the_rank_is_that_of_the_moment():
     recorded("messages", screen.shown())
 
 
-def test_a_timestamp_comes_first():
+def test_timestamp_comes_first():
     screen = Screen(timestamps=True, clock=lambda: "noon")
     screen.output.feed(A, "stdout", b"x\n")
     assert screen.shown() == b"noon [0] x\n"
 
 
-def test_a_line_without_end_is_passed_on_in_pieces(screen):
+def test_line_without_an_end_is_forwarded_in_pieces(screen):
     screen.output.feed(A, "stdout", b"x" * (2 * LINE_LIMIT + 5))
     screen.output.feed(A, "stdout", b"\n")
     lines = screen.shown().split(b"\n")
     assert [len(line) - 4 for line in lines[:-1]] == [LINE_LIMIT, LINE_LIMIT, 5]
 
 
-def test_the_tail_of_stderr_is_kept_until_the_worker_is_forgotten(screen):
+def test_tail_of_stderr_is_kept_until_the_worker_is_removed(screen):
     for n in range(10_000):
         screen.output.feed(A, "stderr", b"line %d\n" % n)
     assert screen.output.tail(A).endswith("line 9998\nline 9999\n")
     assert len(screen.output.tail(A)) == TAIL_LIMIT
     assert screen.output.tail(B) == ""
-    screen.output.finish(A, "stderr")  # comes before the exit, which still carries the tail
+    screen.output.finish(A, "stderr")  # precedes the exit, which still contains the tail
     assert len(screen.output.tail(A)) == TAIL_LIMIT
     screen.output.drop(A)
     assert screen.output.tail(A) == ""
 
 
-def test_files_get_the_bytes_as_they_were(tmp_path):
+def test_files_contain_the_original_bytes(tmp_path):
     screen = Screen(ranks={}, folder=tmp_path / "logs")
     screen.output.feed(B, "stdout", b"importing\r\n\xff")
     screen.output.feed(B, "stdout", b"\n")
@@ -129,11 +129,11 @@ def test_files_get_the_bytes_as_they_were(tmp_path):
     assert (logs / "h2.3" / "stdout").read_bytes() == b"importing\r\n\xff\n"
     assert (logs / "rank.2" / "stdout").read_bytes() == b"y" * (LINE_LIMIT + 1) + b"\nz"
     assert (logs / "rank.2" / "stderr").read_bytes() == b"oops\n"
-    # What scripts print may hold a token.
+    # Scripts may print tokens.
     assert (logs / "rank.2" / "stderr").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_closed_pipe_is_told_once_and_the_rest_goes_on():
+def test_closed_pipe_is_logged_once_and_the_output_continues():
     reading, writing = os.pipe()
     os.close(reading)
     said: list[str] = []
@@ -154,7 +154,7 @@ def test_a_closed_pipe_is_told_once_and_the_rest_goes_on():
 
 
 class Terminal:
-    """Takes nothing before it is let go on."""
+    """Accepts nothing until it is released."""
 
     def __init__(self) -> None:
         self.asked, self.goes_on = threading.Event(), threading.Event()
@@ -169,13 +169,13 @@ class Terminal:
             self._more.notify_all()
 
     def lines(self, count: int) -> list[bytes]:
-        """All of them, once there are as many."""
+        """Return all lines, once there are ``count``."""
         with self._more:
             assert self._more.wait_for(lambda: self._written.count(b"\n") >= count, 10)
             return bytes(self._written).splitlines()
 
 
-def test_a_blocked_terminal_blocks_nobody():
+def test_blocked_terminal_blocks_nothing():
     terminal = Terminal()
     writer = WriterThread("stdout", failed=lambda text: None, limit=1000)
     for n in range(100):
@@ -184,11 +184,11 @@ def test_a_blocked_terminal_blocks_nobody():
     terminal.goes_on.set()
 
 
-def test_what_a_slow_terminal_does_not_take_is_dropped_and_told_and_the_newest_is_kept():
+def test_lines_beyond_a_slow_terminals_buffer_are_dropped_with_a_note():
     terminal = Terminal()
     writer = WriterThread("stdout", failed=lambda text: None, limit=1000)
     writer.put(terminal.write, b"first\n")
-    assert terminal.asked.wait(10)  # what it has taken fills no queue any more
+    assert terminal.asked.wait(10)  # the queue is empty now
     for n in range(25):
         writer.put(terminal.write, b"%099d\n" % n)
     terminal.goes_on.set()
@@ -197,7 +197,7 @@ def test_what_a_slow_terminal_does_not_take_is_dropped_and_told_and_the_newest_i
     assert terminal.lines(12) == [b"first", notice, *(b"%099d" % n for n in range(15, 25))]
 
 
-def test_at_the_end_a_slow_reader_gets_everything_in_order_and_is_named_once(monkeypatch):
+def test_slow_reader_receives_everything_in_order_at_the_end_and_is_named_once(monkeypatch):
     monkeypatch.setattr("elastic.driver.processes.output.REMIND_S", 0.0)
     terminal = Terminal()
     err = bytearray()
@@ -216,7 +216,7 @@ def test_at_the_end_a_slow_reader_gets_everything_in_order_and_is_named_once(mon
     assert err.count(b"\n") == 1
 
 
-def test_a_reader_that_is_gone_is_not_waited_for():
+def test_closed_reader_is_not_awaited():
     reading, writing = os.pipe()
     with open(writing, "w") as stream:
         write, same = write_both(stream, stream)
@@ -232,7 +232,7 @@ def test_a_reader_that_is_gone_is_not_waited_for():
         assert not closing.is_alive()
 
 
-def test_streams_that_lead_to_one_place_keep_their_order():
+def test_streams_to_the_same_file_keep_their_order():
     terminal = Terminal()
     output = Output(place_of=lambda w: place(0), stdout=terminal.write, stderr=terminal.write)
     output.feed(A, "stdout", b"one\n")
@@ -245,7 +245,7 @@ def test_streams_that_lead_to_one_place_keep_their_order():
     recorded("log", terminal.lines(4))
 
 
-def test_streams_that_are_missing_take_everything(tmp_path):
+def test_missing_streams_accept_everything(tmp_path):
     stdout, stderr = write_both(None, None)
     stdout(b"lost")
     stderr(b"lost")
@@ -256,7 +256,7 @@ def test_streams_that_are_missing_take_everything(tmp_path):
     assert not is_terminal(one)
 
 
-def test_a_nonblocking_pipe_is_waited_for():
+def test_nonblocking_pipe_is_awaited():
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     got = bytearray()
@@ -275,13 +275,13 @@ def test_a_nonblocking_pipe_is_waited_for():
     assert len(got) == 1_000_000
 
 
-def test_a_stream_without_a_descriptor_gets_text():
+def test_stream_without_a_descriptor_receives_text():
     stream = io.StringIO()
     write_to(stream)(b"caf\xc3\xa9 \xff\n")
     assert stream.getvalue() == "café �\n"
 
 
-def test_the_drivers_own_lines():
+def test_drivers_own_lines_are_written():
     out = bytearray()
     say = Console(out.extend, level="info", clock=lambda: "12:01:33")
     say("debug", "unseen")
@@ -294,8 +294,8 @@ def test_the_drivers_own_lines():
     recorded("messages", out.decode())
 
 
-def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed():
-    """What is meant for stderr would be written into it."""
+def test_no_file_gets_the_descriptor_of_a_closed_standard_stream():
+    """Otherwise output for stderr would be written to the file."""
     script = (
         "import os, sys; from elastic.driver.processes.console import stand_in_for_closed;"
         "stand_in_for_closed(); opened = os.open('/dev/null', os.O_RDONLY);"
@@ -306,14 +306,14 @@ def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed():
     assert said.stdout == "3 True\n"
 
 
-# ---- beside the output ---------------------------------------------------------------------------
+# ---- exceptions and stacks -----------------------------------------------------------------------
 
 
 def raised(who: str = "x") -> bytes:
     return msgspec.json.encode(Uncaught("d", f"ValueError: {who}", "short\n", "whole\n")) + b"\n"
 
 
-def test_an_exception_is_shown_once_with_the_first_rank_and_kept_for_each(tmp_path):
+def test_exception_is_shown_once_with_the_first_rank_and_kept_for_each(tmp_path):
     told = []
     screen = Screen(folder=tmp_path, unsaid=lambda: told.append("unsaid"))
     screen.output.feed(A, "stderr", b"before\n")
@@ -328,7 +328,7 @@ def test_an_exception_is_shown_once_with_the_first_rank_and_kept_for_each(tmp_pa
     recorded("messages", kept)
 
 
-def test_what_a_worker_prints_itself_is_not_touched(screen):
+def test_output_printed_by_a_worker_is_unchanged(screen):
     printed = b'Traceback (most recent call last):\n  File "x", line 1\nValueError: x\n'
     for worker in (A, B):
         screen.output.feed(worker, "stderr", printed)
@@ -343,14 +343,14 @@ STACKS += b'  File "train.py", line 2 in b\n'
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_stacks_are_shown_unless_an_operator_asked_for_them(asked):
+async def test_stacks_are_shown_unless_requested_by_an_operator(asked):
     heard = []
     screen = Screen(
         asked=lambda worker: asked, heard=lambda who, name, stream, lines: heard.append(stream)
     )
     screen.output.feed(A, "diagnostics", STACKS)
     assert heard == ["diagnostics"] * 3
-    screen.output.drop(A)  # it ends before there was time to show them
+    screen.output.drop(A)  # it exits before they could be shown
     screen.shown()
     first = bytes(screen.err).split(b"\n")[0]
     assert first == (b"" if asked else b'[0]   File "train.py", line 2 in b')

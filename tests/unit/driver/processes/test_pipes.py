@@ -1,4 +1,4 @@
-"""What a worker wrote first is passed on first, whichever of its pipes is read first."""
+"""Order of a worker's output, regardless of which of its pipes is read first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.driver.sinks import Sink
 from elastic.protocol.messages import Worker
 
 
-async def test_an_exception_comes_after_what_was_printed_before_it():
+async def test_exception_follows_output_printed_before_it():
     loop, sink, worker = asyncio.get_running_loop(), create_autospec(Sink), Worker("h", 0)
     (printed, stderr), (sent, diagnostics) = os.pipe(), os.pipe()
     first = Pipe(loop, printed, worker, "stderr", sink)

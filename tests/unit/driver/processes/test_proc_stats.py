@@ -1,4 +1,4 @@
-"""What is read from /proc, on texts as the kernel writes them, and once on this process itself."""
+"""Parsing of /proc, with texts in the kernel's format, and once for this process."""
 
 import os
 import platform
@@ -29,13 +29,13 @@ REST = b"4194304 800 120 0 0 250 50 30 20 20 0 5 0 31256 9000000 900 18446744073
     [b"python", b"a b", b"a) S 1 1 1", b"(sd-pam)", b"))) T 7", b""],
     ids=["plain", "a space", "a whole state", "parentheses", "closing ones", "nothing"],
 )
-def test_a_command_may_be_called_anything(name):
+def test_command_may_have_any_name(name):
     stat = parse_stat(b"4711 (" + name + b") S 12 4711 4700 34816 4711 " + REST + b"\n")
     assert (stat.state, stat.parent, stat.session) == ("S", 12, 4700)
-    assert stat.ticks == 250 + 50 + 30 + 20  # its own in user and kernel mode, its children's
+    assert stat.ticks == 250 + 50 + 30 + 20  # its own in user and kernel mode, and its children's
 
 
-def test_half_a_line_is_none():
+def test_incomplete_line_is_rejected():
     for text in (b"", b"4711 (python", b"4711 (python) S 12"):
         with raises(ValueError):
             parse_stat(text)
@@ -45,23 +45,23 @@ def test_half_a_line_is_none():
     "state, flags, code, told",
     [
         (b"R", 0x400040, 0, (False, 0)),
-        (b"R", 0x40004C, 9, (True, 9)),  # dies, and has its memory still
+        (b"R", 0x40004C, 9, (True, 9)),  # it is dying, and still has its memory
         (b"Z", 0x400100, 256, (True, 256)),
     ],
     ids=["runs", "dying", "dead"],
 )
-def test_who_never_runs_again(state, flags, code, told):
+def test_processes_that_never_run_again_are_recognized(state, flags, code, told):
     fields = [state, *[b"1"] * 5, b"%d" % flags, *[b"7"] * 42, b"%d" % code]
     assert parse_end(b"4711 (a b) S) " + b" ".join(fields) + b"\n") == told
 
 
-def test_a_debugger_and_the_signals_that_are_handled():
+def test_debugger_and_handled_signals_are_recognized():
     text = b"Name:\tpython\nTracerPid:\t77\nSigQ:\t0/7\nSigCgt:\t0000002000000002\n"
     assert parse_status(text) == (77, 1 << 37 | 1 << 1)
     assert parse_status(b"") == (0, 0)
 
 
-def test_bytes_read_and_written():
+def test_bytes_read_and_written_are_counted():
     text = b"rchar: 1000\nwchar: 24\nsyscr: 5\nsyscw: 6\nread_bytes: 4096\nwrite_bytes: 0\n"
     assert parse_io(text) == 1024
     assert parse_io(b"") == 0  # another user's process
@@ -75,7 +75,7 @@ cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0
 """
 
 
-def test_where_a_cgroup_says_that_it_is_frozen():
+def test_freezer_files_of_a_cgroup_are_found():
     mounts = parse_mounts(MOUNTS)
     assert mounts == {"freezer": "/sys/fs/cgroup/freezer", "unified": "/sys/fs/cgroup/unified"}
     text = b"6:freezer:/job\n1:cpu,cpuacct:/elsewhere\n0::/a:b/c\n"
@@ -83,24 +83,24 @@ def test_where_a_cgroup_says_that_it_is_frozen():
         "/sys/fs/cgroup/freezer/job/freezer.state",
         "/sys/fs/cgroup/unified/a:b/c/cgroup.events",
     ]
-    assert parse_cgroup(b"6:freezer:/\n0::/\n", mounts) == []  # a root can't be frozen
+    assert parse_cgroup(b"6:freezer:/\n0::/\n", mounts) == []  # the root cannot be frozen
     assert parse_cgroup(text, {}) == []
 
 
-def test_modern_hosts_have_one_hierarchy_only():
+def test_cgroup_v2_has_a_single_hierarchy():
     mounts = parse_mounts(b"cgroup2 /sys/fs/cgroup cgroup2 rw,nsdelegate 0 0\n")
     assert parse_cgroup(b"0::/user.slice/x\n", mounts) == [
         "/sys/fs/cgroup/user.slice/x/cgroup.events"
     ]
 
 
-def test_frozen_or_not():
+def test_frozen_state_is_parsed():
     assert says_frozen(b"populated 1\nfrozen 1\n") and says_frozen(b"FROZEN\n")
     for text in (b"populated 1\nfrozen 0\n", b"THAWED\n", b"FREEZING\n", b""):
         assert not says_frozen(text)
 
 
-def test_a_process_that_runs_is_not_hindered():
+def test_running_process_is_not_stopped():
     why, stat = proc_stats.cannot_run(os.getpid(), None)
     assert (why, stat.session) == ("", os.getsid(0))
     assert proc_stats.cannot_run(os.getpid(), stat)[0] == ""
@@ -113,8 +113,8 @@ def test_a_process_that_runs_is_not_hindered():
     assert not proc_stats.handles(os.getpid(), signal.SIGRTMIN + 9)
 
 
-def test_a_process_that_is_none():
-    none = 2**22 + 1  # greater than any process number
+def test_missing_process_has_no_state():
+    none = 2**22 + 1  # greater than any process ID
     assert proc_stats.stat_of(none).state == proc_stats.GONE
     assert proc_stats.cannot_run(none, None)[0] == ""
     assert not proc_stats.handles(none, signal.SIGINT)
@@ -122,7 +122,7 @@ def test_a_process_that_is_none():
     assert (seen.state, seen.cpu_s, seen.io_bytes, seen.traced) == (proc_stats.GONE, 0.0, 0, False)
 
 
-def test_what_runs_has_no_end_and_what_is_open_may_be_a_device(monkeypatch):
+def test_running_process_has_no_end_and_open_devices_are_found(monkeypatch):
     assert proc_stats.end_of(os.getpid()) is None
     with open("/dev/null", "rb"):
         assert not proc_stats.uses_devices(os.getpid())
@@ -130,8 +130,8 @@ def test_what_runs_has_no_end_and_what_is_open_may_be_a_device(monkeypatch):
         assert proc_stats.uses_devices(os.getpid())
 
 
-def test_a_device_is_open_while_any_thread_has_it_though_the_main_thread_has_ended(monkeypatch):
-    ends = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of this thread alone
+def test_device_is_open_while_any_thread_has_it(monkeypatch):
+    ends = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # exit(2), which ends only this thread
     script = (
         "import ctypes, threading, time\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
@@ -148,4 +148,4 @@ def test_a_device_is_open_while_any_thread_has_it_though_the_main_thread_has_end
         assert proc_stats.uses_devices(process.pid)
         assert proc_stats.end_of(process.pid) is None
         process.kill()
-    assert proc_stats.uses_devices(process.pid)  # nobody knows
+    assert proc_stats.uses_devices(process.pid)  # unknown

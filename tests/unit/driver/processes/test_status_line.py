@@ -1,4 +1,4 @@
-"""A line that stays at the bottom of a terminal: what the terminal is sent, piece by piece."""
+"""Status line at the bottom of a terminal: the bytes written to the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.driver.processes.status_line import DIM, ERASE, PLAIN, StatusLine
 
 
 class Terminal:
-    """Keeps rows as a terminal of 40 columns shows them."""
+    """Keeps the rows that a terminal of 40 columns shows."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -28,7 +28,7 @@ class Terminal:
         return rows
 
 
-def test_lines_scroll_by_above_it():
+def test_lines_scroll_above_the_status_line():
     terminal = Terminal()
     terminal.line.write(b"first\n")
     terminal.line.show(b"bert: 4 workers")
@@ -39,7 +39,7 @@ def test_lines_scroll_by_above_it():
     assert terminal.rows == ["first", "second", "third", "bert: 3 workers"]
 
 
-def test_at_the_end_nothing_of_it_is_left():
+def test_status_line_is_removed_at_the_end():
     terminal = Terminal()
     terminal.line.show(b"bert: 4 workers")
     terminal.line.write(b"last\n")
@@ -48,7 +48,7 @@ def test_at_the_end_nothing_of_it_is_left():
     assert terminal.rows == ["last", "more", ""]
 
 
-def test_a_progress_bar_is_left_alone():
+def test_progress_bar_is_not_overwritten():
     terminal = Terminal()
     terminal.line.show(b"bert: 4 workers")
     terminal.line.write(b"10 %")
@@ -60,7 +60,7 @@ def test_a_progress_bar_is_left_alone():
 
 
 @pytest.mark.parametrize("text", ["x" * 100, "漢" * 50, "a\x1b[2Jb\nc"])
-def test_it_is_one_row_and_nothing_that_a_terminal_obeys(text):
+def test_status_line_is_one_row_without_control_characters(text):
     terminal = Terminal()
     terminal.line.show(text.encode())
     [sent] = terminal.sent

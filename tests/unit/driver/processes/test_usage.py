@@ -1,4 +1,4 @@
-"""What workers use: rates from one look to the next, and GPUs as NVML names their processes."""
+"""Resource usage of workers: rates between samples, and GPUs as NVML reports their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sample(cpu_s: float, memory: int = 4096, state: str = "S") -> Sample:
     return Sample(state, cpu_s, 0, traced=False, memory=memory)
 
 
-def test_cores_are_processor_time_per_second_since_the_last_look():
+def test_cores_are_processor_time_per_second_since_the_last_sample():
     rates = Rates()
     assert rates.between({7: sample(10.0)}, {}, 100.0) == {7: Usage(None, 4096)}
     assert rates.between({7: sample(17.5), 8: sample(1.0)}, {}, 105.0) == {
@@ -28,14 +28,14 @@ def test_cores_are_processor_time_per_second_since_the_last_look():
     }
 
 
-def test_a_process_that_ended_has_no_usage_and_one_of_its_number_begins_anew():
+def test_exited_process_has_no_usage_and_a_reused_process_id_restarts():
     rates = Rates()
     rates.between({7: sample(10.0)}, {}, 100.0)
     assert rates.between({7: sample(0.0, 0, GONE)}, {}, 105.0) == {}
     assert rates.between({7: sample(1.0)}, {}, 110.0) == {7: Usage(None, 4096)}
 
 
-def test_reaped_children_that_leave_the_session_make_no_negative_rate():
+def test_reaped_children_that_leave_the_session_cause_no_negative_rate():
     rates = Rates()
     rates.between({7: sample(10.0)}, {}, 100.0)
     assert rates.between({7: sample(9.0)}, {}, 105.0)[7].cores == 0.0
@@ -73,7 +73,7 @@ class Nvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[SimpleNamespace]:
         own = SimpleNamespace(pid=self.pid, usedGpuMemory=1000 + gpu)
-        return [own, SimpleNamespace(pid=2**22 + 1, usedGpuMemory=77)]  # in no container of ours
+        return [own, SimpleNamespace(pid=2**22 + 1, usedGpuMemory=77)]  # not in our container
 
     def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
         if gpu == 0 and self.part:
@@ -85,11 +85,11 @@ class Nvml:
     ("nvml", "used"),
     [(Nvml(), (0.9, 2001)), (Nvml("broken"), (0.3, 1000)), (Nvml("broken", "part"), (None, 1000))],
 )
-def test_a_worker_has_the_memory_of_all_its_gpus_and_the_rate_of_the_busiest(nvml, used):
+def test_worker_has_the_memory_of_all_its_gpus_and_the_rate_of_the_busiest(nvml, used):
     assert Gpus(nvml).used_by({os.getpid()}) == {os.getpid(): used}
 
 
-def test_a_process_of_a_workers_session_counts_for_it():
+def test_process_in_a_workers_session_counts_for_it():
     session = subprocess.Popen(
         ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -102,16 +102,16 @@ def test_a_process_of_a_workers_session_counts_for_it():
 
 
 @pytest.mark.parametrize("kind", ["missing", "lost"])
-def test_without_a_driver_of_gpus_nothing_is_known_of_them(kind):
+def test_gpu_usage_is_unknown_without_a_driver(kind):
     assert Gpus(Nvml(kind)).used_by({os.getpid()}) == {}
 
 
-def test_pages_of_a_process():
+def test_memory_pages_of_a_process_are_parsed():
     assert parse_statm(b"9000 700 200 1 0 90 0\n") == (700, 200)
     assert parse_statm(b"") == (0, 0)
 
 
-def test_a_look_at_this_process():
+def test_this_process_can_be_sampled():
     leader = os.getsid(0)
     if proc_stats.stat_of(leader).state == GONE:
         pytest.skip("the leader of this session is in another namespace")

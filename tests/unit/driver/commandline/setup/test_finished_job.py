@@ -1,5 +1,4 @@
-"""Detection of a command that has finished before: only if nothing changed that could affect its training.
-"""
+"""Detection of a command that has finished before: only if nothing changed that could affect its training."""
 
 from __future__ import annotations
 
