@@ -169,16 +169,7 @@ class HandledState(_OfThisProcess, ObjectState):
             return None
         if models and partitioned:
             raise sharding.refuse_together(models[0].name, partitioned[0].name)
-        if models:
-            modules = [value for value in self._referred() if isinstance(value, torch.nn.Module)]
-            known = {id(parameter) for module in modules for parameter in module.parameters()}
-            for stepped in self._of_kind(OptimizerStateHandler):
-                for group in stepped.value.param_groups:
-                    for parameter in group["params"]:
-                        if id(parameter) not in known:
-                            raise sharding.refuse_stale(stepped.name, parameter)
-        for part in partitioned:
-            shard_checks.check_trained(part.name, part.value, self._referred())
+        self._check_parameters()
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(f"copies is {copies!r}: pass a number of further ranks, 1 or more")
         reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
@@ -203,6 +194,27 @@ class HandledState(_OfThisProcess, ObjectState):
         for followed in (*optimizers, *partitioned):
             sharding.follow_optimizer(followed.value)
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards)
+
+    def _check_parameters(self) -> None:
+        """Check that the models of a sharded state have the parameters that follow another world and are trained.
+
+        Raises:
+            NotElastic: a fully sharded model has other parameters than before, or an optimizer beside it trains others.
+            Invalid: an optimizer that is sharded by itself trains a parameter of no model.
+        """
+        for model in self._of_kind(FullyShardedHandler):
+            model.check_parameters()
+        if self._of_kind(FullyShardedHandler):
+            modules = [value for value in self._referred() if isinstance(value, torch.nn.Module)]
+            known = {id(parameter) for module in modules for parameter in module.parameters()}
+            for stepped in self._of_kind(OptimizerStateHandler):
+                for group in stepped.value.param_groups:
+                    for parameter in group["params"]:
+                        if id(parameter) not in known:
+                            raise sharding.refuse_stale(stepped.name, parameter)
+        for kind in (ZeroOptimizerHandler, DividedOptimizerHandler):
+            for part in self._of_kind(kind):
+                shard_checks.check_trained(part.name, part.value, self._referred())
 
     def _tell_shards(self) -> None:
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
@@ -281,6 +293,7 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
         """Keep the replicated values twice, like the shards: all ranks may have to restore the previous commit."""
+        self._check_parameters()
         snapshots = sharded.begin()
         self._begun += 1
         for name, part in self._handlers.items():

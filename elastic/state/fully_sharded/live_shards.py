@@ -64,6 +64,30 @@ class Sharded(Protocol):
 class FullyShardedHandler(ModelStateHandler):
     """Handler of a model to which ``fully_shard`` was applied."""
 
+    def _adopt_value(self) -> None:
+        super()._adopt_value()
+        self._followed = self._parameters()
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        fsdp2.reshard(self.model)
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+    def check_parameters(self) -> None:
+        """Check that the model has the parameters that it had when the state was made.
+
+        Raises:
+            NotElastic: a parameter was replaced, added or removed.
+        """
+        present, before = self._parameters(), self._followed
+        for name in {**before, **present}:
+            if present.get(name) is not before.get(name):
+                raise NotElastic(
+                    f"{self.what} has another parameter {name} than when the state was made, or has lost it: only"
+                    " parameters of that time follow another world; change modules, and apply fully_shard to them,"
+                    " before you make optimizer and state",
+                    Fixed.PARAMETERS,
+                )
+
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
         fsdp2.reshard(self.model)
         structure, tensors = super().live()

@@ -22,6 +22,7 @@ from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_bank import ShardBank
 from elastic.state.handled_state import shards_of
 from elastic.state.state import hold
+from elastic.torch_backend import sharding_guard
 
 pytestmark = [
     pytest.mark.slow,  # imports of torch's
@@ -83,6 +84,73 @@ def test_a_second_optimizer_of_a_plain_model_in_the_state_is_no_stale_one(four):
     model, head = network(), nn.Linear(1, 1)
     one, two = (torch.optim.SGD(each.parameters()) for each in (model, head))
     TorchState(model=model, head=head, one=one, two=two)
+
+
+def replace_module(model: Any, optimizer: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model[2] = nn.Linear(7, 1)
+    fully_shard(model[2])
+
+
+def replace_module_and_its_place_in_the_optimizer(model: Any, optimizer: Any) -> None:
+    replace_module(model, optimizer)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def replace_module_by_a_plain_one(model: Any, optimizer: Any) -> None:
+    model[2] = nn.Linear(7, 1)
+
+
+def add_parameter(model: Any, optimizer: Any) -> None:
+    model[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def remove_module(model: Any, optimizer: Any) -> None:
+    del model[2]
+
+
+def train_another_parameter(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_module,
+        replace_module_and_its_place_in_the_optimizer,
+        replace_module_by_a_plain_one,
+        add_parameter,
+        remove_module,
+        train_another_parameter,
+    ],
+)
+def test_parameters_changed_after_the_state_was_made_are_refused_by_the_next_commit(four, change):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    state.commit()
+    change(model, optimizer)
+    with pytest.raises(NotElastic) as refused:
+        state.commit()
+    assert refused.value.kind is Fixed.PARAMETERS
+
+
+def test_parameters_that_a_forward_pass_has_gathered_are_no_changed_ones(four):
+    model = network()
+    state = TorchState(model=model)
+    model.unshard()
+    state.commit()
+
+
+def test_another_optimizer_than_the_states_is_refused_before_its_first_update(four):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    TorchState(model=model, optimizer=optimizer)
+    sharding_guard.check(optimizer, 2, 4)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(torch.optim.SGD(model.parameters(), lr=0.1), 2, 4)
+    assert refused.value.kind is Fixed.OPTIMIZER
 
 
 def test_a_dtensor_within_a_value_of_a_state_is_refused_when_it_is_made_and_at_a_commit(four):

@@ -270,6 +270,26 @@ def test_parameters_that_are_added_in_a_world_with_another_order_of_ranks_are_re
         state.commit()
 
 
+def test_a_module_replaced_after_the_state_was_made_is_refused_by_the_next_commit():
+    model = network()
+    state = TorchState(model=model, optimizer=divided(model))
+    state.commit()
+    model[2] = nn.Linear(7, 3)
+    with pytest.raises(Invalid):
+        state.commit()
+
+
+def test_a_group_that_is_added_is_committed_if_its_parameters_are_in_the_state():
+    model, head = network(), nn.Linear(2, 2)
+    optimizer = divided(model)
+    state = TorchState(model=model, head=head, optimizer=optimizer)
+    optimizer.add_param_group({"params": head.parameters()})
+    state.commit()
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(Invalid):
+        state.commit()
+
+
 # ---- DistributedOptimizer with zero=1 --------------------------------------------------------------------------------
 
 
@@ -325,6 +345,17 @@ def test_a_distributed_optimizer_is_refused_before_an_update_unless_it_is_in_a_s
         TorchState(optimizer=optimizer)
     TorchState(model=model, optimizer=optimizer)
     sharding_guard.check(optimizer, 2, 4)
+
+
+def test_parameters_of_no_model_are_refused_by_the_next_commit(own):
+    model, head = network(), nn.Linear(2, 2)
+    optimizer = distributed_optimizer(model)
+    state = TorchState(model=model, head=head, optimizer=optimizer)
+    optimizer.add_param_group({"params": head.parameters()})
+    state.commit()
+    head.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(Invalid):
+        state.commit()
 
 
 def test_its_layout_differs_from_that_of_a_whole_optimizer(own):
