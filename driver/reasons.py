@@ -294,6 +294,14 @@ def _ended(facts: Mapping[str, Any]) -> str:
     return f"{text}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
 
 
+def _layouts_differ(facts: Mapping[str, Any]) -> str:
+    """``first``: a worker that was rejected for the same state before, or None if shards were lost with ``worker``."""
+    again = ", as did that of {first} before" if facts["first"] else ", and its shards are lost"
+    said = "the state of {worker} differs from that of {rank_0}" + again
+    build = "build the same model, optimizer and state on every rank"
+    return f"{_words.vformat(said, (), facts)}: {build}"
+
+
 def _all_returned(facts: Mapping[str, Any]) -> str:
     """Sentence of a successful end.
 
@@ -507,8 +515,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.CALLS_DIFFER: "{text}",
     Why.SAME_CALLS: "after the commit was restored, the next world failed in the same way: {cause}",
     Why.TENSORS_DIFFER: "{summary}",
-    Why.LAYOUTS_DIFFER: "the state of {worker} differs from that of {rank_0}, as did that of {first} before: build"
-    " the same model, optimizer and state on every rank",
+    Why.LAYOUTS_DIFFER: _layouts_differ,
     Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
     Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     Why.ENDED: _ended,

@@ -56,7 +56,7 @@ from elastic.runtime.worker import Runtime
 from elastic.script_checks.observer import ScriptObserver, observing
 from elastic.state import bit_flips, exchange, newcomer
 from elastic.state.snapshots import memory_ahead
-from elastic.state.state import State, has_custom_sync
+from elastic.state.state import State, has_custom_sync, options_of
 from elastic.torch_backend import following_group, sharding_guard
 
 Parameters = ParamSpec("Parameters")
@@ -305,7 +305,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
             durable.resume(rt, state)
             state.sync()
         return
-    text = "\n".join(filter(None, (state.layout(), others)))
+    text = "\n".join(filter(None, (state.layout(), *options_of(state), others)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     if rt.session.recovery.newcomer:
         step_input = rt.session.recovery.step_input

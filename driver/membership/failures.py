@@ -102,9 +102,10 @@ class Failures(Part):
             return
         if event.final:
             refused = Why.NO_RESUME if event.code == 1 else Why.SCRIPT_REFUSED
+            end = because(refused, text=event.summary)
             if event.shards_lost:
-                refused = Why.SHARDS_LOST
-            self.worlds.end(event.code, because(refused, text=event.summary))
+                end = self.worlds.give_up.shards_lost(self.worlds.world, event.summary)
+            self.worlds.end(event.code, end)
         raised = f"{self.worlds.named(record)} raised {event.summary}"
         trace = event.traceback.rstrip()
         if not self.settings.elastic:

@@ -5,12 +5,12 @@ Every rank of the group takes part, with or without an optimizer of its own, and
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
 
+from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives, Op
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, StateMismatch
@@ -39,8 +39,7 @@ def find(
     group.allreduce(lowest, Op.MAX).wait()
     other = None if int(lowest) == _NOBODY else -int(lowest)
     other_lines = lines if other is None else _share(group, device, other, own)
-    with contextlib.suppress(CollectiveFailed):
-        group.barrier().wait()  # a rank that raises leaves the group: by then all ranks have the lines
+    agreement.wait_for_all(group)  # before the callers raise
     return Found(first, other, lines, other_lines)
 
 

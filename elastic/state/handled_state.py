@@ -193,7 +193,7 @@ class HandledState(_OfThisProcess, ObjectState):
             sharding.follow(model.model)
         for followed in (*optimizers, *partitioned):
             sharding.follow_optimizer(followed.value)
-        return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards)
+        return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
         """Check that the models of a sharded state have the parameters that follow another world and are trained.
@@ -411,6 +411,9 @@ class HandledState(_OfThisProcess, ObjectState):
     def layout(self) -> str:
         """``model.0.weight float32 [10, 20]``, ``optimizer SGD groups [4]``; no values, no optimizer entries."""
         return "\n".join(line for part in self._parts().values() for line in part.layout())
+
+    def _options(self) -> list[str]:
+        return [] if self._sharded is None else self._sharded.options()
 
     def handled(self) -> list[object]:
         return [part.value for part in self._parts().values()]

@@ -178,6 +178,9 @@ class State:
         """The lines that must agree on all workers. Empty: nothing is compared."""
         return ""
 
+    def _options(self) -> list[str]:
+        return []
+
     def transfer(
         self,
         group: Collectives,
@@ -348,6 +351,11 @@ def hold(state: ObjectState) -> Held:
     written, DeviceLost.
     """
     return state._hold()
+
+
+def options_of(state: State) -> list[str]:
+    """Lines of options that must agree on all workers of a world, like the layout, but not with a checkpoint."""
+    return state._options()
 
 
 def prepare_hold(state: ObjectState) -> None:

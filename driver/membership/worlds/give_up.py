@@ -95,12 +95,20 @@ class GiveUpRules:
         worker = record.worker
         lost = because(Why.LOST_REJECTED, worker=str(worker))
         self.script_failures.failed(record.slot, lost)
-        member = worker in world.places
-        first = self.script_failures.repeats(worker, record.layout, member=member)
+        member_of = world.generation if worker in world.places else None
+        first = self.script_failures.repeats(worker, record.layout, member_of=member_of)
         if first is None or not self._settings.judge_scripts:
             return None
         rank_0 = str(world.members[0])
         return because(Why.LAYOUTS_DIFFER, first=str(first), worker=str(worker), rank_0=rank_0)
+
+    def shards_lost(self, world: World, text: str) -> Reason:
+        """No worker holds some shards: ``text``. With a member that was turned away, its shards are gone."""
+        away = self.script_failures.turned_away_before(world.generation)
+        if away is None:
+            return because(Why.SHARDS_LOST, text=text)
+        rank_0 = str(world.members[0])
+        return because(Why.LAYOUTS_DIFFER, first=None, worker=str(away), rank_0=rank_0)
 
     def was_stuck(self, generation: int) -> None:
         """Record that a member was fenced because it was stuck."""

@@ -23,6 +23,8 @@ class ScriptFailures:
     )  # why the script of its last worker failed
     # Rejected members and the digests of their layouts.
     _turned_away: dict[Slot, tuple[Worker, str]] = field(default_factory=dict)
+    # The last of them, with the generation that it was a member of.
+    _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
         """Record a failed script: it raised, exited with a nonzero code, or has another state than the world."""
@@ -42,14 +44,23 @@ class ScriptFailures:
         """Return why fewer workers returned than the job began with; empty if no script is to blame."""
         return [*self._of.values()] if returned < self.began else []
 
-    def repeats(self, worker: Worker, layout: str, *, member: bool) -> Worker | None:
-        """Record a worker rejected for its layout.
+    def repeats(self, worker: Worker, layout: str, *, member_of: int | None) -> Worker | None:
+        """Return the member before this worker in its slot, if both were rejected for the same layout.
 
-        Return the member rejected before it in its slot for the same layout, if any.
+        Args:
+            worker: the rejected worker.
+            layout: the digest of its layout.
+            member_of: the generation that it was a member of, or None.
         """
         slot = (worker.host, worker.slot)
-        if member:
+        if member_of is not None:
             self._turned_away[slot] = (worker, layout)
+            self._last_turned_away = (worker, member_of)
             return None
         before = self._turned_away.get(slot)
         return before[0] if before is not None and before[1] == layout else None
+
+    def turned_away_before(self, generation: int) -> Worker | None:
+        """Return the member that was turned away when this generation was formed."""
+        last = self._last_turned_away
+        return last[0] if last is not None and last[1] == generation - 1 else None

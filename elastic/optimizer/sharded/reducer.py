@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import torch
 
 from elastic.api.compression import Compression
+from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory.process_group import SharedCollectives
@@ -339,13 +340,14 @@ class ShardReducer:
             found = self._of_all(group, _digest(self._lines()), _digest(self.shards.arithmetic))
             differs = [rank for rank, row in enumerate(found) if row[0] != found[0][0]]
             if differs:
-                raise StateMismatch(
+                error = StateMismatch(
                     f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: pass"
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
+                agreement.raise_together(group, error)
             others = [str(rank) for rank, row in enumerate(found) if row[1] != found[0][1]]
             if others:
-                self._computes_differently(world, f"rank {', '.join(others)}")
+                self._computes_differently(world, group, f"rank {', '.join(others)}")
             self._share_order(group)
             shared = all(bucket.shared for bucket in self._plan.buckets)
             self._in_memory = all(row[0] for row in self._of_all(group, int(shared)))
@@ -372,14 +374,15 @@ class ShardReducer:
         group.broadcast(order, 0).wait()
         self._plan.take_order(tuple(order.tolist()))
 
-    def _computes_differently(self, world: Context, who: str) -> None:
+    def _computes_differently(self, world: Context, group: Collectives, who: str) -> None:
         """Where a driver compares, only those come here that were let in."""
         differs = f"{who} computes differently from rank 0: other threads, instructions or versions"
         if not world.env.allow_inexact:
-            raise StateMismatch(
+            error = StateMismatch(
                 f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them"
                 " the same, set ELASTIC_ALLOW_INEXACT=1, or pass exact=False to Shards"
             )
+            agreement.raise_together(group, error)
         if world.place.rank == 0:
             self.shards.computes_differently(differs)
         elif self.shards.inexact_since is None:

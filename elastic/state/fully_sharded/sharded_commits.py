@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives
 from elastic.collectives.shared_memory.peer_memory import Unreachable
 from elastic.errors import ShardLost, StateMismatch
@@ -181,12 +182,19 @@ class ShardedCommits:
         parts: returns the parts that have sharded tensors.
         copies: number of ranks on other hosts that keep a copy of each shard.
         least: smallest number of shards of a mesh with replicas; None: one shard per rank.
+        given: ``least_shards`` as the script gave it. Without it, ``least`` is that of a mesh, which a joining worker
+            may have made with another shape.
     """
 
     def __init__(
-        self, parts: Callable[[], Iterable[Sharded]], copies: int, least: int | None = None
+        self,
+        parts: Callable[[], Iterable[Sharded]],
+        copies: int,
+        least: int | None = None,
+        given: int | None = None,
     ) -> None:
         self.copies = copies
+        self.given = given
         self.least = least  # as in `Choice`
         self.spent = CommitCost()
         self.moved = 0  # bytes sent at the last change of the world
@@ -202,6 +210,11 @@ class ShardedCommits:
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
+
+    def options(self) -> list[str]:
+        """Return the lines of options that must be equal on all workers of a world."""
+        least = [] if self.given is None else [f"least_shards {self.given}"]
+        return [f"copies {self.copies}", *least]
 
     # ---- a commit ------------------------------------------------------------------------------------------------
 
@@ -326,18 +339,20 @@ class ShardedCommits:
                 bank.map_peer(shard_of[rank], arena, offset, size)
         other = next((rank for rank, each in enumerate(found) if each[:2] != same), None)
         if other is not None:
-            raise StateMismatch(
+            error = StateMismatch(
                 f"this rank commits other sharded tensors than rank {other}, or another number of commits: all ranks"
                 " have to step the same optimizers and call commit() alike"
             )
+            agreement.raise_together(group, error)
         for shard, column in enumerate(replicas):
             differs = [rank for rank in column if found[rank][4] != found[column[0]][4]]
             if differs:
-                raise StateMismatch(
+                error = StateMismatch(
                     f"ranks {column[0]} and {differs[0]} hold shard {shard}, and its values differ: one of them"
                     " computes differently (hardware, versions), or the script changes parameters or learning rates on"
                     " some ranks only"
                 )
+                agreement.raise_together(group, error)
 
     def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> int:
         """Send this rank's shard to the ranks that keep a copy of it, and receive theirs. Return the bytes sent."""

@@ -2,6 +2,7 @@
 
 STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for 4 workers.
 SLOW  seconds of pause after each step.   LEAST  shards: replicas of them.
+COPIES and LEAST are one number, or one of each rank: 1,2.
 At the end every worker writes ``out/WORKER.json``.
 """
 
@@ -159,6 +160,11 @@ def gathered(parameter: Any) -> torch.Tensor:
     return whole.detach().double()
 
 
+def of_rank(numbers: str) -> int:
+    each = numbers.split(",")
+    return int(each[dist.get_rank() % len(each)])
+
+
 def main() -> None:
     steps, full = int(os.environ["STEPS"]), int(os.environ.get("FULL", "0"))
     feature = os.environ.get("FEATURE", "plain")
@@ -169,9 +175,9 @@ def main() -> None:
     more: dict[str, Any] = {
         f"optimizer{number}": each for number, each in enumerate(training.optimizers)
     }
-    copies = int(os.environ.get("COPIES", "1"))
+    copies = of_rank(os.environ.get("COPIES", "1"))
     if "LEAST" in os.environ:
-        more["least_shards"] = int(os.environ["LEAST"])
+        more["least_shards"] = of_rank(os.environ["LEAST"])
     state = elastic.TorchState(
         model=model,
         schedule=training.schedule,

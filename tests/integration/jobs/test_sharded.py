@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic.driver.reasons import Why
 from harness.history import SCRIPTS
 from harness.sharded_jobs import (
     AGAIN,
@@ -81,6 +82,16 @@ def test_replicas_become_shards_after_a_kill_and_replicas_again_after_a_join(job
 @pytest.mark.nightly
 def test_shards_that_no_worker_holds_end_the_job(job: Any, tmp_path: Path):
     ends_without_two_shards(job, "fsdp.py", tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("differs", [{"COPIES": "1,2"}, {"LEAST": "1,2"}])
+def test_options_that_differ_between_ranks_end_the_job(job: Any, differs: dict[str, str]):
+    env = {"STEPS": "5"} | differs
+    training = job("-np 2 --min-np 2", ["python", SCRIPTS / "fsdp.py"], env=env)
+    assert training.wait(120) == 1
+    (end,) = training.actions("EndJob")
+    assert end["reason"]["kind"] == Why.LAYOUTS_DIFFER.value
 
 
 @pytest.mark.nightly

@@ -138,6 +138,28 @@ def test_same_mismatching_state_in_the_same_slot_ends_the_job():
     assert (found.code, found.reason) == (1, both)
 
 
+def loses_shards(name: str, generation: int) -> WorkerRaised:
+    return WorkerRaised(
+        worker(name), generation, None, "shard 1 of 3 was on h", "", final=True, shards_lost=True
+    )
+
+
+def test_job_ends_for_the_state_of_a_rejected_member_whose_shards_are_lost():
+    talk = started(3, judge_scripts=True, workers_min=1)
+    talk.tell(ready("h:0", 1, layout="a"), ready("h:1", 1, layout="b"), ready("h:2", 1, layout="a"))
+    found = the(EndJob, talk.tell(loses_shards("h:0", talk.m.generation)))
+    differs = because(Why.LAYOUTS_DIFFER, first=None, worker="h:1#1", rank_0="h:0#1")
+    assert (found.code, found.reason) == (1, differs)
+    assert str(found.reason)
+
+
+def test_job_ends_for_shards_that_are_lost_in_a_later_world():
+    talk = turned_away()
+    talk.tell(exited("h:2", -9))
+    talk.ready("h:0", commit=(2, 4))
+    assert end(talk.tell(loses_shards("h:0", talk.m.generation))) == (1, Why.SHARDS_LOST)
+
+
 def test_third_state_is_only_rejected():
     actions = turned_away().tell(ready("h:1#2", 0, layout="c"))
     assert has(RejectWorker, actions) and not has(EndJob, actions)

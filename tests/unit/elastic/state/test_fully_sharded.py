@@ -21,7 +21,7 @@ from elastic.state.fully_sharded import fsdp2, lasting_memory
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_bank import ShardBank
 from elastic.state.handled_state import shards_of
-from elastic.state.state import hold
+from elastic.state.state import hold, options_of
 from elastic.torch_backend import sharding_guard
 
 pytestmark = [
@@ -444,6 +444,19 @@ def test_the_fewest_shards_are_those_of_the_mesh_unless_they_are_given(four, mon
     for given in (None, 2):
         with pytest.raises(Invalid):
             sharding.least_shards(models, given)
+
+
+def test_workers_of_a_world_compare_copies_and_least_shards_as_given_but_no_checkpoint_does(four):
+    model = network()
+    one, other, few = (
+        TorchState(model=model, copies=copies, least_shards=least)
+        for copies, least in ((1, None), (2, None), (1, 2))
+    )
+    assert one.layout() == other.layout() == few.layout()
+    assert len({tuple(options_of(each)) for each in (one, other, few)}) == 3
+    # A worker that joins makes its mesh for another number of workers.
+    assert options_of(TorchState(model=hybrid())) == options_of(one)
+    assert options_of(TorchState(model=nn.Linear(2, 2), copies=3)) == []
 
 
 def test_a_state_with_replicas_restores_exactly_the_committed_bits(four):

@@ -1,0 +1,25 @@
+"""Errors that every rank of a group finds in the same collective. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NoReturn
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import CollectiveFailed
+
+
+def wait_for_all(group: Collectives) -> None:
+    """Wait until every rank has the result of the previous collective. Collective.
+
+    A rank that raises leaves the group. A rank that still waits for that result would then report a lost peer instead
+    of the error.
+    """
+    with contextlib.suppress(CollectiveFailed):
+        group.barrier().wait()
+
+
+def raise_together(group: Collectives, error: Exception) -> NoReturn:
+    """Raise an error on this rank, once every rank has found it. Call it on all ranks."""
+    wait_for_all(group)
+    raise error
