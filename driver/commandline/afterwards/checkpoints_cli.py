@@ -49,6 +49,7 @@ class ExportOptions:
         "FILE",
         "File to write; with .safetensors, only the models' tensors (default: name of the commit's folder, and .pt)",
     )
+    force: bool = switch("--force", "Overwrite FILE if it exists.")
 
 
 def export_parser() -> Parser:
@@ -68,7 +69,7 @@ def parser() -> Parser:
     made = Parser(
         prog="elasticrun checkpoints",
         usage="elasticrun checkpoints [flags] DIR-OR-URL\n"
-        "       elasticrun checkpoints export [--out FILE] DIR-OR-URL[@COMMIT]",
+        "       elasticrun checkpoints export [--out FILE] [--force] DIR-OR-URL[@COMMIT]",
         description=DESCRIPTION,
     )
     add_declared(made.group("actions"), CheckpointsOptions)
@@ -148,6 +149,8 @@ def _export(arguments: Sequence[str]) -> int:
             storage, which = Storage(url), commit
         found = catalog.chosen(storage, which) if which else _newest(storage)
         out = options.out or f"{found.name}.pt"
+        if os.path.lexists(out) and not options.force:
+            raise Invalid(f"{out} exists: give another --out FILE, or --force to overwrite it")
         from elastic.checkpoints import (
             exporting,
         )  # imports torch, which the other commands do not need

@@ -189,6 +189,12 @@ def test_the_command_exports_the_newest_or_the_commit_that_is_given(
     assert torch.load("r0001-g0002-c00000040.pt")["step"] == 4
     assert checkpoints_cli.main(["export", "a@b@g2c30", "--out", "three.pt"]) == 0
     assert torch.load("three.pt")["step"] == 3
+    for wrong in (["export", "a@b"], ["export", "a@b", "--out", "three.pt"]):
+        with pytest.raises(Invalid):  # the file exists
+            checkpoints_cli.main(wrong)
+    assert torch.load("three.pt")["step"] == 3
+    assert checkpoints_cli.main(["export", "a@b", "--out", "three.pt", "--force"]) == 0
+    assert torch.load("three.pt")["step"] == 4
     for wrong in (["export"], ["export", "nothing"], ["export", "a@b@g9c9"]):
         with pytest.raises(Invalid):
             checkpoints_cli.main(wrong)
