@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -111,7 +110,7 @@ def whole_state(storage: Storage, found: Manifest) -> WholeState:
     """Read all files of a checkpoint and verify their checksums.
 
     Raises:
-        NotReadable: the checkpoint is damaged.
+        NotReadable: the checkpoint is damaged, or lacks the sizes of an optimizer's groups.
         OSError: reading failed.
     """
     tensors = _whole_tensors(storage, found)
@@ -150,7 +149,9 @@ def _take_part(
             except _NotPortable:
                 made.left_out.append(LeftOut(f"{name}.{key}"))
     elif {"origins", "options"} <= kinds:
-        sizes = _group_sizes(found, name)
+        if name not in found.group_sizes:
+            raise NotReadable(f"its manifest does not have the groups of the optimizer {name}")
+        sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
     elif tensors:  # of an unknown kind, or with pickled Python values
         described = _by_path(found, name, tensors)
@@ -172,19 +173,6 @@ def _by_path(found: Manifest, part: str, tensors: dict[str, torch.Tensor]) -> di
                 inside = inside.setdefault(str(key), {})
             inside[str(last)] = tensors[each.key]
     return made
-
-
-def _group_sizes(found: Manifest, part: str) -> list[int]:
-    """Return the number of parameters in each group of an optimizer.
-
-    Raises:
-        NotReadable: the layout does not contain them.
-    """
-    line = re.compile(rf"{re.escape(part)} \S+ groups \[([\d, ]*)\]")
-    for each in found.layout.splitlines():
-        if said := line.fullmatch(each):
-            return [int(number) for number in said[1].split(",") if number.strip()]
-    raise NotReadable(f"its layout does not have the groups of the optimizer {part}")
 
 
 def _whole_tensors(storage: Storage, found: Manifest) -> dict[Key, torch.Tensor]:

@@ -135,7 +135,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """A complete commit.
 
     ``values`` and ``structures`` are Python values by name and by part, see `plain_data`. Values that are not plain
-    data are in the file `PICKLED` instead and are named in ``pickled``.
+    data are in the file `PICKLED` instead and are named in ``pickled``. ``group_sizes`` are the numbers of parameters
+    of each group of an optimizer, by part.
     """
 
     format: int
@@ -150,6 +151,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: list[StoredTensor]
     files: dict[str, StoredFile]
     generators: list[Any]
+    group_sizes: dict[str, list[int]] = {}
 
     @property
     def bytes(self) -> int:

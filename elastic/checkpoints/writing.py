@@ -38,6 +38,7 @@ from elastic.checkpoints.plain_data import NotPlain
 from elastic.checkpoints.values import to_plain
 from elastic.failpoints import failpoint
 from elastic.optimizer.gradients.not_finite import finite
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import ATOMS, dumps
 from elastic.state.held import Held
 from elastic.state.snapshots.digest import digest
@@ -177,6 +178,11 @@ def seal(
         tensors=tensors,
         files=files,
         generators=[share.generators for share in found],
+        group_sizes={
+            name: [len(parameters) for parameters in part.own]
+            for name, part in held.parts.items()
+            if isinstance(part.part, OptimizerStateHandler)
+        },
     )
     trouble = manifest.missing(whole, storage.sizes(str(name)))
     if trouble:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -100,6 +101,20 @@ def test_an_exported_checkpoint_loads_into_plain_objects_which_train_on_alike(
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     schedule.load_state_dict(found["schedule"])
     assert schedule.last_epoch == 3
+
+
+@KINDS
+def test_groups_of_an_optimizer_are_those_of_the_manifest_whatever_the_layout_says(
+    tmp_path: Any, write: Write
+):
+    storage, state = Storage(str(tmp_path)), trained()
+    found = write(storage, state, NAME, 2)
+    assert found.group_sizes == {"optimizer": [2, 2]}
+    other = msgspec.structs.replace(found, layout=found.layout.replace("groups", "parameters"))
+    exported = exporting.whole_state(storage, other).others["optimizer"]
+    assert [group["params"] for group in exported["param_groups"]] == [[0, 1], [2, 3]]
+    with pytest.raises(NotReadable):
+        exporting.whole_state(storage, msgspec.structs.replace(found, group_sizes={}))
 
 
 @KINDS
