@@ -20,7 +20,6 @@ from elastic.checkpoints.shard_reader import ShardReader
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
 from elastic.runtime.worker import Runtime
-from elastic.state.fully_sharded import zero
 from elastic.state.fully_sharded.sharded_commits import Meeting
 from elastic.state.handled_state import HandledState, shards_of
 from elastic.state.state import ObjectState, State
@@ -41,18 +40,6 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
         raise Invalid(
             f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
-        )
-    if any(map(zero.is_zero, state.handled())):
-        raise Invalid(
-            "--checkpoint-dir: the state has a ZeroRedundancyOptimizer, of which each rank keeps a part, and such parts"
-            " are not written to checkpoints; save it in the training function, with consolidate_state_dict(), or train"
-            " without --checkpoint-dir"
-        )
-    if any(map(zero.is_divided, state.handled())):
-        raise Invalid(
-            "--checkpoint-dir: the state has a DistributedOptimizer with zero=1, of which each rank keeps a part, and"
-            " such parts are not written to checkpoints; leave zero=1 out, or train without --checkpoint-dir and save"
-            " the model alone in the training function"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(

@@ -189,6 +189,10 @@ def _whole_tensors(storage: Storage, found: Manifest) -> dict[Key, torch.Tensor]
                     stored.shape, dtype=dtype_named(stored.dtype), device="cpu"
                 )
             whole[key][stored.rows.begin : stored.rows.end] = tensor
+    for stored in found.tensors:
+        if stored.rows is not None and stored.rows.sizes is not None:
+            key = stored.part, stored.key
+            whole[key] = whole[key].view(stored.rows.sizes)
     return whole
 
 

@@ -78,6 +78,8 @@ class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int
     sums: list[int]
     plain: bool = False  # the optimizer keeps a plain tensor of its rank's rows, not a DTensor
+    sizes: list[int] | None = None  # rows are the elements of a flattened tensor of this shape
+    on_host: bool = False  # in host memory even if its parameter is on a GPU
 
 
 class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -74,7 +74,7 @@ class ShardReader:
             return False
         reset()  # on all ranks at once, since callbacks may contain collectives
         while (chosen := self._from_rank_0(self._load)) is not None:
-            specs = row_specs(chosen.manifest.tensors)
+            specs = sharded.recognized(row_specs(chosen.manifest.tensors))
             self._send_replicated()
             targets = sharded.divide(self._rt, self._met, specs)
             failpoint("durable-rows")
@@ -175,8 +175,14 @@ def row_specs(tensors: list[StoredTensor]) -> dict[str, RowSpec]:
     found: dict[str, RowSpec] = {}
     for each in tensors:
         if each.rows is not None:
-            spec = RowSpec(tuple(each.shape), dtype_named(each.dtype), each.rows.plain)
-            found[f"{each.part}/{each.key}"] = spec
+            rows = each.rows
+            found[f"{each.part}/{each.key}"] = RowSpec(
+                tuple(each.shape),
+                dtype_named(each.dtype),
+                rows.plain,
+                None if rows.sizes is None else tuple(rows.sizes),
+                rows.on_host,
+            )
     return found
 
 

@@ -82,10 +82,13 @@ def _write(item: StateItem, file: str, out: CheckedFile) -> StoredTensor:
         tensor_file.write(item.tensor, out)
         rows = None
     else:
-        tensor, begin = item.rows.rows, item.rows.begin
+        held = item.rows
+        tensor, begin = held.rows, held.begin
         step = row_ranges.rows_of_piece(tensor.nbytes // len(tensor))
         data, sums = tensor_file.write_rows(tensor, out, step)
-        rows = StoredRows(begin, begin + len(tensor), data, step, sums, item.rows.plain)
+        sizes = None if held.sizes is None else list(held.sizes)
+        end = begin + len(tensor)
+        rows = StoredRows(begin, end, data, step, sums, held.plain, sizes, held.on_host)
     dtype = str(item.tensor.dtype).removeprefix("torch.")
     return StoredTensor(
         item.part,

@@ -14,12 +14,17 @@ from elastic.state.snapshots.snapshot import Bank, Snapshot
 
 @dataclass(frozen=True)
 class HeldRows:
-    """This rank's rows of a sharded tensor, from row ``begin`` on. ``whole``: a meta tensor like the whole one."""
+    """This rank's rows of a sharded tensor, from row ``begin`` on. ``whole``: a meta tensor like the whole one.
+
+    ``plain``, ``sizes`` and ``on_host``: see `live_shards.RowSpec`.
+    """
 
     whole: torch.Tensor
     begin: int
     rows: torch.Tensor
-    plain: bool  # see `live_shards.RowSpec`
+    plain: bool
+    sizes: tuple[int, ...] | None = None
+    on_host: bool = False
 
 
 @dataclass

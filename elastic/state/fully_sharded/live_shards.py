@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.sharding.division import Division
 from elastic.sharding.rows import ShardedTensor
 from elastic.state.fully_sharded import fsdp2
 from elastic.state.handlers.model_state import ModelStateHandler
@@ -22,11 +23,21 @@ from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 
 @dataclass(frozen=True)
 class RowSpec:
-    """Description of a tensor that is sharded by rows. ``shape`` is that of the whole tensor."""
+    """Description of a tensor that is sharded by rows.
+
+    Args:
+        shape: of the whole tensor; its first dimension is divided.
+        dtype: of the tensor.
+        plain: whether the optimizer keeps a plain tensor of this rank's rows, not a DTensor.
+        sizes: if rows are the elements of a flattened tensor, the shape of that tensor.
+        on_host: whether it is in host memory even if its parameter is on a GPU.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    plain: bool = False  # a plain tensor of this rank's rows, not a DTensor
+    plain: bool = False
+    sizes: tuple[int, ...] | None = None
+    on_host: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -52,17 +63,47 @@ class LiveShard:
 
 
 class Sharded(Protocol):
-    """Part of a state that has sharded tensors."""
+    """Part of a state that is divided into shards: a model, or an optimizer. `ShardedCommits` knows no other.
+
+    ``RowSpec.tensor`` gives the rows that each shard has of a tensor.
+    """
 
     name: str
+    everywhere: bool  # whether all ranks have rows of the same tensors
 
-    def live_shards(self) -> dict[str, LiveShard]: ...
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """This rank's shard and the number of shards at present; None: those of the model that it trains."""
 
-    def abandon_pass(self) -> None: ...
+    def live_shards(self) -> dict[str, LiveShard]:
+        """Return this rank's rows, by name."""
+
+    def recognized(self, key: str, spec: RowSpec) -> RowSpec:
+        """Return the description of a tensor that was read from a checkpoint."""
+
+    def follow(self, division: Division) -> dict[str, torch.Tensor]:
+        """Take this rank's shard of another world.
+
+        Return the tensors that hold its rows from now on, by name, not yet filled. Rows of other tensors are set by
+        `place_shards`.
+        """
+
+    def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
+        """Set this rank's rows, by name, once they are received."""
+
+    def abandon_pass(self) -> None:
+        """Discard what an interrupted forward or backward pass has left."""
 
 
 class FullyShardedHandler(ModelStateHandler):
     """Handler of a model to which ``fully_shard`` was applied."""
+
+    everywhere = True
+
+    @property
+    def position(self) -> tuple[int, int]:
+        shards, shard = fsdp2.shards_of(fsdp2.mesh_of(self.model))
+        return shard, shards
 
     def _adopt_value(self) -> None:
         super()._adopt_value()
@@ -108,6 +149,28 @@ class FullyShardedHandler(ModelStateHandler):
             for name, param in fsdp2.sharded_params(self.model).items()
         }
 
+    def recognized(self, key: str, spec: RowSpec) -> RowSpec:
+        return spec
+
+    def follow(self, division: Division) -> dict[str, torch.Tensor]:
+        """Move the parameters to another mesh. Collective.
+
+        Process groups of a subset of the ranks end with their world, as do those of a mesh of replicas. A world that
+        broke before training resumed may have left another mesh, on some ranks only.
+        """
+        model, size = self.model, len(division.order)
+        if not (division.unchanged and fsdp2.is_over_all(model, size, division.shard)):
+            like = fsdp2.mesh_of(model)
+            if division.replicated:
+                mesh = fsdp2.make_hybrid_mesh(like, division.order, division.shards)
+            else:
+                mesh = fsdp2.make_mesh(like, division.order)
+            fsdp2.remesh(model, mesh)
+        return {name: each.local for name, each in self.live_shards().items()}
+
+    def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
+        """The rows are in the parameters already."""
+
     def abandon_pass(self) -> None:
         fsdp2.abandon(self.model)
         self.restore_nothing()
@@ -115,6 +178,12 @@ class FullyShardedHandler(ModelStateHandler):
 
 class ShardedOptimizerHandler(OptimizerStateHandler):
     """Handler of an optimizer of sharded parameters. Entries of the shape of their parameter are sharded like it."""
+
+    everywhere = True
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        return None
 
     def _adopt_value(self) -> None:
         super()._adopt_value()
@@ -163,8 +232,13 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
                 )
         return found
 
+    def recognized(self, key: str, spec: RowSpec) -> RowSpec:
+        return spec
+
+    def follow(self, division: Division) -> dict[str, torch.Tensor]:
+        return {}
+
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Set this rank's rows of the entries, given by name, in the optimizer."""
         parameters = list(self.parameters())
         for name, (spec, local) in found.items():
             number, _, key = name.partition(".")

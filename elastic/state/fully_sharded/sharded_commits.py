@@ -25,6 +25,7 @@ from elastic.protocol.messages import SHARDS_COMMIT
 from elastic.runtime import lifecycle
 from elastic.runtime.worker import Runtime
 from elastic.sharding.bank_cycle import BankCycle, BankRecord
+from elastic.sharding.division import Division
 from elastic.sharding.inventory import (
     CommitId,
     HeldShard,
@@ -44,17 +45,10 @@ from elastic.sharding.moves import (
 from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.replicas import columns, mesh_shape, sender
 from elastic.sharding.rows import Rows, ShardLayout, owners
-from elastic.state.fully_sharded import fsdp2, lasting_memory, objects
+from elastic.state.fully_sharded import lasting_memory, objects
 from elastic.state.fully_sharded.lasting_memory import ArenaOffer, PeerArena
-from elastic.state.fully_sharded.live_shards import (
-    FullyShardedHandler,
-    LiveShard,
-    RowSpec,
-    Sharded,
-    ShardedOptimizerHandler,
-)
+from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, Sharded
 from elastic.state.fully_sharded.shard_bank import ShardBank, as_layout
-from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.held import Held, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -273,7 +267,7 @@ class ShardedCommits:
     def _agree_on_specs(self, live: dict[str, LiveShard]) -> dict[str, RowSpec]:
         """Return the specs of the tensors of all ranks. Collective if ranks can have different tensors."""
         mine = {name: each.spec for name, each in live.items()}
-        if not self._partitioned():
+        if self._everywhere():
             return mine
         mine = _merged([mine])
         rt = lifecycle.active()
@@ -293,21 +287,16 @@ class ShardedCommits:
         self, specs: dict[str, RowSpec], live: dict[str, LiveShard]
     ) -> dict[str, LiveShard]:
         """Return this rank's rows of these tensors; empty rows for tensors that it does not have."""
-        if not self._partitioned():
+        if self._everywhere():
             return live
         return {
             name: live[name] if name in live else LiveShard(spec.local(0, CPU), spec)
             for name, spec in specs.items()
         }
 
-    def _self_sharded(self) -> list[ZeroOptimizerHandler | DividedOptimizerHandler]:
-        """Return the optimizers that are sharded although their parameters are not."""
-        kinds = ZeroOptimizerHandler | DividedOptimizerHandler
-        return [part for part in self._parts() if isinstance(part, kinds)]
-
-    def _partitioned(self) -> list[ZeroOptimizerHandler]:
-        """Return the parts with tensors that a single rank has entirely."""
-        return [part for part in self._parts() if isinstance(part, ZeroOptimizerHandler)]
+    def _everywhere(self) -> bool:
+        """Whether all ranks have rows of the same tensors."""
+        return all(part.everywhere for part in self._parts())
 
     def _compare(
         self, group: Collectives, world: ShardedWorld, bank: ShardBank, *, content: bool
@@ -471,9 +460,15 @@ class ShardedCommits:
             rt.generation, rank, tuple(order), shards, choice.hosts, placement, choice.arenas
         )
         self._number, self._mine = 0, None
-        found = self._targets(
-            specs, layout, choice.whole.owners, world.order, shards, world.shard, choice.least
+        ascending = tuple(range(size))
+        division = Division(
+            world.order,
+            rank,
+            shards,
+            choice.least is not None,
+            choice.least is None and world.order == choice.whole.owners == ascending,
         )
+        found = self._targets(specs, layout, division)
         moves = plan_moves(choice.whole, layout.tensors, order, choice.hosts, PIECE, shards)
         with rt.guard("copy of the shards"):
             self._travel(rt.group("state", CPU), moves, layout, choice, found)
@@ -499,7 +494,18 @@ class ShardedCommits:
             whole = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             begin = bank.layout.rows(tensor, bank.shard).begin
             mine = rows if writes else rows[:0]
-            held.parts[part].sharded[key] = HeldRows(whole, begin, mine, spec.plain)
+            held.parts[part].sharded[key] = HeldRows(
+                whole, begin, mine, spec.plain, spec.sizes, spec.on_host
+            )
+
+    def recognized(self, specs: dict[str, RowSpec]) -> dict[str, RowSpec]:
+        """Return the descriptions of tensors read from a checkpoint, by part and name, as their parts know them."""
+        parts = {part.name: part for part in self._parts()}
+        found = {}
+        for name, spec in specs.items():
+            part, _, key = name.partition("/")
+            found[name] = parts[part].recognized(key, spec)
+        return found
 
     def divide(
         self, rt: Runtime, met: Meeting | None, specs: dict[str, RowSpec]
@@ -524,10 +530,13 @@ class ShardedCommits:
                 rt.generation, rank, order, shards, met.hosts, placement, met.arenas
             )
             self._number, self._mine = 0, None
-        shard = owners(order, shards)[rank]
         layout = as_layout(specs, shards)
-        found = self._targets(specs, layout, (), order, shards, shard, self.least)
-        return {each.name: (layout.rows(each, shard), found[each.name]) for each in layout.tensors}
+        division = Division(order, rank, shards, self.least is not None)
+        found = self._targets(specs, layout, division)
+        return {
+            each.name: (layout.rows(each, division.shard), found[each.name])
+            for each in layout.tensors
+        }
 
     def place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
         """Set the tensors of `divide`, now filled with values, in the optimizers."""
@@ -552,7 +561,7 @@ class ShardedCommits:
     def _agree(self, rt: Runtime, choice: Choice) -> dict[str, RowSpec]:
         """Return the specs of the commit's sharded tensors, sent to ranks that hold no part of the commit."""
         specs = {} if choice.bank is None else choice.bank.specs
-        if self._partitioned():
+        if not self._everywhere():
             with rt.guard("choice of the commit"):
                 everyones = _merged(objects.gather(rt.group("state", CPU), specs))
             if choice.bank is not None:
@@ -566,53 +575,23 @@ class ShardedCommits:
         return told
 
     def _targets(
-        self,
-        specs: dict[str, RowSpec],
-        layout: ShardLayout,
-        before: tuple[int | None, ...],
-        order: tuple[int, ...],
-        shards: int,
-        shard: int,
-        least: int | None,
+        self, specs: dict[str, RowSpec], layout: ShardLayout, division: Division
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors for this rank's rows in the new world: live ones of models, unfilled ones of optimizers.
+        """Let all parts follow, and return the tensors for this rank's rows in the new world.
 
-        Args:
-            specs: the commit's tensors, by name.
-            layout: their layout.
-            before: by shard of the commit, the rank that owns it.
-            order: the rank at each place of the new mesh.
-            shards: number of shards of the new mesh.
-            shard: this rank's shard in the new mesh.
-            least: as in `Choice`.
+        These are live tensors of models, and unfilled ones of optimizers.
         """
-        size = len(order)
-        # Process groups of a subset of the ranks end with their world, as do those of a mesh of replicas.
-        stays = least is None and order == before == tuple(range(size))
-        found = {}
-        device = CPU
-        for part in self._parts():
-            if isinstance(part, FullyShardedHandler):
-                # A world that broke before training resumed may have left another mesh, on some ranks only.
-                if not (stays and fsdp2.is_over_all(part.model, size, shard)):
-                    fsdp2.remesh(part.model, self._new_mesh(part, order, shards, least))
-                live = part.live_shards()
-                found.update({f"{part.name}/{key}": each.local for key, each in live.items()})
-                device = next((each.local.device for each in live.values()), device)
-        for each in self._self_sharded():
-            each.follow(order, order[shard])
+        found = {
+            f"{part.name}/{key}": local
+            for part in self._parts()
+            for key, local in part.follow(division).items()
+        }
+        device = next((each.device for each in found.values()), CPU)
         for tensor, (name, spec) in zip(layout.tensors, specs.items(), strict=True):
             if name not in found:
-                found[name] = spec.local(len(tensor.rows_of(shard, shards)), device)
+                rows = tensor.rows_of(division.shard, division.shards)
+                found[name] = spec.local(len(rows), device)
         return {name: found[name] for name in specs}
-
-    def _new_mesh(
-        self, part: FullyShardedHandler, order: tuple[int, ...], shards: int, least: int | None
-    ) -> Any:
-        like = fsdp2.mesh_of(part.model)
-        if least is None:
-            return fsdp2.make_mesh(like, order)
-        return fsdp2.make_hybrid_mesh(like, order, shards)
 
     def _travel(
         self,
@@ -658,15 +637,14 @@ class ShardedCommits:
 
     def _place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
         for part in self._parts():
-            if isinstance(part, ShardedOptimizerHandler | ZeroOptimizerHandler):
-                prefix = f"{part.name}/"
-                part.place_shards(
-                    {
-                        name.removeprefix(prefix): (specs[name], local)
-                        for name, local in found.items()
-                        if name.startswith(prefix)
-                    }
-                )
+            prefix = f"{part.name}/"
+            part.place_shards(
+                {
+                    name.removeprefix(prefix): (specs[name], local)
+                    for name, local in found.items()
+                    if name.startswith(prefix)
+                }
+            )
 
     def _live(self) -> dict[str, LiveShard]:
         return {
@@ -677,11 +655,7 @@ class ShardedCommits:
 
     def _position(self) -> tuple[int, int]:
         """Return this rank's shard and the number of shards in the world in which the script created the parts."""
-        if optimizers := self._self_sharded():
-            return optimizers[0].position
-        models = [part for part in self._parts() if isinstance(part, FullyShardedHandler)]
-        shards, shard = fsdp2.shards_of(fsdp2.mesh_of(models[0].model))
-        return shard, shards
+        return next(where for part in self._parts() if (where := part.position) is not None)
 
 
 def _merged(told: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:

@@ -6,7 +6,7 @@ with rows. Of a DistributedOptimizer with ``zero=1``, each rank has some element
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
+from elastic.sharding.division import Division
 from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.rows import rows_of
 from elastic.state.fully_sharded import fsdp2, zero
@@ -25,12 +26,10 @@ from elastic.state.snapshots.tensor_index import plain
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySpec(RowSpec):
-    """An entry that a single rank has. Its rows are its elements; ``sizes`` is its own shape."""
+    """An entry that a single rank has entirely: that of the parameter ``number``. Its rows are its elements."""
 
-    sizes: tuple[int, ...]
-    on_host: bool  # even if the parameter is on a GPU
     partition: Partition
-    number: int  # of the parameter
+    number: int
 
     def tensor(self, name: str) -> PartitionedTensor:
         return PartitionedTensor(
@@ -39,14 +38,19 @@ class EntrySpec(RowSpec):
 
 
 class ZeroOptimizerHandler(OptimizerStateHandler):
-    """Handler of a ``ZeroRedundancyOptimizer``. ``position``: this rank's shard and the number of shards."""
+    """Handler of a ``ZeroRedundancyOptimizer``."""
 
     value: Any
+    everywhere = False
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._position
 
     def _adopt_value(self) -> None:
         super()._adopt_value()
         self._by_dict = False
-        self.position = self.value.rank, self.value.world_size
+        self._position = self.value.rank, self.value.world_size
         self._partition = zero.partition_of(self.value)
 
     def layout(self) -> list[str]:
@@ -91,6 +95,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
                 spec = EntrySpec(
                     (entry.numel(),),
                     entry.dtype,
+                    plain=True,
                     sizes=tuple(entry.shape),
                     on_host=entry.device.type == "cpu",
                     partition=partition,
@@ -99,10 +104,15 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
                 found[f"{number}.{key}"] = LiveShard(entry.detach().reshape(-1), spec)
         return found
 
-    def follow(self, order: Sequence[int], rank: int) -> None:
-        """Step this rank's shard of another world from now on. ``order``: the rank of each shard."""
-        zero.repartition(self.value, order, rank)
-        self.position = list(order).index(rank), len(order)
+    def recognized(self, key: str, spec: RowSpec) -> RowSpec:
+        number, known = int(key.partition(".")[0]), dataclasses.asdict(spec)
+        return EntrySpec(**known, partition=zero.partition_of(self.value), number=number)
+
+    def follow(self, division: Division) -> dict[str, torch.Tensor]:
+        """Step this rank's shard of another world from now on."""
+        zero.repartition(self.value, division.order, division.rank)
+        self._position = division.shard, division.shards
+        return {}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
         """Replace all entries of the optimizer by those of this rank's parameters, given by name."""
@@ -111,7 +121,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         state.clear()
         with torch.no_grad():
             for name, (spec, local) in found.items():
-                assert isinstance(spec, EntrySpec)
+                assert isinstance(spec, EntrySpec) and spec.sizes is not None
                 if spec.partition.owners(shards)[spec.number] != shard:
                     continue
                 parameter, entry = parameters[spec.number], local.view(spec.sizes)
@@ -126,27 +136,30 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
 
 
 class DividedOptimizerHandler(ShardedOptimizerHandler):
-    """Handler of a ``DistributedOptimizer`` with ``zero=1``.
-
-    ``position``: this rank's shard and the number of shards.
-    """
+    """Handler of a ``DistributedOptimizer`` with ``zero=1``."""
 
     value: Any
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._position
 
     def _adopt_value(self) -> None:
         OptimizerStateHandler._adopt_value(self)
         self._by_dict = False
         rt = lifecycle.active()
         order = self.value.zero_order
-        self.position = order.index(0 if rt is None else rt.place.rank), len(order)
+        self._position = order.index(0 if rt is None else rt.place.rank), len(order)
 
     def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
         parameters, found = list(self.parameters()), {}
         for name, entry in tensors.items():
             number, _, key = name.partition(".")
-            elements = parameters[int(number)].numel()
+            parameter = parameters[int(number)]
+            elements = parameter.numel()
             if entry.shape == (len(rows_of(elements, *self.position)),):
-                found[name] = RowSpec((elements,), entry.dtype, plain=True)
+                sizes = tuple(parameter.shape)
+                found[name] = RowSpec((elements,), entry.dtype, plain=True, sizes=sizes)
             elif entry.dim():
                 raise Invalid(
                     f"{self.what} keeps {key} of shape {list(entry.shape)} for a part of a parameter of {elements}"
@@ -154,10 +167,11 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
                 )
         return found
 
-    def follow(self, order: Sequence[int], rank: int) -> None:
-        """Step this rank's shard of another world from now on. ``order``: the rank of each shard."""
-        self.value.divide(order)
-        self.position = list(order).index(rank), len(order)
+    def follow(self, division: Division) -> dict[str, torch.Tensor]:
+        """Step this rank's shard of another world from now on."""
+        self.value.divide(division.order)
+        self._position = division.shard, division.shards
+        return {}
 
 
 def _can_be_sent(key: object, entry: object) -> bool:

@@ -110,7 +110,7 @@ def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Ten
     Args:
         structure: as `OptimizerStateHandler.pack` gives it.
         sizes: the number of parameters of each group.
-        tensors: the entries, by name.
+        tensors: the entries, by name: ``3.exp_avg``. The structure lacks those that only another rank has.
     """
     if "dict" in structure:
         return structure["dict"]
@@ -118,6 +118,10 @@ def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Ten
     state.update({n: {**v} if isinstance(v, dict) else v for n, v in structure["values"].items()})
     for name, (number, key, _) in structure["origins"].items():
         state[number][key] = tensors[name]
+    for name, entry in tensors.items():
+        if name not in structure["origins"]:
+            owner, _, key = name.partition(".")
+            state.setdefault(int(owner), {})[key] = entry
     groups, first = [], 0
     for options, size in zip(structure["options"], sizes, strict=True):
         groups.append({**options, "params": list(range(first, first + size))})

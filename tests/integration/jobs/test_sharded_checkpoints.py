@@ -1,4 +1,4 @@
-"""Checkpoints of fully sharded models in real jobs: any number of workers goes on from them, bit for bit."""
+"""Checkpoints of sharded models and optimizers in real jobs: any number of workers goes on from them, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from harness.history import SCRIPTS
 
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
+zero = pytest.importorskip("zero")
 fsdp_durable = pytest.importorskip("fsdp_durable")
 
 TRAINING = ["python", str(SCRIPTS / "fsdp_durable.py")]
@@ -49,6 +50,31 @@ def trained(
     return begins(training)
 
 
+def goes_back_where_shards_are_lost(job: Any, tmp_path: Path, **env: str) -> None:
+    """Two of four workers die at once, each the only holder of a shard of the other."""
+    rules = tmp_path / "rules"
+    rules.write_text("optimizer kill slot=1,2 step=10 victims=2")
+    training = started(
+        job,
+        tmp_path / "all",
+        4,
+        16,
+        f"--checkpoint-every 3commits {GONE}",
+        ELASTIC_FAILPOINTS=f"@{rules}",
+        SLOW="0.2",
+        **APART,
+        **env,
+    )
+    training.succeed(200)
+    first, second = begins(training)
+    assert (first["step"], first["size"]) == (0, 4)
+    assert 0 < second["step"] < 10 and second["step"] % 3 == 0
+    assert second["size"] == 2 and second["same"]
+    assert second["pid"] == first["pid"]
+    assert len(training.events("WorkerConnected")) == 4, "no worker was started anew"
+    assert training.actions("ReportRecovery")[-1].get("from_checkpoint")
+
+
 @pytest.mark.timeout(300)
 def test_two_workers_go_on_from_what_three_have_written_and_a_plain_model_loads_it(
     job: Any, tmp_path: Path
@@ -69,6 +95,49 @@ def test_two_workers_go_on_from_what_three_have_written_and_a_plain_model_loads_
     plain.optimizers[0].load_state_dict(exported["optimizer0"])
     assert exported["step"] == 6
     assert fsdp_durable.digest(plain) == exported["seen"], "the bits of the last commit"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["torch", pytest.param("ours", marks=pytest.mark.nightly)])
+def test_other_numbers_of_workers_and_a_plain_optimizer_go_on_from_entries_in_parts(
+    job: Any, tmp_path: Path, how: str
+):
+    folder = tmp_path / "all"
+    assert trained(job, folder, 3, 4, ZERO=how)[0]["step"] == 0
+    (second,) = trained(job, folder, 2, 6, ZERO=how)
+    assert (second["step"], second["size"], second["same"]) == (4, 2, True)
+    file = tmp_path / "all.pt"
+    assert checkpoints_cli.main(["export", str(folder), "--out", str(file)]) == 0
+    exported, plain = torch.load(file), zero.Training("plain")
+    plain.model.load_state_dict(exported["model"])
+    plain.optimizers[0].load_state_dict(exported["optimizer0"])
+    assert exported["step"] == 6
+    assert fsdp_durable.digest(plain) == exported["seen"], "the bits of the last commit"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("how", "feature"),
+    [*(("torch", each) for each in zero.FEATURES), *(("ours", each) for each in zero.OF_OURS)],
+)
+def test_any_number_of_workers_goes_on_from_entries_in_parts(
+    job: Any, tmp_path: Path, how: str, feature: str
+):
+    before = 0
+    for size, steps in ((4, 4), (2, 6), (3, 8), (1, 10), (4, 12)):
+        (found,) = trained(job, tmp_path / "all", size, steps, FEATURE=feature, ZERO=how)
+        assert (found["step"], found["size"], found["same"]) == (before, size, True)
+        before = steps
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["torch", "ours"])
+def test_survivors_go_back_to_a_checkpoint_where_entries_are_lost(
+    job: Any, tmp_path: Path, how: str
+):
+    goes_back_where_shards_are_lost(job, tmp_path, ZERO=how)
 
 
 @pytest.mark.nightly
@@ -100,26 +169,7 @@ def test_replicas_write_each_row_once_and_any_number_of_workers_goes_on(job: Any
 def test_survivors_go_back_to_a_checkpoint_in_their_processes_where_shards_are_lost(
     job: Any, tmp_path: Path
 ):
-    rules = tmp_path / "rules"
-    rules.write_text("optimizer kill slot=1,2 step=10 victims=2")
-    training = started(
-        job,
-        tmp_path / "all",
-        4,
-        16,
-        f"--checkpoint-every 3commits {GONE}",
-        ELASTIC_FAILPOINTS=f"@{rules}",
-        SLOW="0.2",
-        **APART,
-    )
-    training.succeed(200)
-    first, second = begins(training)
-    assert (first["step"], first["size"]) == (0, 4)
-    assert 0 < second["step"] < 10 and second["step"] % 3 == 0
-    assert second["size"] == 2 and second["same"]
-    assert second["pid"] == first["pid"]
-    assert len(training.events("WorkerConnected")) == 4, "no worker was started anew"
-    assert training.actions("ReportRecovery")[-1].get("from_checkpoint")
+    goes_back_where_shards_are_lost(job, tmp_path)
 
 
 @pytest.mark.nightly

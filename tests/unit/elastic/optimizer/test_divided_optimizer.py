@@ -16,6 +16,7 @@ from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer import divided_optimizer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.join import join
+from elastic.sharding.division import Division
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler
 from harness.small_worlds import Rounding, net, take_steps, train_once
 
@@ -200,7 +201,7 @@ def test_another_world_gets_each_element_of_each_entry_from_the_rank_that_had_it
         model = net(*WIDTHS)
         optimizer = made("Adam", model)
         handler = DividedOptimizerHandler(optimizer, "optimizer")
-        handler.follow(optimizer.zero_order, rank)
+        handler.follow(Division.among(optimizer.zero_order, rank))
         take_steps(model, optimizer, 2)
         return {name: each.local.clone() for name, each in handler.live_shards().items()}
 

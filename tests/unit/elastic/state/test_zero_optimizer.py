@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 import torch
 from torch import distributed, nn
 
 import elastic
-from elastic.checkpoints import durable, options
+from elastic.checkpoints import writing
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Name, decode_share
+from elastic.checkpoints.shard_reader import row_specs
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
-from elastic.runtime.worker import Runtime
+from elastic.sharding.division import Division
 from elastic.sharding.rows import rows_of
 from elastic.state import TorchState, sharding
 from elastic.state.fully_sharded import zero
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
+from elastic.state.handled_state import shards_of
+from elastic.state.handlers import optimizer_state
+from elastic.state.state import hold
 from elastic.torch_backend import sharding_guard
 
 pytestmark = [
@@ -207,7 +212,7 @@ def test_in_another_world_each_parameter_is_stepped_by_the_rank_of_its_shard(opt
     for order in itertools.permutations(range(3)):
         stepped: list[int] = []
         for rank in range(3):
-            handler.follow(order, rank)
+            handler.follow(Division.among(order, rank))
             assert handler.position == (order.index(rank), 3)
             mine = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
             assert mine == {
@@ -230,13 +235,13 @@ def test_entries_are_placed_where_they_belong_in_another_world():
     handler = ZeroOptimizerHandler(optimizer, "optimizer")
     everything: dict[str, Any] = {}
     for rank in range(4):
-        handler.follow(range(4), rank)
+        handler.follow(Division.among(range(4), rank))
         step(model, optimizer)
         everything |= {
             name: (each.spec, each.local.clone()) for name, each in handler.live_shards().items()
         }
     for rank in range(3):
-        handler.follow(range(3), rank)
+        handler.follow(Division.among(range(3), rank))
         handler.place_shards(everything)
         live = handler.live_shards()
         owners = zero.partition_of(optimizer).owners(3)
@@ -250,10 +255,10 @@ def test_a_consolidated_state_of_the_world_before_is_dropped():
     model = network()
     optimizer = divided(model)
     handler = ZeroOptimizerHandler(optimizer, "optimizer")
-    handler.follow(range(1), 0)
+    handler.follow(Division.among(range(1), 0))
     optimizer.consolidate_state_dict()
     optimizer.state_dict()
-    handler.follow(range(3), 1)
+    handler.follow(Division.among(range(3), 1))
     with pytest.raises(RuntimeError):
         optimizer.state_dict()
 
@@ -366,17 +371,35 @@ def test_its_layout_differs_from_that_of_a_whole_optimizer(own):
     assert divided_one.layout() != TorchState(model=model, optimizer=whole).layout()
 
 
-def test_durable_commits_of_an_optimizer_in_parts_are_refused(
-    own, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kind", [divided, distributed_optimizer])
+def test_entries_read_from_a_checkpoint_are_described_as_those_that_were_committed(
+    own, kind: Any, tmp_path: Path
 ):
-    monkeypatch.setenv(options.DIR, str(tmp_path))
-    runtime = create_autospec(Runtime, instance=True)
     model = network()
-    for optimizer in (divided(model), distributed_optimizer(model)):
-        state = TorchState(model=model, optimizer=optimizer)
-        with pytest.raises(Invalid), durable.commits(runtime, state):
-            pass
-    assert not list(tmp_path.iterdir())
+    optimizer = kind(model)
+    state = TorchState(model=model, optimizer=optimizer)
+    step(model, optimizer)
+    state.commit()
+    storage, held = Storage(str(tmp_path)), hold(state)
+    writing.write_share(storage, Name(1, 2, 3), held, 0, 1, lambda: None)
+    held.release()
+    share = decode_share(storage.read(f"{Name(1, 2, 3)}/share-0.json"))
+    commits = shards_of(state)
+    assert commits is not None
+    bank = commits.base()
+    assert bank is not None and bank.specs
+    assert commits.recognized(row_specs(share.tensors)) == bank.specs
+
+
+def test_a_state_dict_has_entries_that_the_structure_of_this_rank_lacks():
+    model = network()
+    optimizer = divided(model)
+    handler = ZeroOptimizerHandler(optimizer, "optimizer")
+    structure, _ = handler.pack()
+    whole = torch.ones(7)
+    found = optimizer_state.described(structure, [8], {"3.exp_avg": whole})
+    assert found["state"] == {3: {"exp_avg": whole}}
+    assert found["param_groups"][0]["params"] == [*range(8)]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
@@ -386,7 +409,7 @@ def test_a_part_has_the_elements_of_its_shard(own, shards: int):
     handler = DividedOptimizerHandler(optimizer, "optimizer")
     for shard in range(shards):
         order = [(rank + shard) % shards for rank in range(shards)]
-        handler.follow(order, order[shard])
+        handler.follow(Division.among(order, order[shard]))
         assert handler.position == (shard, shards)
         for parameter in model.parameters():
             rows = rows_of(parameter.numel(), shard, shards)
