@@ -7,6 +7,7 @@ listens here for where a step begins and ends. Talks to other ranks only for `Sh
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -454,6 +455,18 @@ def _number(value: float | torch.Tensor, shard: int) -> float:
 
 
 _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
+
+
+def in_use() -> bool:
+    """Whether this process has run, or is in, a loop over the shards of a step."""
+
+    def there() -> bool:
+        return any(each.step > 0 or each.present is not None for each in _all)
+
+    if not there():
+        return False
+    gc.collect()  # one that the script has dropped may still be in a cycle
+    return there()
 
 
 def _why_no_collective() -> str:

@@ -157,6 +157,16 @@ def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
     )
 
 
+def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotElastic:
+    """The error for an optimizer of a sharded model, or a sharded optimizer, in a script that uses elastic.Shards."""
+    return NotElastic(
+        f"{type(optimizer).__name__} is sharded, or trains a sharded model, whose gradients are reduced in each"
+        " backward pass, and this script loops over elastic.Shards, of which ranks have different numbers: use one of"
+        " the two",
+        kind,
+    )
+
+
 def all_followed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all DTensors that an optimizer trains are parameters that a state follows."""
     ours = {

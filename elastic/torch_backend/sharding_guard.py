@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import Fixed
+from elastic.exact import shards
 from elastic.runtime import lifecycle
 from elastic.state import sharding
 
@@ -48,6 +49,8 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
         NotElastic: it is sharded in a way that cannot follow the world.
     """
     kind = sharding.of_optimizer(optimizer)
+    if kind is not None and shards.in_use():
+        raise sharding.refuse_micro_batches(optimizer, kind)
     what = f"the model that {type(optimizer).__name__} trains"
     if kind is Fixed.OPTIMIZER:
         if sharding.is_followed(optimizer):

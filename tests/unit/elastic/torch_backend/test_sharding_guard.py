@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 
 from elastic.errors import Fixed, NotElastic
+from elastic.exact.shards import Shards
 from elastic.state import TorchState, sharding
 from elastic.state.fully_sharded import fsdp2
 from elastic.torch_backend import sharding_guard
@@ -184,3 +185,26 @@ def test_parameters_of_fsdp1_are_known_by_its_marks():
     view._fsdp_flattened = True  # type: ignore[attr-defined]
     for each in (flat, view):
         assert sharding.of_optimizer(torch.optim.SGD([each], lr=0.1)) is Fixed.MODULE
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero"])
+def test_shards_that_are_in_no_state_are_refused_with_what_is_sharded(four, kind: str):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model: Any = fully_sharded(four) if kind == "fsdp2" else network()
+    optimizer: Any = (
+        sgd(model)
+        if kind == "fsdp2"
+        else ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    )
+    TorchState(model=model, optimizer=optimizer)
+    unused = Shards(4)
+    sharding_guard.check(optimizer, 1, 4)
+    used = Shards(4)
+    for _ in used:
+        with pytest.raises(NotElastic):
+            sharding_guard.check(optimizer, 1, 4)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 1, 4)
+    assert refused.value.kind is (Fixed.PARAMETERS if kind == "fsdp2" else Fixed.OPTIMIZER)
+    del used, unused
