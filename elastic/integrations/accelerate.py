@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from elastic import context
 from elastic.data import DataLoader
 from elastic.data.conversion import from_torch
-from elastic.errors import Invalid
+from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.integrations import versions
 from elastic.runtime import lifecycle
 from elastic.state import sharding
@@ -50,7 +50,8 @@ class PreparedState(TorchState):
     def __init__(self, accelerator: Accelerator, **values: Any) -> None:
         versions.check("accelerate")
         refuse(accelerator)
-        sharding.check_trainer("Accelerate", [each.optimizer for each in accelerator._optimizers])
+        optimizers = [each.optimizer for each in accelerator._optimizers]
+        sharding.check_trainer("Accelerate", optimizers, accelerator._models)
         kept = {name: _kept(accelerator, value) for name, value in values.items()}
         for number, optimizer in enumerate(accelerator._optimizers):
             kept[f"optimizer_{number}"] = optimizer.optimizer
@@ -76,12 +77,13 @@ class PreparedState(TorchState):
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Raises Invalid for what can't follow a world."""
+    """Raises NotElastic, Invalid for what can't follow a world."""
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
-        raise Invalid(
+        raise NotElastic(
             f"this Accelerator trains with {_UNSUPPORTED[kind]}, which divides the model over a fixed number of"
-            " ranks, but an elastic job needs a whole model on each: leave the plugin out"
+            " ranks, but an elastic job needs a whole model on each: leave the plugin out",
+            Fixed.MODULE,
         )
     if lifecycle.active() is None:
         if lifecycle.torchs_own():

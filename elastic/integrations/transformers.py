@@ -348,7 +348,7 @@ class _Loss(Carried):
 
 
 def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
-    sharding.check_trainer("transformers", [trainer.optimizer.optimizer])
+    sharding.check_trainer("transformers", [trainer.optimizer.optimizer], [trainer.model_wrapped])
     values: dict[str, Any] = {
         "loader": loader,
         "optimizer": trainer.optimizer.optimizer,

@@ -230,8 +230,24 @@ def of_value(value: object) -> Fixed | None:
     return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
 
 
-def check_trainer(trainer: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises NotElastic for an optimizer of which each rank has a part: a trainer saves and loads whole ones."""
+def check_trainer(
+    trainer: str,
+    optimizers: Iterable[torch.optim.Optimizer],
+    models: Iterable[torch.nn.Module] = (),
+) -> None:
+    """Check that a trainer, which saves and loads whole models and optimizers, has no sharded one.
+
+    Raises:
+        NotElastic: it has.
+    """
+    for model in models:
+        kind = of_module(model)
+        if kind is not None:
+            raise NotElastic(
+                f"the model is sharded ({kind.value}), which an elastic job of {trainer} does not support: leave"
+                " fully_shard or parallelize_module out, or write a training loop of your own with elastic.TorchState",
+                kind,
+            )
     if any(of_optimizer(each) is Fixed.OPTIMIZER for each in optimizers):
         raise NotElastic(
             f"an optimizer is sharded by itself (ZeRO), which an elastic job of {trainer} does not support: use a plain"

@@ -9,11 +9,13 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import TBroadcast
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic.integrations import versions
 from elastic.integrations.lightning import joining
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.runtime import lifecycle
+from elastic.state import sharding
 
 
 class ElasticFabricStrategy(DDPStrategy):
@@ -41,6 +43,10 @@ class ElasticFabricStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        sharding.check_trainer("Lightning", (), [module])
+        return super().setup_module(module)
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()

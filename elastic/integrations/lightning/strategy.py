@@ -25,6 +25,7 @@ from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.integrations.lightning.loops import ElasticFitLoop
 from elastic.integrations.lightning.sharded import ShardedSteps
 from elastic.runtime import lifecycle
+from elastic.state import sharding
 
 NAME = "elastic"
 
@@ -83,6 +84,7 @@ class ElasticStrategy(DDPStrategy):
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     def setup(self, trainer: Trainer) -> None:
+        sharding.check_trainer("Lightning", (), [trainer.lightning_module])
         # First: a schedule that asks for estimated_stepping_batches has the loop set up its data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
